@@ -1,0 +1,1 @@
+"""The search core: what may vary, what it is predicted to cost, what to measure next. No torch, no SQL, no web."""

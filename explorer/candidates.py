@@ -1,0 +1,81 @@
+"""One point of the search space."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from explorer.frozen import Frozen
+from explorer.models import LayerKind, ModelSpec
+
+
+class Recompute(StrEnum):
+    """Which activations are recomputed in backward (Korthikanti et al., 2022, arXiv:2205.05198).
+
+    `selective` recomputes the attention core, `partial_*` whole layers for that share of them, `full` every layer.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    PARTIAL_25 = "partial_25"
+    PARTIAL_50 = "partial_50"
+    PARTIAL_75 = "partial_75"
+    FULL = "full"
+
+    @property
+    def layer_share(self) -> float:
+        """Share of the layers that are recomputed as a whole."""
+        return {
+            Recompute.PARTIAL_25: 0.25,
+            Recompute.PARTIAL_50: 0.5,
+            Recompute.PARTIAL_75: 0.75,
+            Recompute.FULL: 1.0,
+        }.get(self, 0.0)
+
+
+class Candidate(Frozen):
+    """What a trainer can choose for a given model and device.
+
+    `bta_tile` is the number of sequences of an attention tile, null for no tiling. `expert_backend` is null for a
+    model without experts.
+    """
+
+    micro_batch_size: Annotated[int, Field(ge=1)]
+    bta_tile: Annotated[int, Field(ge=1)] | None = None
+    recompute: Recompute = Recompute.NONE
+    attention_backend: str
+    expert_backend: str | None = None
+    num_query_groups: Annotated[int, Field(ge=1)] = Field(description="Of the model variant this candidate is for.")
+
+    def describe(self) -> str:
+        """One line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
+        parts = [
+            f"micro_batch_size={self.micro_batch_size}",
+            f"bta_tile={self.bta_tile or 'off'}",
+            f"recompute={self.recompute}",
+            f"attention={self.attention_backend}",
+        ]
+        if self.expert_backend is not None:
+            parts.append(f"experts={self.expert_backend}")
+        return " ".join(parts)
+
+
+def recomputed_layers(model: ModelSpec, recompute: Recompute) -> tuple[bool, ...]:
+    """For each layer, whether `recompute` recomputes it as a whole.
+
+    The recomputed layers are spread evenly over each kind of layer, so that a partial policy means the same share of
+    dense and of expert layers; at least one layer is recomputed by any partial policy.
+    """
+    share = recompute.layer_share
+    kinds = model.layer_kinds
+    chosen = [False] * len(kinds)
+    for kind in LayerKind:
+        indices = [i for i, k in enumerate(kinds) if k is kind]
+        count = round(share * len(indices))
+        if share > 0 and indices:
+            count = max(1, count)
+        for j in range(count):
+            chosen[indices[j * len(indices) // count]] = True
+    return tuple(chosen)

@@ -1,0 +1,94 @@
+"""What the profiler reports: seconds and bytes of components, and how a trial ended."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from explorer.candidates import Candidate
+from explorer.components import Component
+from explorer.frozen import Frozen
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class Outcome(StrEnum):
+    """How a trial ended. Failure is data, never an exception."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMED_OUT = "timed_out"
+    CRASHED = "crashed"
+    UNSUPPORTED = "unsupported"
+
+
+class ComponentMeasurement(Frozen):
+    """One component, timed back to back (forward, backward, no synchronisation between) and weighed.
+
+    `device_seconds` is the median time of one forward + backward with the host far enough ahead not to matter,
+    `host_seconds` the host's time to issue it; whichever sum is larger decides a layer's time. For the optimizer both
+    are of one step over the whole model. `forward_device_seconds` is the forward part of `device_seconds`.
+
+    Bytes are `max_memory_allocated` differences, parameters and gradients excluded: `saved_bytes` is what a forward
+    leaves alive for its backward, without recomputation of the whole block; `forward_peak_bytes` and
+    `backward_peak_bytes` are the highest level of either pass over the level before the forward.
+    """
+
+    component: Component
+    device_seconds: Seconds
+    host_seconds: Seconds
+    forward_device_seconds: Seconds
+    standard_error_seconds: Seconds
+    repeats: Annotated[int, Field(ge=1)]
+    saved_bytes: Bytes
+    forward_peak_bytes: Bytes
+    backward_peak_bytes: Bytes
+
+
+class WholeModelMeasurement(Frozen):
+    """A whole training step, run as it would be in training: two accumulated micro-steps and the optimizer.
+
+    `micro_step_seconds` and `optimizer_seconds` are medians; `peak_bytes` is max_memory_allocated, `reserved_bytes`
+    max_memory_reserved of the step.
+    """
+
+    micro_step_seconds: Seconds
+    optimizer_seconds: Seconds
+    standard_error_seconds: Seconds
+    peak_bytes: Bytes
+    reserved_bytes: Bytes
+    repeats: Annotated[int, Field(ge=1)]
+
+
+class PhaseSeconds(Frozen):
+    """Where a trial's time went, in the profiler and between the processes."""
+
+    process_start: Seconds = 0.0
+    build: Seconds = 0.0
+    warm_up: Seconds = 0.0
+    timed: Seconds = 0.0
+    messaging: Seconds = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.process_start + self.build + self.warm_up + self.timed + self.messaging
+
+
+class Measurement(Frozen):
+    """The result of one trial.
+
+    `components` holds what this trial measured; what earlier trials measured is not repeated. With an outcome other
+    than ok, `failed_component` says which one failed (null: the candidate as a whole) and `reason` why.
+    """
+
+    candidate: Candidate
+    outcome: Outcome
+    reason: str | None = None
+    components: tuple[ComponentMeasurement, ...] = ()
+    failed_component: Component | None = None
+    whole_model: WholeModelMeasurement | None = None
+    phases: PhaseSeconds = PhaseSeconds()

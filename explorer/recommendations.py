@@ -1,0 +1,108 @@
+"""The answer: the best candidate known, how much better it is, and how sure that is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from explorer.candidates import Candidate
+from explorer.frozen import Frozen
+from explorer.measurements import WholeModelMeasurement
+
+
+class MemoryParts(Frozen):
+    """Bytes of one device at the peak of a step, by what they hold."""
+
+    parameters: int
+    gradients: int = 0
+    master_weights: int = 0
+    optimizer_states: int = 0
+    activations: int = Field(0, description="Saved by the forward pass for the backward pass.")
+    transient: int = Field(0, description="Buffers alive at the peak moment only.")
+
+    @property
+    def total(self) -> int:
+        """Allocated bytes at the peak."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.master_weights
+            + self.optimizer_states
+            + self.activations
+            + self.transient
+        )
+
+
+class Alternative(Frozen):
+    """Another candidate that the answer is compared with."""
+
+    candidate: Candidate
+    tokens_per_second: float
+    gain: float = Field(description="Throughput of the recommended candidate relative to this one.")
+
+
+class WholeModelCheck(Frozen):
+    """The recommended candidate, run as a whole model. Errors are (composed - whole) / whole."""
+
+    measurement: WholeModelMeasurement
+    tokens_per_second: float
+    step_seconds: float
+    step_error: float
+    peak_error: float
+
+
+class Recommendation(Frozen):
+    """The best candidate so far.
+
+    `tokens_per_second` is of one device; `performance` is relative to the base candidate. `confidence` is the
+    probability, floored to 0..99, that the whole model's tokens/s with this candidate is within the request's
+    tolerance of the best in the legal space. `grad_accum_steps` is null when micro_batch_size x num_devices does not
+    divide the requested batch; `nearest_batch_sizes` then names the batch sizes below and above that it divides.
+    """
+
+    candidate: Candidate
+    base: Candidate
+    tokens_per_second: float
+    performance: float
+    confidence: Annotated[int, Field(ge=0, le=99)]
+    step_seconds: float
+    micro_step_seconds: float
+    optimizer_seconds: float
+    grad_accum_steps: int | None
+    nearest_batch_sizes: tuple[int, ...] = ()
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    required_bytes: int = Field(description="Reserved by the allocator, runtime context and margin included.")
+    memory_limit_bytes: int
+    memory: MemoryParts
+    largest_micro_batch: Alternative | None = Field(
+        None, description="The largest micro-batch that fits without batch tiling, at its fastest."
+    )
+    stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
+    optimizer_decides: bool = Field(
+        False, description="Another candidate is faster per micro-batch: the optimizer's share at batch_size decided."
+    )
+    whole_model: WholeModelCheck | None = None
+    notes: tuple[str, ...] = ()
+
+
+class VariantAnswer(Frozen):
+    """The outcome for one num_query_groups setting; `recommendation` is null when nothing fits."""
+
+    num_query_groups: int
+    num_parameters: int
+    recommendation: Recommendation | None
+    reason: str | None = None
+
+
+class Answer(Frozen):
+    """What a job ends with. Variants are separate models: they stand side by side, in the order asked for."""
+
+    variants: tuple[VariantAnswer, ...]
+    timings: dict[str, float] = Field(default_factory=dict, description="Seconds of the job by where they went.")
+
+    @property
+    def recommendation(self) -> Recommendation | None:
+        """Of the main variant."""
+        return self.variants[0].recommendation

@@ -1,0 +1,187 @@
+"""What a person asks for: a model, what may vary, and how long the exploration may take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
+from explorer.candidates import Recompute
+from explorer.frozen import Frozen
+from explorer.models import ModelSpec
+from explorer.routing import RoutingSpec
+from explorer.training import Sharding, TrainingSpec
+
+MAX_MICRO_BATCH_SIZE = 256
+MAX_NUM_QUERY_GROUPS_VARIANTS = 8
+
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
+BackendName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+
+
+class MicroBatchRange(Frozen):
+    """Bounds of an exploration; both ends belong to the space."""
+
+    min: MicroBatch = 1
+    max: MicroBatch = MAX_MICRO_BATCH_SIZE
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) exceeds max ({self.max})")
+        return self
+
+
+class ExploreRange(Frozen):
+    """`{explore: {min: 2, max: 64}}`: like `explore`, within bounds and regardless of the effective batch."""
+
+    explore: MicroBatchRange
+
+
+MicroBatchChoice = (
+    Literal["explore", "auto"]
+    | ExploreRange
+    | MicroBatch
+    | Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)]
+)
+
+
+class BTASpec(Frozen):
+    """Batch tiling on attention: which tiles may be tried.
+
+    `enable` true excludes untiled attention, false excludes tiling, null explores both. `max_tile` caps the tile and
+    must divide batch_size. `tiles` restricts tiling to the listed sizes.
+    """
+
+    enable: bool | None = None
+    max_tile: MicroBatch | None = None
+    tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.enable is False and (self.tiles is not None or self.max_tile is not None):
+            raise ValueError("tiles and max_tile have no meaning when enable is false")
+        return self
+
+
+class ParallelismSpec(Frozen):
+    """Sizes of model parallelism. Only 1 is supported: anything else is refused rather than ignored."""
+
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    expert_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+
+    @field_validator("*")
+    @classmethod
+    def _only_one(cls, size: int) -> int:
+        if size != 1:
+            raise ValueError("sizes other than 1 are not supported yet")
+        return size
+
+
+class Budget(Frozen):
+    """When an exploration ends: at the confidence target, or when a limit is reached."""
+
+    confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
+    max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
+    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
+
+
+class ExplorationRequest(Frozen):
+    """An exploration to run.
+
+    A dimension that is left out is explored in full. `batch_size` is the effective batch over all devices; it weighs
+    the optimizer's share of a step, and `auto` and `bta.max_tile` refer to it.
+    """
+
+    model: ModelSpec
+    mode: Literal["train", "eval"] = "train"
+    micro_batch_size: MicroBatchChoice = "explore"
+    batch_size: Count = 512
+    num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
+    )
+    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: whichever worker claims the job.")
+    num_query_groups: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=1, le=1024)] | None, ...],
+            Field(min_length=1, max_length=MAX_NUM_QUERY_GROUPS_VARIANTS),
+        ]
+        | None
+    ) = Field(None, description="Settings to compare as separate models; they change the model.")
+    bta: BTASpec = BTASpec()
+    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=6)] | None = None
+    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
+    flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
+    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
+    routing: RoutingSpec = RoutingSpec()
+    execution: Literal["eager", "compile"] = "eager"
+    training: TrainingSpec = TrainingSpec()
+    parallelism: ParallelismSpec = ParallelismSpec()
+    memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
+        None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
+    )
+    base_micro_batch_size: MicroBatch | None = None
+    tolerance: Annotated[float, Field(gt=0, le=0.2)] = 0.01
+    budget: Budget = Budget()
+    verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
+    seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_query_groups(cls, data: Any) -> Any:
+        """A list in model.num_query_groups names variants; the first is the model's own."""
+        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+            return data
+        groups = data["model"].get("num_query_groups")
+        if isinstance(groups, list) and groups:
+            if data.get("num_query_groups") is not None:
+                raise ValueError("num_query_groups is given as a list twice")
+            return {**data, "model": {**data["model"], "num_query_groups": groups[0]}, "num_query_groups": groups}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        share = self.batch_size // self.num_devices
+        if self.micro_batch_size == "auto" and self.batch_size % self.num_devices:
+            raise ValueError(
+                f"micro_batch_size 'auto' needs batch_size ({self.batch_size}) to be a multiple of "
+                f"num_devices ({self.num_devices})"
+            )
+        if share < 1:
+            raise ValueError(f"batch_size ({self.batch_size}) is smaller than num_devices ({self.num_devices})")
+        if self.bta.max_tile is not None and self.batch_size % self.bta.max_tile:
+            raise ValueError(f"bta.max_tile ({self.bta.max_tile}) must divide batch_size ({self.batch_size})")
+        if self.model.moe is None:
+            if self.expert_backends is not None:
+                raise ValueError("expert_backends given for a model without experts")
+        else:
+            self.routing.check(self.model.moe)
+        if self.training.sharding is not Sharding.NONE and self.num_devices == 1:
+            raise ValueError(f"sharding '{self.training.sharding}' needs num_devices > 1")
+        if self.attention_backends == ("flash",) and not self.flash_attention:
+            raise ValueError("attention_backends allows only flash, and flash_attention is false")
+        for groups in self.num_query_groups or ():
+            if groups is not None and self.model.num_attention_heads % groups:
+                raise ValueError(
+                    f"num_query_groups ({groups}) must divide num_attention_heads ({self.model.num_attention_heads})"
+                )
+        return self
+
+    def variants(self) -> tuple[ModelSpec, ...]:
+        """The models to explore, one for each distinct num_query_groups asked for; the first is the main one."""
+        if self.num_query_groups is None:
+            return (self.model,)
+        models: dict[int, ModelSpec] = {}
+        for groups in self.num_query_groups:
+            model = self.model.model_copy(update={"num_query_groups": groups})
+            models.setdefault(model.query_groups, model)
+        return tuple(models.values())
+
+    @property
+    def device_batch_size(self) -> float:
+        """Sequences of the effective batch that one device processes, as a real number."""
+        return self.batch_size / self.num_devices

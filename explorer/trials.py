@@ -1,0 +1,58 @@
+"""What the search asks to be measured, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from explorer.candidates import Candidate
+from explorer.components import Component
+from explorer.frozen import Frozen
+from explorer.measurements import Measurement
+from explorer.models import ModelSpec
+
+
+class TrialKind(StrEnum):
+    """A trial times the components of a candidate that are not known yet, or runs the whole model."""
+
+    COMPONENTS = "components"
+    WHOLE_MODEL = "whole_model"
+
+
+class TrialPlan(Frozen):
+    """An order to the profiler."""
+
+    number: Annotated[int, Field(ge=0)]
+    kind: TrialKind
+    model: ModelSpec = Field(description="The variant that the candidate is for.")
+    candidate: Candidate
+    components: tuple[Component, ...] = Field((), description="To measure, in this order.")
+    timeout_seconds: Annotated[float, Field(gt=0)]
+
+
+Measure = Callable[[TrialPlan], Measurement]
+"""Runs a trial. Never raises for what a candidate does: a crash, a hang or an OOM is an `Outcome`."""
+
+
+class Trial(Frozen):
+    """A finished trial, as stored: what was predicted, what was measured, what it composes to.
+
+    The composed figures are null when the outcome is not ok.
+    """
+
+    number: Annotated[int, Field(ge=0)]
+    kind: TrialKind
+    measurement: Measurement
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    predicted_tokens_per_second: float | None = None
+    tokens_per_second: float | None = None
+    suggest_seconds: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def candidate(self) -> Candidate:
+        """What was tried."""
+        return self.measurement.candidate
