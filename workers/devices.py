@@ -1,0 +1,66 @@
+"""The devices of this host, found without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pynvml
+
+
+def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """`cpu` and a `cuda:i` for each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+    return ("cpu", *(f"cuda:{i}" for i in range(len(_visible_gpus(environment)))))
+
+
+def device_key(device: str, environment: Mapping[str, str]) -> str:
+    """What identifies a device on this host, whatever a process calls it: `cpu`, or the UUID of a GPU.
+
+    CUDA numbers the visible GPUs; with CUDA_DEVICE_ORDER=PCI_BUS_ID, which the launcher sets for its children, the
+    numbers are NVML's. Without NVML the name itself is the key.
+
+    Raises:
+        ValueError: `device` is neither `cpu` nor a visible `cuda:i`.
+    """
+    if device == "cpu":
+        return "cpu"
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise ValueError(f"unknown device {device!r}: use cpu or cuda:0, cuda:1, ...")
+    gpus = _visible_gpus(environment)
+    if int(index or 0) >= len(gpus):
+        raise ValueError(f"device {device!r} does not exist: {len(gpus)} CUDA devices are visible")
+    return gpus[int(index or 0)]
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """UUIDs in CUDA's numbering."""
+    uuids = _gpu_uuids()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return uuids
+    chosen: list[str] = []
+    for name in (part.strip() for part in visible.split(",")):
+        if name.isdecimal() and int(name) < len(uuids):
+            chosen.append(uuids[int(name)])
+        elif name.startswith("MIG-"):
+            chosen.append(name)
+        elif name and any(uuid.startswith(name) for uuid in uuids):
+            chosen.append(next(uuid for uuid in uuids if uuid.startswith(name)))
+        else:
+            break  # as CUDA does: the first invalid entry ends the list
+    return chosen
+
+
+def _gpu_uuids() -> list[str]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [
+            pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()

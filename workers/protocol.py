@@ -1,0 +1,101 @@
+"""What the worker and its profiler process say to each other: one JSON object a line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from explorer.components import Component
+from explorer.frozen import Frozen
+from explorer.hardware import DeviceReport, HardwareSpec
+from explorer.measurements import ComponentMeasurement, Measurement
+from explorer.requests import ExplorationRequest
+from explorer.trials import TrialPlan
+
+
+class MeasureHardware(Frozen):
+    """Order: measure the device's peaks. Answered by `HardwareReply`."""
+
+    type: Literal["measure_hardware"] = "measure_hardware"
+
+
+class Begin(Frozen):
+    """Order: a job begins. Answered by `ReportReply`. Sent again to a process that replaces a dead one."""
+
+    type: Literal["begin"] = "begin"
+    request: ExplorationRequest
+    hardware: HardwareSpec
+
+
+class RunTrial(Frozen):
+    """Order: measure. Answered by `ComponentStarted` and `ComponentMeasured` as it goes, `TrialFinished` at the end."""
+
+    type: Literal["run_trial"] = "run_trial"
+    plan: TrialPlan
+
+
+class Hello(Frozen):
+    """First message of a profiler process: torch is imported and the device exists."""
+
+    type: Literal["hello"] = "hello"
+    pid: int
+
+
+class HardwareReply(Frozen):
+    """The measured device."""
+
+    type: Literal["hardware"] = "hardware"
+    hardware: HardwareSpec
+
+
+class ReportReply(Frozen):
+    """Which back ends can serve the job's model."""
+
+    type: Literal["report"] = "report"
+    report: DeviceReport
+
+
+class ComponentStarted(Frozen):
+    """So that a crash or a hang can be blamed on the right component."""
+
+    type: Literal["component_started"] = "component_started"
+    component: Component
+
+
+class ComponentMeasured(Frozen):
+    """So that what was measured before a crash is not lost with the process."""
+
+    type: Literal["component_measured"] = "component_measured"
+    measurement: ComponentMeasurement
+
+
+class TrialFinished(Frozen):
+    """The trial's result. `seconds` is the process's own time; a `poisoned` process asks to be replaced."""
+
+    type: Literal["trial_finished"] = "trial_finished"
+    measurement: Measurement
+    seconds: Annotated[float, Field(ge=0)]
+    poisoned: bool = False
+
+
+class Refused(Frozen):
+    """The process cannot do what was ordered, whatever the candidate: the device does not exist, for instance."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
+
+
+Order = Annotated[MeasureHardware | Begin | RunTrial, Field(discriminator="type")]
+Reply = Annotated[
+    Hello | HardwareReply | ReportReply | ComponentStarted | ComponentMeasured | TrialFinished | Refused,
+    Field(discriminator="type"),
+]
+
+ORDERS: TypeAdapter[Order] = TypeAdapter(Order)
+REPLIES: TypeAdapter[Reply] = TypeAdapter(Reply)
+
+
+def encode(message: Frozen) -> bytes:
+    """One line."""
+    return message.model_dump_json().encode() + b"\n"
