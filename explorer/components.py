@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -60,7 +61,8 @@ class Component(Frozen):
         return f"{self.kind}({','.join(parts)})"
 
 
-class LayerGroup(Frozen):
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
     """`count` equal layers: an attention block followed by an FFN block, recomputed as a whole or not."""
 
     count: int
@@ -69,7 +71,8 @@ class LayerGroup(Frozen):
     recomputed: bool
 
 
-class Decomposition(Frozen):
+@dataclass(frozen=True, slots=True)
+class Decomposition:
     """The components of a candidate's step. `optimizer` is null in eval mode."""
 
     embedding: Component
@@ -85,46 +88,63 @@ class Decomposition(Frozen):
         return tuple(dict.fromkeys([self.embedding, *blocks, self.head, *ends]))
 
 
-def decompose(model: ModelSpec, candidate: Candidate, *, training: bool) -> Decomposition:
-    """Split the step of `candidate` into components."""
-    m = candidate.micro_batch_size
+class Decomposer:
+    """Splits the steps of one model's candidates into components, sharing equal components."""
 
-    def attention(recomputed: bool) -> Component:
-        if recomputed:
-            recompute = BlockRecompute.FULL
-        elif candidate.recompute is Recompute.SELECTIVE:
-            recompute = BlockRecompute.SELECTIVE
-        else:
-            recompute = BlockRecompute.NONE
-        return Component(
-            kind=ComponentKind.ATTENTION,
-            micro_batch_size=m,
-            bta_tile=candidate.bta_tile,
-            recompute=recompute,
-            backend=candidate.attention_backend,
-            num_query_groups=candidate.num_query_groups,
+    def __init__(self, model: ModelSpec, *, training: bool) -> None:
+        self._model = model
+        self._training = training
+        self._components: dict[tuple[object, ...], Component] = {}
+        self._groups: dict[Recompute, list[tuple[LayerKind, bool, int]]] = {}
+
+    def __call__(self, candidate: Candidate) -> Decomposition:
+        """The components of one step of `candidate`."""
+        m = candidate.micro_batch_size
+        groups = candidate.num_query_groups
+        selective = candidate.recompute is Recompute.SELECTIVE
+        layers = []
+        for kind, recomputed, count in self._layer_groups(candidate.recompute):
+            whole = BlockRecompute.FULL if recomputed else BlockRecompute.NONE
+            core = BlockRecompute.SELECTIVE if selective else whole
+            attention = self._share(
+                ComponentKind.ATTENTION, m, candidate.bta_tile, core, candidate.attention_backend, groups
+            )
+            if kind is LayerKind.MOE:
+                ffn = self._share(ComponentKind.MOE_FFN, m, None, whole, candidate.expert_backend, None)
+            else:
+                ffn = self._share(ComponentKind.DENSE_FFN, m, None, whole, None, None)
+            layers.append(LayerGroup(count, attention, ffn, recomputed))
+        plain = (None, BlockRecompute.NONE, None)
+        return Decomposition(
+            embedding=self._share(ComponentKind.EMBEDDING, m, *plain, None),
+            layers=tuple(layers),
+            head=self._share(ComponentKind.HEAD, m, *plain, None),
+            optimizer=self._share(ComponentKind.OPTIMIZER, 0, *plain, groups) if self._training else None,
         )
 
-    def ffn(kind: LayerKind, recomputed: bool) -> Component:
-        moe = kind is LayerKind.MOE
-        return Component(
-            kind=ComponentKind.MOE_FFN if moe else ComponentKind.DENSE_FFN,
-            micro_batch_size=m,
-            recompute=BlockRecompute.FULL if recomputed else BlockRecompute.NONE,
-            backend=candidate.expert_backend if moe else None,
-        )
+    def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int]]:
+        if recompute not in self._groups:
+            layers = zip(self._model.layer_kinds, recomputed_layers(self._model, recompute), strict=True)
+            self._groups[recompute] = [(kind, again, n) for (kind, again), n in sorted(Counter(layers).items())]
+        return self._groups[recompute]
 
-    groups = Counter(zip(model.layer_kinds, recomputed_layers(model, candidate.recompute), strict=True))
-    return Decomposition(
-        embedding=Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m),
-        layers=tuple(
-            LayerGroup(count=count, attention=attention(again), ffn=ffn(kind, again), recomputed=again)
-            for (kind, again), count in sorted(groups.items())
-        ),
-        head=Component(kind=ComponentKind.HEAD, micro_batch_size=m),
-        optimizer=Component(
-            kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_query_groups=candidate.num_query_groups
-        )
-        if training
-        else None,
-    )
+    def _share(
+        self,
+        kind: ComponentKind,
+        micro_batch_size: int,
+        bta_tile: int | None,
+        recompute: BlockRecompute,
+        backend: str | None,
+        num_query_groups: int | None,
+    ) -> Component:
+        arguments = (kind, micro_batch_size, bta_tile, recompute, backend, num_query_groups)
+        if arguments not in self._components:
+            self._components[arguments] = Component(
+                kind=kind,
+                micro_batch_size=micro_batch_size,
+                bta_tile=bta_tile,
+                recompute=recompute,
+                backend=backend,
+                num_query_groups=num_query_groups,
+            )
+        return self._components[arguments]

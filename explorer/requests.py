@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from explorer.candidates import Recompute
+from explorer.dimensions import LADDER, divisors, ladder_between, tiles_of
 from explorer.frozen import Frozen
 from explorer.models import ModelSpec
 from explorer.routing import RoutingSpec
@@ -164,12 +165,49 @@ class ExplorationRequest(Frozen):
             raise ValueError(f"sharding '{self.training.sharding}' needs num_devices > 1")
         if self.attention_backends == ("flash",) and not self.flash_attention:
             raise ValueError("attention_backends allows only flash, and flash_attention is false")
+        if not self.micro_batch_sizes:
+            raise ValueError("micro_batch_size leaves no value to explore")
+        if not any(self.tiles_for(m) for m in self.micro_batch_sizes):
+            raise ValueError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space")
+        if self.mode == "eval" and not self.recompute_policies:
+            raise ValueError("recompute must allow 'none' in eval mode: nothing is recomputed without a backward pass")
         for groups in self.num_query_groups or ():
             if groups is not None and self.model.num_attention_heads % groups:
                 raise ValueError(
                     f"num_query_groups ({groups}) must divide num_attention_heads ({self.model.num_attention_heads})"
                 )
         return self
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes to consider, ascending, before memory is looked at."""
+        choice = self.micro_batch_size
+        if isinstance(choice, ExploreRange):
+            return ladder_between(choice.explore.min, choice.explore.max)
+        if isinstance(choice, int):
+            return (choice,)
+        if isinstance(choice, tuple):
+            return tuple(sorted(set(choice)))
+        if choice == "auto":
+            share = self.batch_size // self.num_devices
+            return tuple(m for m in divisors(share) if m <= MAX_MICRO_BATCH_SIZE)
+        return LADDER
+
+    def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:
+        """The attention tiles to consider for one micro-batch size; null is no tiling."""
+        untiled: tuple[int | None, ...] = () if self.bta.enable else (None,)
+        if self.bta.enable is False:
+            return untiled
+        tiles = tiles_of(
+            micro_batch_size, max_tile=self.bta.max_tile, allowed=self.bta.tiles, training=self.mode == "train"
+        )
+        return (*untiled, *tiles)
+
+    @property
+    def recompute_policies(self) -> tuple[Recompute, ...]:
+        """The recomputation policies to consider; in eval mode only `none` means anything."""
+        allowed = tuple(Recompute) if self.recompute is None else self.recompute
+        return tuple(p for p in Recompute if p in allowed and (self.mode == "train" or p is Recompute.NONE))
 
     def variants(self) -> tuple[ModelSpec, ...]:
         """The models to explore, one for each distinct num_query_groups asked for; the first is the main one."""

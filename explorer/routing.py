@@ -76,7 +76,8 @@ def _log_weights(moe: MoESpec, routing: RoutingSpec) -> npt.NDArray[np.float64]:
         return np.zeros(moe.num_experts)
     if routing.kind == "zipf":
         ranks = np.arange(1, moe.num_experts + 1, dtype=np.float64)
-        return np.asarray(-routing.zipf_exponent * np.log(ranks))
+        log_weights: npt.NDArray[np.float64] = -routing.zipf_exponent * np.log(ranks)
+        return log_weights
     shares = np.asarray(routing.shares, dtype=np.float64)
     target = shares / shares.sum() * moe.top_k
     with np.errstate(divide="ignore"):

@@ -1,0 +1,253 @@
+"""What an exploration knows, what it would recommend, and what it wants to know next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from explorer.candidates import Candidate
+from explorer.components import Component, ComponentKind
+from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
+from explorer.hardware import HardwareSpec
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome
+from explorer.requests import ExplorationRequest
+from explorer.surrogate import Surrogate
+from explorer.table import Floats, Ints, SpaceTable
+
+NUM_SAMPLES = 256
+COMPOSITION_STD = {"cuda": 0.003, "cpu": 0.01}
+"""Error of a composed step that is a candidate's own; what candidates share does not change their order."""
+TRIAL_OVERHEAD_SECONDS = 0.15  # of building and warming up a component, before the first trials show it
+TIMED_PASSES = 12
+NEGLIGIBLE_GAIN = 1e-5  # expected relative gain of a measurement below which nothing is worth measuring
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The candidate to recommend, and the probability that it is within tolerance of the best, 0..1."""
+
+    row: int
+    probability: float
+
+
+class Belief:
+    """Knowledge about one model variant: measured components, failed ones, and the posterior over the rest.
+
+    It depends on the seed and the set of measurements alone, not on their order, so that a resumed exploration goes
+    the way it would have gone. `legal` marks the rows of the table that may be recommended; other rows (a base
+    outside the space) are only predicted.
+    """
+
+    def __init__(
+        self,
+        table: SpaceTable,
+        legal: Collection[Candidate],
+        request: ExplorationRequest,
+        hardware: HardwareSpec,
+    ) -> None:
+        self.table = table
+        self.request = request
+        self.hardware = hardware
+        self.limit_bytes = memory_limit(request, hardware)
+        legal_set = set(legal)
+        self._legal_C: Mask = np.array([c in legal_set for c in table.candidates], dtype=np.bool_)
+        rng = np.random.default_rng(request.seed)
+        self.surrogate = Surrogate(table.components, table.model, request, hardware, num_samples=NUM_SAMPLES, rng=rng)
+        std = COMPOSITION_STD[hardware.device_kind]
+        self._composition_NC = 1.0 + std * rng.standard_normal((NUM_SAMPLES, len(table.candidates)))
+        self._fit_N = rng.standard_normal(NUM_SAMPLES)
+        self.measured: dict[Component, ComponentMeasurement] = {}
+        self.failed: dict[Component, str] = {}
+        self.rejected: dict[Candidate, str] = {}
+        self._alive: Ints = np.flatnonzero(self._legal_C)
+        self._tokens_NA: Floats = np.zeros((NUM_SAMPLES, 0))
+        self._refresh()
+
+    # -- learning ------------------------------------------------------------------------------------------------
+
+    def learn(self, measurements: Iterable[Measurement]) -> None:
+        """Take in measurements; the first result of a component stands."""
+        before = (len(self.measured), len(self.failed), len(self.rejected))
+        for measurement in measurements:
+            for found in measurement.components:
+                self.measured.setdefault(found.component, found)
+            if measurement.outcome is not Outcome.OK:
+                reason = measurement.reason or measurement.outcome.value
+                if measurement.failed_component is not None:
+                    self.failed.setdefault(measurement.failed_component, reason)
+                else:
+                    self.rejected.setdefault(measurement.candidate, reason)
+        if before != (len(self.measured), len(self.failed), len(self.rejected)):
+            self.surrogate.fit(self.measured)
+            self._refresh()
+
+    def reject(self, candidate: Candidate, reason: str) -> None:
+        """Never recommend `candidate`."""
+        self.rejected[candidate] = reason
+        self._refresh()
+
+    # -- what is known of a candidate ----------------------------------------------------------------------------
+
+    def is_known(self, row: int) -> bool:
+        """Whether every component of a candidate is measured."""
+        return bool(self._known_C[row])
+
+    def fits(self, row: int) -> bool:
+        """Whether a candidate is believed to fit: measured where it was measured, predicted where not."""
+        return bool(self._fits_C[row])
+
+    def is_open(self, row: int) -> bool:
+        """Whether a candidate has neither failed nor been rejected nor uses a component that failed."""
+        return bool(self._open_C[row])
+
+    def seconds(self, row: int) -> StepSeconds:
+        """Expected seconds of a candidate's step."""
+        device, host = self.surrogate.device_mean_K[None, :], self.surrogate.host_K
+        rows = np.array([row])
+        return combine_seconds(
+            float(self.table.micro_step_seconds(device, host, rows)[0, 0]),
+            float(self.table.optimizer_seconds(device, host, rows)[0, 0]),
+            int(self.table.micro_batch_C[row]),
+            self.table.model,
+            self.request,
+        )
+
+    def bytes(self, row: int) -> StepBytes:
+        """Expected bytes of a candidate's step, from measured components where there are any."""
+        return self._step_bytes(row, self._saved_C, self._transient_C)
+
+    def predicted_bytes(self, row: int) -> StepBytes:
+        """Bytes of a candidate's step as predicted before anything was measured."""
+        return self._step_bytes(row, *self.table.activation_bytes(*self.surrogate.predicted_bytes_3K))
+
+    def optimistic_bytes(self, share: float) -> Floats:
+        """Required bytes of every candidate if activations took only `share` of their prediction, shape (C,)."""
+        saved, transient = self.table.activation_bytes(*self.surrogate.predicted_bytes_3K)
+        return self._required(share * (saved + transient))
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def recommend(self) -> Verdict | None:
+        """The fully measured candidate with the highest expected throughput; null while there is none."""
+        mean = self.mean_tokens_per_second()
+        known = np.flatnonzero(self._legal_C & self._open_C & self._known_C & self._fits_C)
+        if known.size == 0:
+            return None
+        best = int(known[np.argmax(mean[known])])
+        return Verdict(best, self._probability_best(best))
+
+    def suggest(self) -> int | None:
+        """The row to measure next: the highest expected gain over the incumbent a second of measuring.
+
+        Null when no measurement is expected to change anything.
+        """
+        if not self._suggested:
+            self._suggestion, self._suggested = self._choose(), True
+        return self._suggestion
+
+    def _choose(self) -> int | None:
+        open_A = ~self._known_C[self._alive]
+        if not open_A.any():
+            return None
+        incumbent_N = self._incumbent()
+        gain_A = np.maximum(0.0, self._tokens_NA - incumbent_N[:, None]).mean(axis=0) / max(incumbent_N.mean(), 1e-9)
+        gain_A = np.where(open_A, gain_A, 0.0)
+        if gain_A.max() < NEGLIGIBLE_GAIN:
+            return None
+        missing_AK = self.table.uses_CK[self._alive] & ~self.surrogate.known_K[None, :]
+        cost_A = missing_AK @ (TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * self.surrogate.device_mean_K)
+        return int(self._alive[int(np.argmax(gain_A / cost_A))])
+
+    def mean_tokens_per_second(self) -> Floats:
+        """Expected tokens/s of every candidate, shape (C,)."""
+        mean: Floats = self.table.tokens_per_second(self.surrogate.device_mean_K[None, :], self.surrogate.host_K)[0]
+        return mean
+
+    # -- internals -----------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        self._suggestion: int | None = None
+        self._suggested = False
+        bytes_3K = self.surrogate.bytes_3K
+        self._saved_C, self._transient_C = self.table.activation_bytes(*bytes_3K)
+        self._fits_C: Mask = np.asarray(self._required(self._saved_C + self._transient_C) <= self.limit_bytes)
+        self._known_C: Mask = ~(self.table.uses_CK & ~self.surrogate.known_K[None, :]).any(axis=1)
+        rejected_C = np.array([c in self.rejected for c in self.table.candidates], dtype=np.bool_)
+        self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())
+        fit_std_C = (self.table.uses_CK * self.surrogate.bytes_std_K[None, :]).max(axis=1)
+        candidates = np.flatnonzero(self._legal_C & self._open_C)
+        self._alive = self._contenders(candidates)
+        alive = self._alive
+        tokens_NA = self.table.tokens_per_second(self.surrogate.device_NK, self.surrogate.host_K, alive)
+        tokens_NA *= self._composition_NC[:, alive]
+        activations_A = (self._saved_C + self._transient_C)[alive]
+        scale_NA = np.exp(self._fit_N[:, None] * fit_std_C[alive][None, :])
+        fits_NA = self._required(activations_A[None, :] * scale_NA) <= self.limit_bytes
+        self._tokens_NA = np.where(fits_NA, tokens_NA, 0.0)
+
+    def _contenders(self, rows: Ints) -> Ints:
+        """Rows whose optimistic throughput reaches the best that is known; the others cannot decide anything."""
+        device = self.surrogate.device_NK
+        optimistic_K = np.exp(np.log(device).mean(axis=0) - 3.5 * np.log(device).std(axis=0))
+        upper = self.table.tokens_per_second(optimistic_K[None, :], self.surrogate.host_K, rows)[0]
+        mean = self.mean_tokens_per_second()
+        known = rows[self._known_C[rows] & self._fits_C[rows]]
+        if known.size == 0:
+            return rows
+        contenders: Ints = rows[upper >= 0.97 * mean[known].max()]
+        return contenders
+
+    def _incumbent(self) -> Floats:
+        verdict = self.recommend()
+        if verdict is None:
+            return np.full(NUM_SAMPLES, 1e-9)
+        return self._tokens_NA[:, int(np.searchsorted(self._alive, verdict.row))]
+
+    def _probability_best(self, row: int) -> float:
+        if self._tokens_NA.shape[1] == 0:
+            return 0.0
+        best_N = self._tokens_NA.max(axis=1)
+        own_N = self._tokens_NA[:, int(np.searchsorted(self._alive, row))]
+        return float((own_N >= (1.0 - self.request.tolerance) * best_N).mean())
+
+    def _required(self, activations: Floats) -> Floats:
+        total = self.table.static.total + activations
+        base, slope = required_bytes(0, self.hardware), required_bytes(1 << 40, self.hardware)
+        return np.asarray(base + total * ((slope - base) / (1 << 40)))
+
+    def _step_bytes(self, row: int, saved_C: Floats, transient_C: Floats) -> StepBytes:
+        parts = self.table.static.model_copy(
+            update={"activations": round(float(saved_C[row])), "transient": round(float(transient_C[row]))}
+        )
+        return StepBytes(parts, required_bytes(parts.total, self.hardware))
+
+    def _fails(self) -> Mask:
+        """Candidates that use a component which failed, or a larger one of the same sort."""
+        failing = np.array([self._component_fails(c) for c in self.table.components])
+        return np.asarray((self.table.uses_CK & failing[None, :]).any(axis=1))
+
+    def _component_fails(self, component: Component) -> bool:
+        if component in self.measured:
+            return False
+        return any(_at_least(component, failed) for failed in self.failed)
+
+
+def _at_least(component: Component, failed: Component) -> bool:
+    """Whether `component` does what `failed` could not do, or more of it."""
+    if component == failed:
+        return True
+    if component.kind is not failed.kind or component.kind is ComponentKind.OPTIMIZER:
+        return False
+    same = (component.recompute, component.backend, component.num_query_groups) == (
+        failed.recompute,
+        failed.backend,
+        failed.num_query_groups,
+    )
+    if not same or (component.bta_tile is None) != (failed.bta_tile is None):
+        return False
+    return component.micro_batch_size >= failed.micro_batch_size and (component.bta_tile or 0) >= (failed.bta_tile or 0)

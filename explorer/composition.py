@@ -1,0 +1,96 @@
+"""What a step costs beside its components: training state, sharding, the optimizer's share, the limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from explorer.footprint import FLOAT32_BYTES
+from explorer.hardware import HardwareSpec
+from explorer.models import LayerKind, ModelSpec
+from explorer.parameters import count_embedding, count_head, count_layer, count_parameters
+from explorer.recommendations import MemoryParts
+from explorer.requests import ExplorationRequest
+
+GIB = 2**30
+FRAGMENTATION = 0.02
+"""Reserved beyond allocated bytes: the allocator's rounding with expandable segments, as a share of the peak."""
+MARGIN_BYTES = {"cuda": GIB // 2, "cpu": 64 * 2**20}
+"""Kept free below the limit, for what no allocator statistic shows (library workspaces, NCCL buffers, threads)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Seconds of a step. `step` is (B / (N m)) micro-steps and one optimizer step, the ratio a real number."""
+
+    micro_step: float
+    optimizer: float
+    step: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes of one device. `required` is what must be below the limit: reserved, context and margin."""
+
+    parts: MemoryParts
+    required: int
+
+    @property
+    def peak(self) -> int:
+        """max_memory_allocated of the step."""
+        return self.parts.total
+
+
+def combine_seconds(
+    micro_step: float, optimizer: float, micro_batch_size: int, model: ModelSpec, request: ExplorationRequest
+) -> StepSeconds:
+    """A whole step from its micro-step and its optimizer step."""
+    share = request.device_batch_size if request.mode == "train" else float(micro_batch_size)
+    step = share / micro_batch_size * micro_step + optimizer
+    return StepSeconds(micro_step, optimizer, step, share * model.seq_length / step)
+
+
+def optimizer_shards(request: ExplorationRequest) -> int:
+    """Number of devices that share one optimizer step."""
+    return request.num_devices if request.training.sharding.level >= 1 else 1
+
+
+def static_parts(model: ModelSpec, request: ExplorationRequest) -> MemoryParts:
+    """Training state of one device: parameters, gradients, master weights, optimizer states, as sharded."""
+    number = count_parameters(model)
+    item = model.dtype.itemsize
+    if request.mode == "eval":
+        return MemoryParts(parameters=number * item)
+    spec = request.training.optimizer
+    level = request.training.sharding.level
+
+    def shard(size: int, from_level: int) -> int:
+        return -(-size // request.num_devices) if level >= from_level else size
+
+    return MemoryParts(
+        parameters=shard(number * item, 3),
+        gradients=shard(number * spec.gradient_dtype(model.dtype).itemsize, 2),
+        master_weights=shard(number * FLOAT32_BYTES, 1) if spec.has_master(model.dtype) else 0,
+        optimizer_states=shard(number * spec.num_states * spec.moment_dtype(model.dtype).itemsize, 1),
+    )
+
+
+def required_bytes(peak: int, hardware: HardwareSpec) -> int:
+    """What a step with this allocated peak needs of the device: reserved, context and margin."""
+    return round(peak * (1 + FRAGMENTATION)) + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind]
+
+
+def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
+    """Bytes of one device that the job may use."""
+    if request.memory_limit_gib is None:
+        return hardware.memory_limit_bytes
+    return min(round(request.memory_limit_gib * GIB), hardware.memory_bytes)
+
+
+def gathered_bytes(model: ModelSpec, request: ExplorationRequest) -> int:
+    """Parameters that fully sharded training gathers at a time: two layers, the second prefetched."""
+    if request.mode == "eval" or request.training.sharding.level < 3:
+        return 0
+    layers = [count_layer(model, kind) for kind in LayerKind if model.count_layers(kind)]
+    largest = max(*layers, count_embedding(model), count_head(model))
+    return 2 * largest * model.dtype.itemsize

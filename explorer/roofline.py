@@ -1,0 +1,145 @@
+"""Predicted seconds of components, before anything is measured: Williams et al. (2009) roofline and a launch cost.
+
+A component takes the larger of its arithmetic at the measured matmul peak and its bytes at the measured bandwidth.
+The surrogate learns how far real kernels are from that; only the shape over micro-batch, tile and policy matters here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from explorer.components import BlockRecompute, Component, ComponentKind
+from explorer.footprint import FLOAT32_BYTES, largest_share, predict_component_bytes
+from explorer.hardware import HardwareSpec
+from explorer.models import ModelSpec
+from explorer.parameters import (
+    count_attention,
+    count_dense_ffn,
+    count_head,
+    count_moe_ffn,
+    count_parameters,
+)
+from explorer.requests import ExplorationRequest
+
+BACKWARD_FLOPS = 2.0  # a matmul's backward is two matmuls
+FLASH_BACKWARD_FLOPS = 2.5  # flash attention's backward recomputes the scores: five matmuls for two
+OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pass issues about twice as many
+    ComponentKind.EMBEDDING: 2,
+    ComponentKind.ATTENTION: 20,
+    ComponentKind.DENSE_FFN: 8,
+    ComponentKind.MOE_FFN: 30,
+    ComponentKind.HEAD: 20,
+    ComponentKind.OPTIMIZER: 10,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations and bytes moved of one pass."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedSeconds:
+    """Device and host seconds of one forward + backward (for the optimizer, of one step)."""
+
+    device: float
+    host: float
+
+
+def predict_component_seconds(
+    component: Component, model: ModelSpec, request: ExplorationRequest, hardware: HardwareSpec
+) -> PredictedSeconds:
+    """Roofline time of one component on `hardware`."""
+    peak = hardware.matmul_flops_per_second.get(model.dtype) or max(hardware.matmul_flops_per_second.values())
+    bandwidth = hardware.memory_bandwidth_bytes_per_second
+
+    def seconds(work: Work) -> float:
+        return max(work.flops / peak, work.bytes / bandwidth)
+
+    if component.kind is ComponentKind.OPTIMIZER:
+        moved = Work(0.0, _optimizer_bytes(model, request))
+        return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
+    training = request.mode == "train"
+    forward = _forward_work(component, model, request)
+    host = OPERATIONS[component.kind] * hardware.launch_seconds
+    passes = 1.0
+    device = seconds(forward)
+    if training:
+        backward = _backward_work(component, forward, model)
+        device += seconds(backward)
+        passes = 3.0
+        again = _recomputed_work(component, forward, model)
+        if again is not None:
+            device += seconds(again)
+            passes += 1.0
+    tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
+    return PredictedSeconds(device, host * passes * tiles)
+
+
+def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:
+    tokens = component.micro_batch_size * model.seq_length
+    item = model.dtype.itemsize
+    moved = 2.0 * predict_component_bytes(component, model, request).saved
+    if component.kind is ComponentKind.EMBEDDING:
+        return Work(0.0, moved)
+    if component.kind is ComponentKind.HEAD:
+        flops = 2.0 * tokens * model.hidden_size * model.vocab_size
+        logits = 3.0 * tokens * model.vocab_size * FLOAT32_BYTES
+        return Work(flops, moved + logits + count_head(model) * item)
+    if component.kind is ComponentKind.DENSE_FFN:
+        parameters = count_dense_ffn(model)
+        return Work(2.0 * tokens * parameters, moved + parameters * item)
+    if component.kind is ComponentKind.MOE_FFN:
+        moe = model.moe
+        assert moe is not None
+        parameters = count_moe_ffn(model)
+        expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
+        active = parameters - (moe.num_experts - moe.top_k) * expert
+        waste = 1.0
+        if component.backend == "bmm":
+            waste = max(1.0, largest_share(request) * moe.num_experts)
+        tiles = component.micro_batch_size // (component.bta_tile or component.micro_batch_size)
+        return Work(2.0 * tokens * active * waste, moved + tiles * parameters * item)
+    parameters = count_attention(model)
+    tiles = component.micro_batch_size // (component.bta_tile or component.micro_batch_size)
+    width = model.num_attention_heads * model.head_size
+    activations = tokens * (4.0 * model.hidden_size + 4.0 * width) * item
+    work = Work(2.0 * tokens * parameters, 2.0 * activations + tiles * parameters * item)
+    core = _attention_core(component, model)
+    return Work(work.flops + core.flops, work.bytes + core.bytes)
+
+
+def _attention_core(component: Component, model: ModelSpec) -> Work:
+    width = model.num_attention_heads * model.head_size
+    scores = float(component.micro_batch_size) * model.seq_length**2
+    if component.backend == "math":
+        return Work(4.0 * scores * width, 8.0 * scores * model.num_attention_heads * FLOAT32_BYTES)
+    return Work(2.0 * scores * width, 0.0)  # causal: half of the 4 S^2 H D
+
+
+def _backward_work(component: Component, forward: Work, model: ModelSpec) -> Work:
+    flops = BACKWARD_FLOPS * forward.flops
+    if component.kind is ComponentKind.ATTENTION and component.backend != "math":
+        flops += (FLASH_BACKWARD_FLOPS - BACKWARD_FLOPS) * _attention_core(component, model).flops
+    return Work(flops, BACKWARD_FLOPS * forward.bytes)
+
+
+def _recomputed_work(component: Component, forward: Work, model: ModelSpec) -> Work | None:
+    if component.recompute is BlockRecompute.SELECTIVE:
+        return _attention_core(component, model)
+    if component.recompute is BlockRecompute.FULL and component.bta_tile is not None:
+        return Work(2.0 * forward.flops, 2.0 * forward.bytes)  # once for the layer, once more for each tile
+    if component.recompute is BlockRecompute.FULL or component.bta_tile is not None:
+        return forward
+    return None
+
+
+def _optimizer_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
+    spec = request.training.optimizer
+    item = model.dtype.itemsize
+    states = 2 * spec.num_states * spec.moment_dtype(model.dtype).itemsize
+    master = 2 * FLOAT32_BYTES + item if spec.has_master(model.dtype) else 2 * item
+    return float(count_parameters(model)) * (states + master + 2 * spec.gradient_dtype(model.dtype).itemsize)

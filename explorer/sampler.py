@@ -1,0 +1,113 @@
+"""The search as an Optuna sampler: ask and tell, over the categorical dimensions of a legal space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from explorer.belief import Belief
+from explorer.candidates import Candidate
+from explorer.measurements import Measurement, Outcome
+from explorer.trials import Trial
+
+MEASUREMENT = "measurement"
+TRIAL_NUMBER = "bexp_trial"
+MEMORY_CONSTRAINT = "feasible"
+DIMENSIONS = ("micro_batch_size", "bta_tile", "recompute", "attention_backend", "expert_backend")
+
+
+class ComponentSampler(BaseSampler):
+    """Suggests the candidate whose missing components are worth their seconds most.
+
+    It learns from the user attribute `measurement` (a `Measurement` as JSON) of a study's finished trials, by
+    component rather than by objective value. Suggestions depend on the seed and the finished trials alone. When no
+    measurement is worth its time it suggests the recommended candidate again.
+    """
+
+    def __init__(self, belief: Belief) -> None:
+        self._belief = belief
+        self._seen: set[int] = set()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The dimensions, with every value that occurs in the space."""
+        return distributions(self._belief.table.candidates)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The next candidate's dimensions."""
+        self._learn(study)
+        row = self._belief.suggest()
+        if row is None:
+            verdict = self._belief.recommend()
+            row = verdict.row if verdict is not None else 0
+        return to_params(self._belief.table.candidates[row])
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Never needed: every dimension is part of the relative search space."""
+        raise ValueError(f"'{param_name}' is not a dimension of the space")
+
+    def _learn(self, study: Study) -> None:
+        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
+        fresh = [t for t in finished if t.number not in self._seen and MEASUREMENT in t.user_attrs]
+        if fresh:
+            self._seen.update(t.number for t in fresh)
+            self._belief.learn(Measurement.model_validate_json(t.user_attrs[MEASUREMENT]) for t in fresh)
+
+
+def distributions(candidates: Sequence[Candidate]) -> dict[str, BaseDistribution]:
+    """Optuna's view of a space: one categorical distribution a dimension."""
+
+    def values(name: str) -> list[Any]:
+        found = {to_params(c)[name] for c in candidates}
+        return sorted(found, key=lambda v: (v is not None, v))
+
+    return {name: CategoricalDistribution(values(name)) for name in DIMENSIONS}
+
+
+def to_params(candidate: Candidate) -> dict[str, Any]:
+    """A candidate's dimensions as Optuna parameters."""
+    found = candidate.model_dump(mode="json")
+    return {name: found[name] for name in DIMENSIONS}
+
+
+def to_candidate(params: dict[str, Any], num_query_groups: int) -> Candidate:
+    """The candidate that Optuna parameters stand for."""
+    return Candidate.model_validate({**params, "num_query_groups": num_query_groups})
+
+
+def frozen_trial(trial: Trial, space: dict[str, BaseDistribution]) -> FrozenTrial:
+    """A stored trial as a finished Optuna trial, for a study that has not seen it."""
+    infeasible = trial.measurement.outcome is not Outcome.OK
+    return create_trial(
+        value=trial.tokens_per_second or 0.0,
+        params=to_params(trial.candidate),
+        distributions=space,
+        user_attrs=user_attrs(trial),
+        constraints={MEMORY_CONSTRAINT: 1.0 if infeasible else -1.0},
+    )
+
+
+def user_attrs(trial: Trial) -> dict[str, Any]:
+    """What a trial leaves in a study beside its value."""
+    return {TRIAL_NUMBER: trial.number, MEASUREMENT: trial.measurement.model_dump_json()}
+
+
+def reconcile(study: Study, history: Sequence[Trial], space: dict[str, BaseDistribution]) -> None:
+    """Make a study the projection of the stored trials: running ones failed, missing ones added."""
+    present: set[int] = set()
+    for found in study.get_trials(deepcopy=False):
+        if found.state is TrialState.RUNNING:
+            study.tell(found.number, state=TrialState.FAIL)
+        elif TRIAL_NUMBER in found.user_attrs:
+            present.add(int(found.user_attrs[TRIAL_NUMBER]))
+    for trial in history:
+        if trial.number not in present:
+            study.add_trial(frozen_trial(trial, space))

@@ -1,0 +1,129 @@
+"""A legal space as arrays: how the seconds and bytes of components add up to those of every candidate at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from explorer.candidates import Candidate
+from explorer.components import Component, Decomposer, Decomposition
+from explorer.composition import gathered_bytes, optimizer_shards, static_parts
+from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class SpaceTable:
+    """Candidates as rows, components as columns of a lookup.
+
+    Axes in names: C candidates, K components, N samples. `components` lists the distinct components of all
+    candidates; every array over K is in its order.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], model: ModelSpec, request: ExplorationRequest) -> None:
+        self.candidates = tuple(candidates)
+        self.model = model
+        self.request = request
+        self.training = request.mode == "train"
+        decomposer = Decomposer(model, training=self.training)
+        self.decompositions: tuple[Decomposition, ...] = tuple(decomposer(c) for c in self.candidates)
+        self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
+        self.column: dict[Component, int] = {}
+        for decomposition in self.decompositions:
+            for component in decomposition.components:
+                self.column.setdefault(component, len(self.column))
+        self.components = tuple(self.column)
+
+        num_groups = max(len(d.layers) for d in self.decompositions)
+        shape = (len(self.candidates), num_groups)
+        self._embedding_C = np.array([self.column[d.embedding] for d in self.decompositions])
+        self._head_C = np.array([self.column[d.head] for d in self.decompositions])
+        self._optimizer_C = np.array([self.column[d.optimizer] if d.optimizer else 0 for d in self.decompositions])
+        self._attention_CG = np.zeros(shape, dtype=np.int64)
+        self._ffn_CG = np.zeros(shape, dtype=np.int64)
+        self._count_CG = np.zeros(shape, dtype=np.int64)
+        self._recomputed_CG = np.zeros(shape, dtype=bool)
+        for i, decomposition in enumerate(self.decompositions):
+            for j, group in enumerate(decomposition.layers):
+                self._attention_CG[i, j] = self.column[group.attention]
+                self._ffn_CG[i, j] = self.column[group.ffn]
+                self._count_CG[i, j] = group.count
+                self._recomputed_CG[i, j] = group.recomputed
+        self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
+        self.uses_CK = np.zeros((len(self.candidates), len(self.components)), dtype=bool)
+        for i, decomposition in enumerate(self.decompositions):
+            self.uses_CK[i, [self.column[c] for c in decomposition.components]] = True
+        self.static = static_parts(model, request)
+        self._gathered = gathered_bytes(model, request)
+        self._output_C = self.micro_batch_C * model.seq_length * model.hidden_size * model.dtype.itemsize
+
+    def micro_step_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
+        """Seconds of a forward and backward pass over the whole model, shape (N, C).
+
+        Within a layer the host runs ahead of the device, so a layer takes the larger of its device and host time.
+        """
+        total: Floats = np.zeros((device_NK.shape[0], len(self._embedding_C[rows])))
+        for end in (self._embedding_C[rows], self._head_C[rows]):
+            total += np.maximum(device_NK[:, end], host_K[end])
+        for g in range(self._count_CG.shape[1]):
+            attention, ffn, count = self._attention_CG[rows, g], self._ffn_CG[rows, g], self._count_CG[rows, g]
+            device = device_NK[:, attention] + device_NK[:, ffn]
+            total += count * np.maximum(device, host_K[attention] + host_K[ffn])
+        return total
+
+    def optimizer_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
+        """Seconds of an optimizer step, shape (N, C); sharded states divide it over the devices."""
+        columns = self._optimizer_C[rows]
+        if not self.training:
+            return np.zeros((device_NK.shape[0], len(columns)))
+        return np.maximum(device_NK[:, columns] / optimizer_shards(self.request), host_K[columns])
+
+    def tokens_per_second(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
+        """Tokens/s of one device over a whole step, shape (N, C): (B / (N m)) micro-steps and the optimizer."""
+        micro_batch = self.micro_batch_C[rows]
+        share = self.request.device_batch_size if self.training else micro_batch
+        step = share / micro_batch * self.micro_step_seconds(device_NK, host_K, rows)
+        step += self.optimizer_seconds(device_NK, host_K, rows)
+        return np.asarray(share * self.model.seq_length / step)
+
+    def activation_bytes(
+        self, saved_K: Floats, forward_peak_K: Floats, backward_peak_K: Floats
+    ) -> tuple[Floats, Floats]:
+        """Saved and transient bytes at the peak of a steady-state step (gradients exist already), each of shape (C,).
+
+        A recomputed layer keeps its output alone; in its backward pass everything inside it is alive again. The
+        incoming gradient of a block is added here: a block's own figures start from the level at which it exists.
+        """
+        head, embedding = self._head_C, self._embedding_C
+        if not self.training:
+            peak = np.maximum(forward_peak_K[head], forward_peak_K[embedding])
+            for g in range(self._count_CG.shape[1]):
+                present = self._count_CG[:, g] > 0
+                block = np.maximum(forward_peak_K[self._attention_CG[:, g]], forward_peak_K[self._ffn_CG[:, g]])
+                peak = np.maximum(peak, np.where(present, block, 0))
+            return np.zeros(len(peak)), np.asarray(peak + self._output_C + self._gathered)
+        saved = saved_K[embedding].copy()
+        over = np.maximum(forward_peak_K[head], backward_peak_K[head])
+        for g in range(self._count_CG.shape[1]):
+            attention, ffn, count = self._attention_CG[:, g], self._ffn_CG[:, g], self._count_CG[:, g]
+            inside = saved_K[attention] + saved_K[ffn]
+            held = np.where(self._recomputed_CG[:, g], self._output_C, inside)
+            saved += count * held
+            forward = np.maximum(forward_peak_K[attention], saved_K[attention] + forward_peak_K[ffn])
+            backward = self._output_C + np.maximum(
+                saved_K[attention] + backward_peak_K[ffn], backward_peak_K[attention]
+            )
+            # This group's last layer may be the model's last: below it lies everything saved but its own.
+            over = np.maximum(over, np.where(count > 0, np.maximum(forward, backward) - held, 0))
+        over += self._gathered
+        step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C] / optimizer_shards(self.request)
+        decides = step > saved + over
+        return np.where(decides, 0.0, saved), np.where(decides, step, over)
+
+    def missing(self, row: int, known_K: npt.NDArray[np.bool_]) -> tuple[Component, ...]:
+        """The components of a candidate that are not known yet, in the order of a step."""
+        return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])
