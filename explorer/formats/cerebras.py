@@ -1,0 +1,163 @@
+"""The YAML of Cerebras Model Zoo: a run configuration (`runconfig`, `train_input`, `eval_input`) or a `trainer`.
+
+Of a run only what decides the micro-batch is read: the batch, the devices, BTA, the optimizer and the model. Where both
+training and evaluation ask for a micro-batch, training is explored unless `mode` says eval. A micro-batch that is left
+out, or null, means `explore`. Weights that `fp16_type: cbfloat16` would hold in Cerebras' own 16-bit format are taken
+as bfloat16, which has the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from explorer.formats.document import Location
+from explorer.formats.translation import Section, Translation
+
+RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
+MARKS = frozenset(RUN_KEYS[:4])
+"""Any of these at the top makes a document one of Cerebras'."""
+
+BTA_FLAGS = {
+    "csx.debug.ini.ws_opt_enable_bta": "enable",
+    "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
+}
+MICRO_BATCH_FLAG = "csx.performance.micro_batch_size"
+SCOPES = {"GlobalFlags": ("train", "eval"), "ScopedTrainFlags": ("train",), "ScopedValidateFlags": ("eval",)}
+
+OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+
+Found = tuple[Location, Any]
+
+
+@dataclass
+class _Pass:
+    """The data of training or of evaluation: where its batch and micro-batch are stated."""
+
+    batch: Found | None = None
+    micro_batch: Found | None = None
+
+
+def translate_run(document: Mapping[str, Any], translation: Translation, mode: str | None) -> Found | None:
+    """Set everything but the model, and return the model's section with its location, if the document has one."""
+    top = translation.section(document, ())
+    passes = {"train": _Pass(), "eval": _Pass()}
+    run = top.section("runconfig")
+    for name, key in (("train", "train_input"), ("eval", "eval_input")):
+        _read_data(top, key, passes[name])
+    devices: Found | None = (run.at("num_csx"), run.get("num_csx")) if "num_csx" in run else None
+    trainer = top.section("trainer")
+    init = trainer.section("init")
+    cluster = init.section("backend").section("cluster_config")
+    if "num_csx" in cluster:
+        devices = (cluster.at("num_csx"), cluster.get("num_csx"))
+    if "trainer" in top:
+        _read_trainer_data(trainer, passes)
+    _read_flags(init, passes, translation)
+    mode = mode or document.get("mode") or _choose_mode(passes)
+    chosen = passes.get(str(mode), _Pass())
+    translation.put(("mode",), mode)
+    for target, found in (
+        ("batch_size", chosen.batch),
+        ("num_devices", devices),
+        ("micro_batch_size", chosen.micro_batch),
+    ):
+        if found is not None and found[1] is not None:
+            translation.put((target,), found[1], found[0])
+    if "runconfig" in top and chosen.micro_batch is not None:
+        _check_accumulation(run, chosen.micro_batch)
+    _read_optimizer(top, init, translation)
+    for section in (top, init):
+        if section.values.get("sparsity") is not None:
+            section.refuse("sparsity", "sparse weights are not supported")
+    if init.values.get("model") is not None:
+        return init.at("model"), init.get("model")
+    if "model" in top:
+        return top.at("model"), top.get("model")
+    translation.refuse(init.at("model") if "trainer" in top else ("model",), "the model is missing")
+    return None
+
+
+def _read_data(parent: Section, key: str, data: _Pass) -> None:
+    if isinstance(parent.values.get(key), list | tuple):
+        parent.refuse(key, "several inputs are not supported: keep one")
+        return
+    section = parent.section(key)
+    if "batch_size" in section:
+        data.batch = (section.at("batch_size"), section.get("batch_size"))
+    if section.get("micro_batch_size") is not None:
+        data.micro_batch = (section.at("micro_batch_size"), section.get("micro_batch_size"))
+
+
+def _read_trainer_data(trainer: Section, passes: Mapping[str, _Pass]) -> None:
+    _read_data(trainer.section("fit"), "train_dataloader", passes["train"])
+    _read_data(trainer.section("fit"), "val_dataloader", passes["eval"])
+    _read_data(trainer.section("validate"), "val_dataloader", passes["eval"])
+
+
+def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Translation) -> None:
+    callbacks = init.get("callbacks") or []
+    if not isinstance(callbacks, list | tuple):
+        init.refuse("callbacks", "must be a list")
+        return
+    for index, callback in enumerate(callbacks):
+        entry = translation.section(callback, (*init.at("callbacks"), index))
+        for scope, names in SCOPES.items():
+            if scope not in entry:
+                continue
+            for flag, found in _flatten(entry.get(scope), entry.at(scope)).items():
+                if flag in BTA_FLAGS:
+                    translation.put(("bta", BTA_FLAGS[flag]), found[1], found[0])
+                elif flag == MICRO_BATCH_FLAG:
+                    for name in names:
+                        passes[name].micro_batch = found if found[1] is not None else passes[name].micro_batch
+                elif "bta" in flag.lower():
+                    translation.refuse(found[0], f"unknown BTA flag; known: {', '.join(BTA_FLAGS)}")
+
+
+def _flatten(value: Any, location: Location, name: str = "") -> dict[str, Found]:
+    """Flags by their full dotted names, whether they are written nested or dotted."""
+    if name == MICRO_BATCH_FLAG or not isinstance(value, Mapping):
+        return {name: (location, value)}
+    flags: dict[str, Found] = {}
+    for key, inner in value.items():
+        flags |= _flatten(inner, (*location, key), f"{name}.{key}" if name else str(key))
+    return flags
+
+
+def _choose_mode(passes: Mapping[str, _Pass]) -> str:
+    def explores(data: _Pass) -> bool:
+        return data.micro_batch is not None and not isinstance(data.micro_batch[1], int)
+
+    def exists(data: _Pass) -> bool:
+        return data.batch is not None or data.micro_batch is not None
+
+    train, evaluation = passes["train"], passes["eval"]
+    if explores(train) or explores(evaluation):
+        return "train" if explores(train) else "eval"
+    return "eval" if exists(evaluation) and not exists(train) else "train"
+
+
+def _check_accumulation(run: Section, micro_batch: Found) -> None:
+    choice = micro_batch[1]
+    if (choice == "explore" or isinstance(choice, Mapping)) and not run.boolean("use_cs_grad_accum"):
+        run.refuse(
+            "use_cs_grad_accum", "must be true to explore the micro-batch: without gradient accumulation it is fixed"
+        )
+
+
+def _read_optimizer(top: Section, init: Section, translation: Translation) -> None:
+    optimizer = top.section("optimizer")
+    name, location = optimizer.get("optimizer_type"), optimizer.at("optimizer_type")
+    nested = init.section("optimizer")
+    if nested.values:
+        name = next(iter(nested.values))
+        location = nested.at(str(name))
+    if name is None:
+        return
+    known = OPTIMIZERS.get(str(name).lower())
+    if known is None:
+        translation.refuse(location, f"the optimizer {name!r:.40} is not supported; supported: AdamW, SGD")
+    else:
+        translation.put(("training", "optimizer", "name"), known, location)

@@ -1,0 +1,180 @@
+"""A JSON or YAML text as plain data, with everything refused that plain data does not need."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import yaml
+
+try:
+    from yaml import CSafeLoader as _Base
+except ImportError:  # PyYAML built without libyaml
+    from yaml import SafeLoader as _Base  # type: ignore[assignment]
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 32
+
+Location = tuple[str | int, ...]
+Problem = tuple[Location, str]
+
+
+class FormatError(ValueError):
+    """A document that cannot become a request.
+
+    `errors` pairs each offending field's location in the document, as keys and indices from the top, with what is
+    wrong there. The location is empty where the document as a whole is meant.
+    """
+
+    def __init__(self, errors: Sequence[Problem]) -> None:
+        self.errors: list[Problem] = list(errors)
+        super().__init__("; ".join(describe_problem(problem) for problem in self.errors))
+
+
+def describe_problem(problem: Problem) -> str:
+    """One line for a person: `model.moe.top_k: must not exceed num_experts`."""
+    location, message = problem
+    return f"{'.'.join(map(str, location))}: {message}" if location else message
+
+
+def load_document(text: str) -> dict[str, Any]:
+    """Parse a JSON or YAML mapping.
+
+    Raises:
+        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; an anchor, an alias, a tag, a merge
+            key or a second document; a duplicate key; a key that is not text; NaN, an infinity, NUL or a lone
+            surrogate anywhere; or anything but a mapping at the top.
+    """
+    if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB")])
+    try:
+        data = _parse_json(text) if text.lstrip()[:1] == "{" else _parse_yaml(text)
+    except RecursionError:
+        raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels")]) from None
+    if data is None:
+        raise FormatError([((), "is empty")])
+    if not isinstance(data, dict):
+        raise FormatError([((), f"must be a mapping of field names to values, not {_describe(data)}")])
+    problems = list(find_problems(data))
+    if problems:
+        raise FormatError(problems[:20])
+    return data
+
+
+def find_problems(data: Any, location: Location = ()) -> Iterator[Problem]:
+    """What no document may contain, wherever it was parsed: odd numbers, odd text, odd types, too deep a nesting."""
+    if len(location) >= MAX_DEPTH:
+        yield location, f"nested deeper than {MAX_DEPTH} levels"
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                yield location, f"the key {key!r:.40} must be text: quote it"
+            elif reason := _refuse_text(key):
+                yield location, f"a key contains {reason}"
+            else:
+                yield from find_problems(value, (*location, key))
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            yield from find_problems(value, (*location, index))
+    elif isinstance(data, str):
+        if reason := _refuse_text(data):
+            yield location, f"contains {reason}"
+    elif isinstance(data, float):
+        if not math.isfinite(data):
+            yield location, "must be a finite number"
+    elif not isinstance(data, bool | int) and data is not None:
+        yield location, f"must be text, a number, true, false, null, a list or a mapping, not {_describe(data)}"
+
+
+def _refuse_text(text: str) -> str | None:
+    if "\0" in text:
+        return "a NUL character"
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return "a lone surrogate"
+    return None
+
+
+def _describe(data: Any) -> str:
+    names = {list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(data), type(data).__name__)
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        try:
+            return _parse_yaml(text)  # a YAML flow mapping starts with a brace, too
+        except FormatError as other:
+            raise FormatError([((), f"not valid JSON: {error}")]) from other
+    except FormatError:
+        raise
+    except ValueError:  # beyond Python's limit for the conversion of text to an integer
+        raise FormatError([((), "a number has too many digits")]) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise FormatError([((), f"duplicate key {key!r:.60}")])
+        mapping[key] = value
+    return mapping
+
+
+class _Loader(_Base):
+    """PyYAML's safe loader without dates (they stay text), and with duplicate keys refused."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the name and the form are PyYAML's
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
+        for first, resolvers in _Base.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.tag)
+            if name in seen:
+                raise FormatError([((), f"duplicate key {name!r:.60} in line {key.start_mark.line + 1}")])
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        _check_events(text)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise FormatError([((), f"not valid YAML{where}: {error.problem or error.context}")]) from None
+    except yaml.YAMLError as error:
+        raise FormatError([((), f"not valid YAML: {' '.join(str(error).split())}")]) from None
+    except FormatError:
+        raise
+    except (ValueError, OverflowError):  # beyond Python's limit for the conversion of text to an integer
+        raise FormatError([((), "a number has too many digits")]) from None
+
+
+def _check_events(text: str) -> None:
+    depth = documents = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        if isinstance(event, yaml.AliasEvent):
+            raise FormatError([((), f"the alias *{event.anchor} in line {line} is not allowed: write the value out")])
+        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+            raise FormatError([((), f"the anchor &{event.anchor} in line {line} is not allowed: remove it")])
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+            raise FormatError([((), f"the tag {event.tag:.60} in line {line} is not allowed")])
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise FormatError([((), f"a second document starts in line {line}")])
+        elif isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels in line {line}")])
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1

@@ -1,0 +1,197 @@
+"""A Hugging Face config.json as a ModelSpec, for model types whose parameter count comes out exactly.
+
+Fields are read as transformers reads them, including its defaults. What changes neither shapes nor kernels is ignored
+(`IGNORED`): dropout among it, which transformers' own default for GPT-2 sets to 0.1, and which no exploration runs, and
+the coefficient of the router's balancing loss, whose time is not measured. Every other field must be known, or it is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from explorer.formats.document import Location
+from explorer.formats.families import ACTIVATIONS, DTYPES, FAMILIES, IGNORED, REFUSED, UNSUPPORTED_TYPES, Family
+from explorer.formats.layers import find_layer_pattern
+from explorer.formats.translation import Section, Translation
+from explorer.formats.vision import refuse_vision
+
+DEFAULT_SEQ_LENGTH = 4096
+"""Longest sequence assumed for a model whose config.json only says what it can reach; `seq_length` overrides it."""
+
+
+def translate_config(
+    config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any = None
+) -> None:
+    """Set `model` of `translation` from a config.json found at `location`.
+
+    Our own fields `name`, `seq_length` and `dtype` may stand beside transformers'. `seq_length` as an argument goes
+    before them. Without either it is the smaller of the model's reach and 4096 tokens.
+    """
+    model = translation.section(config, location)
+    if refuse_vision(model, "model_type"):
+        return
+    model_type = model.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    model.refuse_where_set(REFUSED)
+    if family is None:
+        why = UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
+        model.refuse(
+            "model_type",
+            f"{model_type!r:.60} is not supported{f' (it has {why})' if why else ''}; supported: {', '.join(FAMILIES)}",
+        )
+        return
+    model = _rename(model, family)
+    defaults = family.defaults
+    for name, key in family.keys.items():
+        model.take(key, ("model", name), defaults.get(key))
+    for name, value in family.fixed.items():
+        translation.put(("model", name), value)
+    model.ignore(
+        {"num_key_value_heads"} & set(defaults) - set(family.keys.values()) if model_type == "gpt_neox" else ()
+    )
+    translation.put(
+        ("model", "activation"),
+        model.choice(family.activation_key, ACTIVATIONS, defaults[family.activation_key]),
+        model.at(family.activation_key),
+    )
+    _take_name(model, str(model_type))
+    _take_dtype(model)
+    _take_rotary(model, str(model_type))
+    if model_type == "gpt2":
+        inner = model.integer("n_inner") or 4 * (model.integer("n_embd", defaults["n_embd"]) or 0)
+        translation.put(("model", "ffn_hidden_size"), inner, model.at("n_inner"))
+    if family.moe_keys:
+        _take_experts(model, family)
+    _take_seq_length(model, family, seq_length)
+    _check_windows(model, family)
+    model.ignore(IGNORED)
+    model.refuse_unread(f"is not a field of {model_type} that is known here; remove it if it changes no shape")
+
+
+def _rename(model: Section, family: Family) -> Section:
+    values = dict(model.values)
+    for alias, key in family.aliases.items():
+        if alias in values:
+            value = values.pop(alias)
+            if values.setdefault(key, value) != value:
+                model.refuse(alias, f"contradicts {key}, which is the same field")
+    return Section(model.translation, values, model.location, model.read)
+
+
+def _take_name(model: Section, model_type: str) -> None:
+    path = model.get("_name_or_path")
+    tail = re.sub(r"[^A-Za-z0-9._ -]", "-", path.rstrip("/").split("/")[-1])[:128] if isinstance(path, str) else ""
+    fallback = tail if re.match(r"[A-Za-z0-9]", tail) else model_type
+    model.take("name", ("model", "name"), fallback)
+
+
+def _take_dtype(model: Section) -> None:
+    legacy = model.get("torch_dtype")
+    dtype = model.get("dtype", legacy)
+    if dtype in (None, "auto"):
+        return
+    key = "dtype" if "dtype" in model else "torch_dtype"
+    if isinstance(dtype, str) and dtype in DTYPES:
+        model.translation.put(("model", "dtype"), DTYPES[dtype], model.at(key))
+    else:
+        model.refuse(key, f"{dtype!r:.40} is not supported; supported: bfloat16, float16, float32")
+
+
+def _take_rotary(model: Section, model_type: str) -> None:
+    """Only GPT-NeoX rotates a part of each head; its config class assumes a quarter."""
+    parameters = model.section("rope_parameters")
+    named = [
+        (section, key)
+        for section, key in (
+            (parameters, "partial_rotary_factor"),
+            (model, "partial_rotary_factor"),
+            (model, "rotary_pct"),
+        )
+        if section.get(key) is not None
+    ]
+    if model_type == "gpt_neox":
+        fraction = named[0][0].get(named[0][1]) if named else 0.25
+        source = named[0][0].at(named[0][1]) if named else None
+        model.translation.put(("model", "rotary_fraction"), fraction, source)
+        return
+    for section, key in named:
+        if section.get(key) != 1:
+            section.refuse(key, f"partial rotary embeddings are not supported for {model_type}")
+
+
+def _take_experts(model: Section, family: Family) -> None:
+    translation, defaults = model.translation, family.defaults
+    num_layers = model.integer(family.keys["num_layers"], defaults["num_hidden_layers"], largest=4096)
+    experts_key = family.moe_keys["num_experts"]
+    num_experts = model.integer(experts_key, defaults[experts_key])
+    first_k_dense, frequency = 0, 1
+    if family.sparse_step and num_layers:
+        step = model.integer("decoder_sparse_step", 1)
+        dense = model.get("mlp_only_layers") or []
+        if step == 0:
+            model.refuse("decoder_sparse_step", "must be at least 1")
+        if not isinstance(dense, list | tuple):
+            model.refuse("mlp_only_layers", "must be a list of layer indices")
+            dense = []
+        kinds = [bool(num_experts) and i not in dense and (i + 1) % (step or 1) == 0 for i in range(num_layers)]
+        pattern = find_layer_pattern(kinds)
+        if pattern is None:
+            model.refuse(
+                "mlp_only_layers",
+                "only dense layers at the start, followed by experts in every n-th layer, are supported",
+            )
+        else:
+            first_k_dense, frequency = pattern
+        if not any(kinds):
+            model.ignore(family.moe_keys.values())
+            return
+    for name, key in family.moe_keys.items():
+        model.take(key, ("model", "moe", name), defaults.get(key))
+    for name, value in family.moe_fixed.items():
+        translation.put(("model", "moe", name), value)
+    translation.put(("model", "moe", "first_k_dense"), first_k_dense, model.at("mlp_only_layers"))
+    translation.put(("model", "moe", "moe_layer_frequency"), frequency, model.at("decoder_sparse_step"))
+
+
+def _take_seq_length(model: Section, family: Family, seq_length: Any) -> None:
+    key = family.positions_key
+    reach = model.integer(key, family.defaults[key])
+    own = model.get("seq_length")
+    if seq_length is not None:
+        model.translation.put(("model", "seq_length"), seq_length)
+    elif own is not None:
+        model.translation.put(("model", "seq_length"), own, model.at("seq_length"))
+    elif reach is not None:
+        model.translation.put(("model", "seq_length"), min(reach, DEFAULT_SEQ_LENGTH), model.at(key))
+
+
+def _check_windows(model: Section, family: Family) -> None:
+    """Refuse a sliding window that is shorter than a sequence: a longer one masks nothing."""
+    if family.window is None:
+        return
+    defaults = family.defaults
+    window = model.integer("sliding_window", defaults.get("sliding_window"))
+    types = model.get("layer_types") or []
+    if family.window == "switched":
+        switched = model.boolean("use_sliding_window")
+        first = model.integer("max_window_layers", defaults.get("max_window_layers"))
+        num_layers = model.integer(family.keys["num_layers"], defaults["num_hidden_layers"])
+        if not switched or (first is not None and "max_window_layers" in defaults and first >= (num_layers or 0)):
+            window = None
+    if not isinstance(types, list | tuple) or any(
+        kind not in ("full_attention", "sliding_attention") for kind in types
+    ):
+        model.refuse("layer_types", "only full_attention is supported")
+    elif types and "sliding_attention" not in types:
+        window = None
+    length = model.translation.get("model", "seq_length")
+    if window is not None and isinstance(length, int) and length > window:
+        assumed = "" if "sliding_window" in model else ", transformers' default for this model type,"
+        model.refuse(
+            "sliding_window",
+            f"a sliding window ({window}){assumed} shorter than seq_length ({length}) is not supported; "
+            "set it to null, or seq_length to the window",
+        )

@@ -1,0 +1,40 @@
+"""Telling vision networks apart, so that they are refused for what they are."""
+
+from __future__ import annotations
+
+import re
+
+from explorer.formats.translation import Section
+
+VISION_FIELDS = (
+    "vision_config",
+    "vision_model",
+    "image_size",
+    "patch_size",
+    "num_channels",
+    "image_token_id",
+    "image_token_index",
+)
+VISION_WORDS = frozenset(
+    {
+        *("vit", "deit", "beit", "dit", "swin", "swinv", "dinov", "dinov2", "hiera", "perceiver"),
+        *("clip", "siglip", "align", "blip", "flava", "llava", "paligemma", "pixtral", "mllama", "vl", "idefics"),
+        *("resnet", "convnext", "convnextv", "regnet", "efficientnet", "mobilenet", "detr", "segformer", "sam"),
+        *("vision", "image", "imagegpt", "unet", "diffusion", "multimodal"),
+    }
+)
+
+
+def refuse_vision(model: Section, name_key: str | None) -> bool:
+    """Refuse a network that sees images, at the field that shows it to be one.
+
+    `name_key` is the field that names the kind of network, null where the format has none.
+    """
+    shown = next((key for key in VISION_FIELDS if model.values.get(key) is not None), None)
+    if shown is None and name_key is not None:
+        words = re.split(r"[^a-z]+", str(model.values.get(name_key) or "").lower())
+        shown = name_key if VISION_WORDS.intersection(words) else None
+    if shown is None:
+        return False
+    model.refuse(shown, "this is a vision network; exploration is limited to language models")
+    return True
