@@ -1,0 +1,75 @@
+"""The application: routes, errors and middleware put together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from pydantic.json_schema import models_json_schema
+
+from api.auth import authorize
+from api.metrics import LatencyMiddleware, Metrics
+from api.problems import Problem, install_problem_handlers
+from api.routes import explorations, logs, monitoring, results, schemas
+from api.service import run_service
+from api.settings import ServiceSettings
+from explorer.requests import ExplorationRequest
+
+DESCRIPTION = """\
+Submit the configuration of a language model; workers profile what a trainer can choose - micro-batch size, batch \
+tiling on attention, recomputation, attention and expert kernels - and stream recommendations, each with a confidence.
+
+Every error is a problem document (RFC 9457).
+"""
+
+
+def create_app(settings: ServiceSettings) -> FastAPI:
+    """An application of its own: it opens the database when it starts and closes it when it stops."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with run_service(settings, metrics) as service:
+            app.state.service = service
+            yield
+
+    app = FastAPI(
+        title="bexp",
+        summary="Automatic batch-size exploration",
+        description=DESCRIPTION,
+        version=version("bexp"),
+        lifespan=lifespan,
+        docs_url=None,  # the stock pages load their scripts from another host
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(LatencyMiddleware, metrics=metrics)
+    install_problem_handlers(app)
+    for module in (explorations, results, logs, schemas):
+        app.include_router(module.router, dependencies=[Depends(authorize)])
+    app.include_router(monitoring.router)
+    _describe(app)
+    return app
+
+
+def _describe(app: FastAPI) -> None:
+    """Add to the OpenAPI document what routes refer to by name."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generate()
+            _, definitions = models_json_schema(
+                [(Problem, "serialization"), (ExplorationRequest, "validation")],
+                ref_template="#/components/schemas/{model}",
+            )
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for name, schema in definitions["$defs"].items():
+                schemas.setdefault(name, schema)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

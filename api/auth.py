@@ -1,0 +1,60 @@
+"""Who may use the service: holders of a token, or this machine alone."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from anyio.to_thread import run_sync
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from api.problems import ProblemException
+from api.service import ServiceDep
+from api.settings import is_loopback
+from storage.tokens import verify_token
+
+_bearer = HTTPBearer(auto_error=False, description="A token from `bexp token create`.")
+
+
+async def authorize(
+    request: Request,
+    service: ServiceDep,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> None:
+    """Dependency of every route but the health checks.
+
+    Raises:
+        ProblemException: 401 without a valid token where one is required; where none is, 403 for a request that a web
+            page of another origin sent, or that reached the loopback interface under a foreign name.
+    """
+    if not service.settings.require_token:
+        _refuse_foreign(request)
+        return
+    if credentials is None:
+        raise _unauthorized("A bearer token is required.", "Bearer")
+    if await run_sync(verify_token, service.database, credentials.credentials) is None:
+        raise _unauthorized("The token is not valid.", 'Bearer error="invalid_token"')
+
+
+def _refuse_foreign(request: Request) -> None:
+    """Web pages can send requests to loopback: by name (DNS rebinding) and across origins."""
+    if not is_loopback(_host_name(f"//{request.headers.get('host', '')}")):
+        raise ProblemException(
+            HTTPStatus.FORBIDDEN, "Without tokens the service answers under the names of the loopback interface only."
+        )
+    origin = request.headers.get("origin")
+    if origin is not None and not is_loopback(_host_name(origin)):
+        raise ProblemException(HTTPStatus.FORBIDDEN, "Pages of other origins may not use the service.")
+
+
+def _host_name(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _unauthorized(detail: str, challenge: str) -> ProblemException:
+    return ProblemException(HTTPStatus.UNAUTHORIZED, detail, headers={"WWW-Authenticate": challenge})

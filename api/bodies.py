@@ -1,0 +1,67 @@
+"""The body of a submission: read up to a limit, decoded, and handed on as plain data."""
+
+from __future__ import annotations
+
+from email.message import Message
+from http import HTTPStatus
+from typing import Any
+
+from anyio.to_thread import run_sync
+from fastapi import Request
+
+from api.problems import ProblemException, invalid_body
+from explorer.formats import load_document
+
+JSON = "application/json"
+YAML = "application/yaml"
+_YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
+
+
+async def read_document(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON or YAML mapping in the body of `request`.
+
+    Raises:
+        ProblemException: 415 for another media type or an encoded body, 413 beyond `max_bytes`, 422 for bytes that
+            are not UTF-8.
+        FormatError: the text is not a mapping of plain data.
+    """
+    _check_media_type(request)
+    body = await _read_body(request, max_bytes)
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise invalid_body([((), f"is not UTF-8: invalid byte at offset {error.start}")]) from None
+    return await run_sync(load_document, text)
+
+
+def _check_media_type(request: Request) -> None:
+    header = Message()
+    header["content-type"] = request.headers.get("content-type", "")
+    media_type = header.get_content_type() if request.headers.get("content-type") else ""
+    known = media_type in {JSON, *_YAML_TYPES} or (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    )
+    charset = str(header.get_param("charset", "utf-8")).lower()
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if known and charset in {"utf-8", "utf8", "us-ascii"} and encoding == "identity":
+        return
+    raise ProblemException(
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        f"Send the request as {JSON} or {YAML}, in UTF-8 and not compressed, and say so in Content-Type.",
+        headers={"Accept-Post": f"{JSON}, {YAML}"},
+    )
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    too_large = ProblemException(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A request may have {max_bytes // 1024} KiB at most."
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)

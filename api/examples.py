@@ -1,0 +1,186 @@
+"""Examples for the OpenAPI document: one small exploration on its way."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from api.problems import MEDIA_TYPE, Problem
+from api.resources import Links
+from explorer.candidates import Candidate
+from explorer.events import Event as LogEvent
+from explorer.events import EventCode, EventDraft, recommendation_event, render_line
+from explorer.measurements import Measurement, Outcome
+from explorer.recommendations import MemoryParts, Recommendation
+from explorer.requests import ExplorationRequest
+from explorer.trials import Trial, TrialKind
+
+JOB_ID = "9f1c2d3e4a5b46c7"
+CREATED_AT = "2026-01-15T19:39:12Z"
+
+REQUEST: dict[str, Any] = {
+    "model": {
+        "name": "tiny-moe",
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 4096,
+        "seq_length": 128,
+        "dtype": "float32",
+        "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 512},
+    },
+    "batch_size": 64,
+    "micro_batch_size": "explore",
+    "budget": {"max_seconds": 60},
+}
+REQUEST_YAML = """\
+model:
+  name: tiny-moe
+  num_layers: 4
+  hidden_size: 256
+  num_attention_heads: 4
+  num_query_groups: 2
+  vocab_size: 4096
+  seq_length: 128
+  dtype: float32
+  moe: {num_experts: 8, top_k: 2, expert_ffn_hidden_size: 512}
+batch_size: 64
+micro_batch_size: explore
+budget: {max_seconds: 60}
+"""
+
+_CANDIDATE = Candidate(micro_batch_size=2, attention_backend="flash", expert_backend="loop", num_query_groups=2)
+_RECOMMENDATION = Recommendation(
+    candidate=_CANDIDATE,
+    base=_CANDIDATE.model_copy(update={"micro_batch_size": 1}),
+    tokens_per_second=5120.0,
+    performance=1.2,
+    confidence=45,
+    step_seconds=1.6,
+    micro_step_seconds=0.0496,
+    optimizer_seconds=0.0128,
+    grad_accum_steps=32,
+    predicted_peak_bytes=268_435_456,
+    measured_peak_bytes=262_144_000,
+    required_bytes=335_544_320,
+    memory_limit_bytes=8_589_934_592,
+    memory=MemoryParts(parameters=65_536_000, gradients=65_536_000, optimizer_states=131_072_000),
+)
+_LOG = tuple(
+    LogEvent(seq=seq, at=at, **draft.model_dump())
+    for seq, (at, draft) in enumerate(
+        (
+            (CREATED_AT, EventDraft(code=EventCode.QUEUED, message="Queued: tiny-moe, micro_batch_size explore")),
+            ("2026-01-15T19:39:45Z", recommendation_event(_RECOMMENDATION)),
+        ),
+        start=1,
+    )
+)
+_TRIAL = Trial(
+    number=0,
+    kind=TrialKind.COMPONENTS,
+    measurement=Measurement(candidate=_CANDIDATE, outcome=Outcome.OUT_OF_MEMORY, reason="16.2 GiB over 8.0 GiB"),
+    predicted_peak_bytes=17_394_617_549,
+)
+
+SUMMARY: dict[str, Any] = {
+    "id": JOB_ID,
+    "state": "running",
+    "model": "tiny-moe",
+    "micro_batch_size": 2,
+    "confidence": 45,
+    "created_at": CREATED_AT,
+    "started_at": "2026-01-15T19:39:13Z",
+    "finished_at": None,
+    "cancel_requested": False,
+    "waiting_reason": None,
+    "error": None,
+    "links": Links.of(JOB_ID).model_dump(),
+}
+EXPLORATION: dict[str, Any] = {
+    **SUMMARY,
+    "request": ExplorationRequest.model_validate(REQUEST).model_dump(mode="json"),
+    "attempt": 1,
+    "last_seq": 2,
+    "report": None,
+    "space": None,
+    "recommendation": _RECOMMENDATION.model_dump(mode="json"),
+    "answer": None,
+}
+QUEUED: dict[str, Any] = {
+    **EXPLORATION,
+    "state": "queued",
+    "micro_batch_size": None,
+    "confidence": None,
+    "started_at": None,
+    "attempt": 0,
+    "last_seq": 1,
+    "recommendation": None,
+}
+CANCELLED: dict[str, Any] = {**EXPLORATION, "cancel_requested": True}
+RECOMMENDATION: dict[str, Any] = {
+    "id": JOB_ID,
+    "state": "running",
+    "final": False,
+    "recommendation": _RECOMMENDATION.model_dump(mode="json"),
+    "answer": None,
+}
+PAGE: dict[str, Any] = {"items": [SUMMARY], "next_cursor": None}
+EVENTS: dict[str, Any] = {"items": [event.model_dump(mode="json") for event in _LOG], "next_cursor": None}
+TRIALS: dict[str, Any] = {"items": [_TRIAL.model_dump(mode="json")], "next_cursor": None}
+LOG = "".join(render_line(event) + "\n" for event in _LOG)
+EVENT_STREAM = "".join(
+    f"event: {event.code.name.lower()}\ndata: {event.model_dump_json()}\nid: {event.seq}\n\n" for event in _LOG
+)
+METRICS = '# HELP bexp_jobs Explorations by state.\n# TYPE bexp_jobs gauge\nbexp_jobs{state="running"} 1.0\n'
+
+_DETAILS: dict[HTTPStatus, dict[str, Any]] = {
+    HTTPStatus.UNAUTHORIZED: {"detail": "A bearer token is required."},
+    HTTPStatus.FORBIDDEN: {"detail": "Pages of other origins may not use the service."},
+    HTTPStatus.NOT_FOUND: {
+        "type": "urn:bexp:problem:unknown-exploration",
+        "detail": "There is no exploration with this id.",
+    },
+    HTTPStatus.NOT_ACCEPTABLE: {"detail": "This is offered as application/json."},
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: {"detail": "A request may have 256 KiB at most."},
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: {"detail": "Send the request as application/json or application/yaml."},
+    HTTPStatus.UNPROCESSABLE_ENTITY: {
+        "type": "urn:bexp:problem:invalid-request",
+        "detail": "The request is not one that can be explored.",
+        "errors": [
+            {
+                "field": "bta.max_tile",
+                "pointer": "#/bta/max_tile",
+                "message": "bta.max_tile (5) must divide batch_size (64)",
+            }
+        ],
+    },
+    HTTPStatus.SERVICE_UNAVAILABLE: {
+        "type": "urn:bexp:problem:database-unavailable",
+        "detail": "The database does not answer.",
+    },
+}
+
+
+def problems(instance: str, *statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for the problems that a route may answer with."""
+    return {
+        int(status): {
+            "description": status.phrase,
+            "content": {
+                MEDIA_TYPE: {
+                    "schema": {"$ref": "#/components/schemas/Problem"},
+                    "example": Problem(
+                        title=status.phrase, status=status, instance=instance, **_DETAILS[status]
+                    ).model_dump(exclude_none=True),
+                }
+            },
+        }
+        for status in statuses
+    }
+
+
+def example(value: Any, media_type: str = "application/json", description: str = "Done") -> dict[str, Any]:
+    """An OpenAPI response with an example."""
+    return {"description": description, "content": {media_type: {"example": value}}}

@@ -1,0 +1,105 @@
+"""What monitoring sees, in Prometheus' text format: the queue, the workers, the trials, the requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from storage.database import Database
+from storage.statistics import Statistics, read_statistics
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class Metrics:
+    """The metrics of one application; two in a process do not mix."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._latency = Histogram(
+            "bexp_http_request_seconds",
+            "Seconds from a request to the start of its response.",
+            ("method", "route", "status"),
+            registry=self._registry,
+        )
+        self._streams = Gauge("bexp_event_streams", "Clients that wait for events.", registry=self._registry)
+
+    def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request."""
+        self._latency.labels(method, route, str(status)).observe(seconds)
+
+    def render(self, database: Database, num_streams: int) -> bytes:
+        """Everything, as text; reads the database."""
+        self._streams.set(num_streams)
+        stored = CollectorRegistry()
+        stored.register(_StoredCounts(read_statistics(database)))
+        return generate_latest(stored) + generate_latest(self._registry)
+
+
+class _StoredCounts(Collector):
+    """What the database counts."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        counts = self._statistics
+        jobs = GaugeMetricFamily("bexp_jobs", "Explorations by state.", labels=["state"])
+        for state, number in counts.jobs_by_state.items():
+            jobs.add_metric([state.value], number)
+        yield jobs
+        yield GaugeMetricFamily(
+            "bexp_oldest_queued_seconds",
+            "Seconds that the oldest queued exploration has waited; 0 for an empty queue.",
+            counts.oldest_queued_seconds,
+        )
+        workers = GaugeMetricFamily("bexp_workers", "Live workers by kind of device.", labels=["device_kind"])
+        for kind in sorted({"cpu", "cuda", *counts.workers_by_device_kind}):
+            workers.add_metric([kind], counts.workers_by_device_kind.get(kind, 0))
+        yield workers
+        trials = GaugeMetricFamily("bexp_trials", "Stored trials by outcome.", labels=["outcome"])
+        for outcome, number in counts.trials_by_outcome.items():
+            trials.add_metric([outcome.value], number)
+        yield trials
+
+
+class LatencyMiddleware:
+    """Times each request to the start of its response, so that a stream's length does not count."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        started = False
+
+        def observe(status: int) -> None:
+            # The template, not the path: the labels of a histogram must be few.
+            route = getattr(scope.get("route"), "path", "unmatched")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self.metrics.observe_request(method, route, status, time.perf_counter() - start)
+
+        async def send_observed(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                observe(message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_observed)
+        finally:
+            if not started:  # an exception, which becomes a response further out; or the client is gone
+                observe(500)

@@ -1,0 +1,186 @@
+"""Errors as problem details (RFC 9457): one shape for everything that is refused, and nothing of the input in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from starlette.exceptions import HTTPException
+
+from explorer.formats import FormatError
+from storage.jobs import JobNotFoundError
+from storage.queue import IdempotencyConflictError
+
+MEDIA_TYPE = "application/problem+json"
+MAX_ERRORS = 100
+MAX_MESSAGE = 500
+
+
+class FieldError(BaseModel):
+    """A field and the rule that it breaks; without `field` and `pointer` (RFC 6901) the document as a whole."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
+
+    field: str | None = None
+    pointer: Annotated[str | None, Field(description="Of a field of the body.")] = None
+    message: str
+
+
+class Problem(BaseModel):
+    """Problem details for HTTP APIs (RFC 9457)."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str | None = None
+    instance: str | None = None
+    errors: list[FieldError] | None = None
+
+
+class ProblemException(Exception):  # noqa: N818  (it is a response, not a fault)
+    """Refuses a request with a problem document."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        detail: str,
+        *,
+        name: str | None = None,
+        errors: Iterable[FieldError] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.name = name
+        self.errors = list(errors)[:MAX_ERRORS]
+        self.headers = headers
+
+
+def invalid_body(errors: Iterable[tuple[tuple[str | int, ...], str]]) -> ProblemException:
+    """422 for a body that breaks rules, each with the location of the field in it."""
+    return ProblemException(
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+        "The request is not one that can be explored.",
+        name="invalid-request",
+        errors=[_body_error(location, message) for location, message in errors],
+    )
+
+
+def invalid_parameter(name: str, message: str) -> ProblemException:
+    """422 for a query parameter or a header."""
+    return ProblemException(
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+        f"{name}: {message}",
+        name="invalid-parameter",
+        errors=[FieldError(field=name, message=message)],
+    )
+
+
+def problem_response(
+    request: Request,
+    status: int,
+    detail: str | None = None,
+    *,
+    name: str | None = None,
+    errors: list[FieldError] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """The response for a problem; `name` makes its type, without one the status says everything."""
+    problem = Problem(
+        type=f"urn:bexp:problem:{name}" if name else "about:blank",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        instance=readable(request.url.path, 256),
+        errors=errors or None,
+    )
+    return JSONResponse(
+        problem.model_dump(mode="json", exclude_none=True), status, headers=dict(headers or {}), media_type=MEDIA_TYPE
+    )
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem document."""
+
+    @app.exception_handler(ProblemException)
+    async def refused(request: Request, error: ProblemException) -> JSONResponse:
+        return problem_response(
+            request, error.status, error.detail, name=error.name, errors=error.errors, headers=error.headers
+        )
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        detail = error.detail if error.detail != HTTPStatus(error.status_code).phrase else None
+        return problem_response(request, error.status_code, detail, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
+        errors = [
+            FieldError(field=".".join(str(part) for part in e["loc"][1:]), message=readable(e["msg"], MAX_MESSAGE))
+            for e in error.errors()[:MAX_ERRORS]
+        ]
+        return problem_response(
+            request,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+            "; ".join(f"{e.field}: {e.message}" for e in errors),
+            name="invalid-parameter",
+            errors=errors,
+        )
+
+    @app.exception_handler(FormatError)
+    async def unreadable_request(request: Request, error: FormatError) -> JSONResponse:
+        return await refused(request, invalid_body(error.errors))
+
+    @app.exception_handler(JobNotFoundError)
+    async def unknown_job(request: Request, _error: JobNotFoundError) -> JSONResponse:
+        return problem_response(
+            request, HTTPStatus.NOT_FOUND, "There is no exploration with this id.", name="unknown-exploration"
+        )
+
+    @app.exception_handler(IdempotencyConflictError)
+    async def other_body(request: Request, _error: IdempotencyConflictError) -> JSONResponse:
+        conflict = FieldError(field="Idempotency-Key", message="was used before with a different request")
+        return problem_response(
+            request,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+            "This Idempotency-Key was used before with a different request.",
+            name="idempotency-conflict",
+            errors=[conflict],
+        )
+
+    @app.exception_handler(DBAPIError)
+    @app.exception_handler(PoolTimeoutError)
+    async def no_database(request: Request, _error: Exception) -> JSONResponse:
+        return problem_response(
+            request,
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The database does not answer.",
+            name="database-unavailable",
+            headers={"Retry-After": "2"},
+        )
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, _error: Exception) -> JSONResponse:
+        return problem_response(request, HTTPStatus.INTERNAL_SERVER_ERROR, "The service failed; its log says why.")
+
+
+def _body_error(location: tuple[str | int, ...], message: str) -> FieldError:
+    parts = [readable(str(part), 64) for part in location]
+    if not parts:
+        return FieldError(message=readable(message, MAX_MESSAGE))
+    pointer = "".join("/" + part.replace("~", "~0").replace("/", "~1") for part in parts)
+    return FieldError(field=".".join(parts), pointer=f"#{pointer}", message=readable(message, MAX_MESSAGE))
+
+
+def readable(text: str, limit: int) -> str:
+    """`text` without control characters and lone surrogates, at most `limit` characters."""
+    cleaned = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: limit + 1])
+    return cleaned if len(cleaned) <= limit else cleaned[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -1,0 +1,139 @@
+"""What the API answers with, as JSON."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field
+
+from explorer.events import Event
+from explorer.hardware import DeviceReport
+from explorer.recommendations import Answer, Recommendation
+from explorer.requests import ExplorationRequest
+from explorer.trials import Trial
+from storage.jobs import Job, JobState
+
+NextCursor = Annotated[str | None, Field(description="Ask again with it for what follows; null: nothing does yet.")]
+
+
+class Links(BaseModel):
+    """Where the parts of an exploration are."""
+
+    self: str
+    events: str
+    log: str
+    recommendation: str
+    trials: str
+    cancel: str
+
+    @classmethod
+    def of(cls, job_id: str) -> Links:
+        """The links of one exploration."""
+        here = exploration_path(job_id)
+        parts = {part: f"{here}/{part}" for part in ("events", "log", "recommendation", "trials", "cancel")}
+        return cls(self=here, **parts)
+
+
+class ExplorationSummary(BaseModel):
+    """An exploration in a list."""
+
+    id: str
+    state: JobState
+    model: Annotated[str, Field(description="The model's name.")]
+    micro_batch_size: Annotated[int | None, Field(description="The one recommended so far.")]
+    confidence: int | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    cancel_requested: bool
+    waiting_reason: str | None
+    error: str | None
+    links: Links
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """The summary of a job."""
+        return cls.model_validate(cls.fields_of(job))
+
+    @classmethod
+    def fields_of(cls, job: Job) -> dict[str, Any]:
+        """What a summary shows of a job."""
+        best = job.recommendation
+        return {
+            "id": job.id,
+            "state": job.state,
+            "model": job.request.model.name,
+            "micro_batch_size": best.candidate.micro_batch_size if best else None,
+            "confidence": best.confidence if best else None,
+            "created_at": job.created_at,
+            "started_at": job.started_at,
+            "finished_at": job.finished_at,
+            "cancel_requested": job.cancel_requested,
+            "waiting_reason": job.waiting_reason,
+            "error": job.error,
+            "links": Links.of(job.id),
+        }
+
+
+class Exploration(ExplorationSummary):
+    """An exploration: what was asked for, how it stands, and what came of it."""
+
+    request: ExplorationRequest
+    attempt: Annotated[int, Field(description="How often a worker has taken it up.")]
+    last_seq: Annotated[int, Field(description="The seq of its latest event.")]
+    report: Annotated[DeviceReport | None, Field(description="The device that it runs on and what is usable there.")]
+    space: Annotated[dict[str, Any] | None, Field(description="The legal space, summarised.")]
+    recommendation: Recommendation | None
+    answer: Answer | None
+
+    @classmethod
+    def fields_of(cls, job: Job) -> dict[str, Any]:
+        """What is shown of a job."""
+        names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
+        return super().fields_of(job) | {name: getattr(job, name) for name in names}
+
+
+class RecommendationResource(BaseModel):
+    """The best candidate known; `final` when it will not change any more.
+
+    With nothing feasible, a finished exploration has a null `recommendation`, and the variants of `answer` say why.
+    """
+
+    id: str
+    state: JobState
+    final: bool
+    recommendation: Recommendation | None
+    answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
+
+
+class ExplorationPage(BaseModel):
+    """Explorations, the newest first."""
+
+    items: list[ExplorationSummary]
+    next_cursor: NextCursor
+
+
+class EventPage(BaseModel):
+    """Events in the order of their seq."""
+
+    items: list[Event]
+    next_cursor: NextCursor
+
+
+class TrialPage(BaseModel):
+    """Trials in the order of their numbers."""
+
+    items: list[Trial]
+    next_cursor: NextCursor
+
+
+class Health(BaseModel):
+    """Whether the service lives, or can do its work."""
+
+    status: str
+
+
+def exploration_path(job_id: str) -> str:
+    """Where an exploration is."""
+    return f"/v1/explorations/{job_id}"

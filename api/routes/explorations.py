@@ -1,0 +1,160 @@
+"""Explorations: submitted, listed, looked at, cancelled."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+
+from api import bodies, examples
+from api.negotiation import accepts_json
+from api.problems import invalid_parameter
+from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
+from api.service import ServiceDep
+from explorer.formats import parse_request
+from storage.jobs import InvalidCursorError, Job, JobNotFoundError, JobState, get_job, list_jobs
+
+router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
+
+_HERE = "/v1/explorations"
+_ONE = exploration_path(examples.JOB_ID)
+_ETAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
+
+
+def job_id_of(exploration_id: str) -> str:
+    """Dependency: an id that can be one; anything else is answered as an unknown one.
+
+    Raises:
+        JobNotFoundError: no exploration can have this id.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9]{1,32}", exploration_id):
+        raise JobNotFoundError(exploration_id)
+    return exploration_id
+
+
+JobIdDep = Annotated[str, Depends(job_id_of)]
+
+
+def _job_of(job_id: JobIdDep, service: ServiceDep) -> Job:
+    return get_job(service.database, job_id)
+
+
+JobDep = Annotated[Job, Depends(_job_of)]
+
+
+async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
+    return await bodies.read_document(request, service.settings.max_body_bytes)
+
+
+@router.post(
+    "",
+    status_code=HTTPStatus.ACCEPTED,
+    summary="Submit an exploration",
+    responses={
+        202: examples.example(examples.QUEUED, description="Queued")
+        | {"headers": {"Location": {"description": "The exploration.", "schema": {"type": "string"}}}},
+        **examples.problems(
+            _HERE,
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+        ),
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "description": "An exploration request, a Hugging Face config.json, or a Cerebras Model Zoo configuration.",
+            "content": {
+                bodies.JSON: {
+                    "schema": {"anyOf": [{"$ref": "#/components/schemas/ExplorationRequest"}, {"type": "object"}]},
+                    "example": examples.REQUEST,
+                },
+                bodies.YAML: {"schema": {"type": "string"}, "example": examples.REQUEST_YAML},
+            },
+        }
+    },
+)
+def submit_exploration(
+    document: Annotated[dict[str, Any], Depends(_document_of)],
+    service: ServiceDep,
+    response: Response,
+    idempotency_key: Annotated[
+        str | None,
+        Header(description="With the same request, the same exploration; with another one, a 422.", examples=["run-7"]),
+    ] = None,
+) -> Exploration:
+    """Queue an exploration; a worker takes it up."""
+    if idempotency_key is not None and not re.fullmatch(
+        r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?", idempotency_key
+    ):
+        raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
+    job, _ = service.queue.enqueue(parse_request(document), idempotency_key=idempotency_key)
+    response.headers["Location"] = exploration_path(job.id)
+    return Exploration.of(job)
+
+
+@router.get(
+    "",
+    summary="List explorations, the newest first",
+    responses={
+        200: examples.example(examples.PAGE),
+        **examples.problems(_HERE, HTTPStatus.UNPROCESSABLE_ENTITY),
+    },
+)
+def list_explorations(
+    service: ServiceDep,
+    state: Annotated[JobState | None, Query(description="Only those in this state.", examples=["running"])] = None,
+    limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
+    cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
+) -> ExplorationPage:
+    """One page of explorations."""
+    try:
+        jobs, next_cursor = list_jobs(service.database, state=state, limit=limit, cursor=cursor)
+    except InvalidCursorError:
+        raise invalid_parameter("cursor", "is not one that this list gave out") from None
+    return ExplorationPage(items=[ExplorationSummary.of(job) for job in jobs], next_cursor=next_cursor)
+
+
+@router.get(
+    "/{exploration_id}",
+    response_model=Exploration,
+    summary="One exploration",
+    responses={
+        200: examples.example(examples.EXPLORATION)
+        | {"headers": {"ETag": {"description": "Changes with it.", "schema": {"type": "string"}}}},
+        304: {"description": "Unchanged since the ETag in If-None-Match"},
+        **examples.problems(_ONE, HTTPStatus.NOT_FOUND),
+    },
+)
+def get_exploration(
+    job: JobDep,
+    response: Response,
+    if_none_match: Annotated[str | None, Header(description="ETags that are known.", examples=['"7"'])] = None,
+) -> Exploration | Response:
+    """How an exploration stands, with its request and what came of it."""
+    etag = f'"{job.version}"'
+    if if_none_match is not None and (if_none_match.strip() == "*" or etag in _ETAG.findall(if_none_match)):
+        return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": etag, "Cache-Control": "no-cache"})
+    response.headers["ETag"] = etag
+    response.headers["Cache-Control"] = "no-cache"
+    return Exploration.of(job)
+
+
+@router.post(
+    "/{exploration_id}/cancel",
+    status_code=HTTPStatus.ACCEPTED,
+    summary="Cancel an exploration",
+    responses={
+        202: examples.example(examples.CANCELLED, description="Its worker stops within seconds"),
+        200: examples.example({**examples.QUEUED, "state": "cancelled"}, description="It has ended")
+        | {"model": Exploration},
+        **examples.problems(f"{_ONE}/cancel", HTTPStatus.NOT_FOUND),
+    },
+)
+def cancel_exploration(job_id: JobIdDep, service: ServiceDep, response: Response) -> Exploration:
+    """End an exploration; one that has ended stays as it is, so that this can be repeated."""
+    job = service.queue.request_cancel(job_id)
+    response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
+    return Exploration.of(job)

@@ -1,0 +1,132 @@
+"""What happens in an exploration: as server-sent events, as pages of JSON, as BEXP lines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Annotated
+
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+
+from api import examples
+from api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
+from api.problems import invalid_parameter
+from api.resources import EventPage, exploration_path
+from api.routes.explorations import JobIdDep
+from api.service import Service, ServiceDep
+from explorer.events import Event, render_line
+from storage.events import read_events
+from storage.jobs import get_job
+
+router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["events"])
+
+RETRY_MILLISECONDS = 1000
+
+_ONE = exploration_path(examples.JOB_ID)
+_LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_MAX_SEQ = (1 << 31) - 1
+
+After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="Only events with a greater seq.", examples=[17])]
+
+
+@router.get(
+    "/events",
+    response_model=EventPage,
+    summary="The events, streamed or by page",
+    responses={
+        200: {
+            "description": "Server-sent events to the exploration's end; with Accept: application/json, one page",
+            "content": {
+                EVENT_STREAM: {"schema": {"type": "string"}, "example": examples.EVENT_STREAM},
+                JSON: {"example": examples.EVENTS},
+            },
+        },
+        204: {"description": "The exploration has ended, and its last event was seen: do not connect again"},
+        **examples.problems(
+            f"{_ONE}/events", HTTPStatus.NOT_FOUND, HTTPStatus.NOT_ACCEPTABLE, HTTPStatus.UNPROCESSABLE_ENTITY
+        ),
+    },
+)
+async def follow_events(
+    request: Request,
+    job_id: JobIdDep,
+    service: ServiceDep,
+    after: After = 0,
+    limit: Annotated[int, Query(ge=1, le=500, description="Of a page of JSON.", examples=[100])] = 500,
+    last_event_id: Annotated[
+        str | None, Header(description="Resume after this event; it wins over `after`.", examples=["17"])
+    ] = None,
+) -> Response:
+    """The log of an exploration.
+
+    As server-sent events, each has its seq as id, the name of its code as event, and itself in JSON as data; the
+    stream ends with the exploration.
+    """
+    media_type = choose_media_type(request, (EVENT_STREAM, JSON))
+    if last_event_id:
+        if not (last_event_id.isascii() and last_event_id.isdigit() and int(last_event_id[:20]) <= _MAX_SEQ):
+            raise invalid_parameter("Last-Event-ID", "must be the seq of an event")
+        after = int(last_event_id)
+    job = await run_sync(get_job, service.database, job_id)
+    if media_type == JSON:
+        page = await run_sync(_read_page, service, job_id, after, limit)
+        return Response(page.model_dump_json(), media_type=JSON, headers={"Vary": "Accept"})
+    if job.state.is_final and after >= job.last_seq:
+        return Response(status_code=HTTPStatus.NO_CONTENT, headers={"Vary": "Accept"})
+    return EventSourceResponse(_server_sent(service, job_id, after), headers={**_LIVE, "Vary": "Accept"})
+
+
+@router.get(
+    "/log",
+    response_class=StreamingResponse,
+    summary="The log as BEXP lines",
+    responses={
+        200: examples.example(examples.LOG, PLAIN_TEXT, "One line an event"),
+        **examples.problems(f"{_ONE}/log", HTTPStatus.NOT_FOUND, HTTPStatus.NOT_ACCEPTABLE),
+    },
+)
+async def read_log(
+    request: Request,
+    job_id: JobIdDep,
+    service: ServiceDep,
+    follow: Annotated[bool, Query(description="Stream until the exploration ends.", examples=[True])] = False,
+    after: After = 0,
+) -> StreamingResponse:
+    """The log for people: `curl -N '.../log?follow=true'` shows it live."""
+    choose_media_type(request, (PLAIN_TEXT,))
+    await run_sync(get_job, service.database, job_id)
+    return StreamingResponse(_lines(service, job_id, after, follow=follow), media_type=PLAIN_TEXT, headers=_LIVE)
+
+
+def _read_page(service: Service, job_id: str, after: int, limit: int) -> EventPage:
+    events = read_events(service.database, job_id, after=after, limit=limit + 1)
+    page = events[:limit]
+    return EventPage(items=page, next_cursor=str(page[-1].seq) if len(events) > limit else None)
+
+
+async def _server_sent(service: Service, job_id: str, after: int) -> AsyncIterator[bytes]:
+    yield format_sse_event(retry=RETRY_MILLISECONDS)
+    async for events in service.feed.follow(job_id, after):
+        yield b"".join(map(_frame, events)) or KEEPALIVE_COMMENT
+
+
+def _frame(event: Event) -> bytes:
+    return format_sse_event(id=str(event.seq), event=event.code.name.lower(), data_str=event.model_dump_json())
+
+
+async def _lines(service: Service, job_id: str, after: int, *, follow: bool) -> AsyncIterator[str]:
+    if follow:
+        async for events in service.feed.follow(job_id, after):
+            if events:
+                yield _text(events)
+        return
+    while events := await service.feed.read(job_id, after):
+        yield _text(events)
+        after = events[-1].seq
+
+
+def _text(events: list[Event]) -> str:
+    return "".join(render_line(event) + "\n" for event in events)

@@ -1,0 +1,63 @@
+"""What those who run the service ask: is it alive, is it ready, what does it count."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import APIRouter, Depends, Response
+from sqlalchemy.exc import SQLAlchemyError
+
+from api import examples, metrics
+from api.auth import authorize
+from api.problems import ProblemException
+from api.resources import Health
+from api.service import ServiceDep
+from storage.schema import is_current
+
+router = APIRouter(tags=["monitoring"])
+
+
+@router.get("/healthz", summary="Alive", responses={200: examples.example({"status": "alive"})})
+async def healthz() -> Health:
+    """Whether the process answers."""
+    return Health(status="alive")
+
+
+@router.get(
+    "/readyz",
+    summary="Ready",
+    responses={
+        200: examples.example({"status": "ready"}),
+        **examples.problems("/readyz", HTTPStatus.SERVICE_UNAVAILABLE),
+    },
+)
+def readyz(service: ServiceDep) -> Health:
+    """Whether the database answers and its schema is the one that this version works with.
+
+    Workers do not matter here: submissions wait for them in the queue.
+    """
+    try:
+        current = is_current(service.database)
+    except SQLAlchemyError:
+        raise ProblemException(
+            HTTPStatus.SERVICE_UNAVAILABLE, "The database does not answer.", name="database-unavailable"
+        ) from None
+    if not current:
+        raise ProblemException(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The database's schema is not the one of this version: run `bexp db upgrade`.",
+            name="schema-not-current",
+        )
+    return Health(status="ready")
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    dependencies=[Depends(authorize)],
+    summary="Counts for Prometheus",
+    responses={200: examples.example(examples.METRICS, "text/plain")},
+)
+def read_metrics(service: ServiceDep) -> Response:
+    """Explorations by state, the age of the oldest queued one, live workers, trials by outcome, request latency."""
+    return Response(service.metrics.render(service.database, service.feed.num_watchers), media_type=metrics.MEDIA_TYPE)

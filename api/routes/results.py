@@ -1,0 +1,76 @@
+"""What an exploration has found: its recommendation and its trials."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+
+from api import examples
+from api.negotiation import accepts_json
+from api.problems import ProblemException
+from api.resources import RecommendationResource, TrialPage, exploration_path
+from api.routes.explorations import JobDep
+from api.service import ServiceDep
+from storage.jobs import JobState
+from storage.trials import read_trials
+
+router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
+
+_ONE = exploration_path(examples.JOB_ID)
+_NOTHING = {
+    JobState.QUEUED: "The exploration has not started yet.",
+    JobState.RUNNING: "The exploration has nothing to recommend yet.",
+    JobState.FAILED: "The exploration failed before it had anything to recommend.",
+    JobState.CANCELLED: "The exploration was cancelled before it had anything to recommend.",
+}
+
+
+@router.get(
+    "/recommendation",
+    summary="The best candidate",
+    responses={
+        200: examples.example(examples.RECOMMENDATION),
+        **examples.problems(f"{_ONE}/recommendation", HTTPStatus.NOT_FOUND),
+    },
+)
+def get_recommendation(job: JobDep) -> RecommendationResource:
+    """The best candidate so far; once finished also the answer, with every variant.
+
+    404 while there is none. When nothing fits, the recommendation of a finished exploration is null, and the answer's
+    variants say why.
+    """
+    if job.recommendation is None and job.answer is None:
+        detail = _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
+        raise ProblemException(HTTPStatus.NOT_FOUND, detail, name="no-recommendation")
+    return RecommendationResource(
+        id=job.id,
+        state=job.state,
+        final=job.state.is_final,
+        recommendation=job.answer.recommendation if job.answer else job.recommendation,
+        answer=job.answer,
+    )
+
+
+@router.get(
+    "/trials",
+    summary="The trials",
+    responses={
+        200: examples.example(examples.TRIALS),
+        **examples.problems(f"{_ONE}/trials", HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
+    },
+)
+def list_trials(
+    job: JobDep,
+    service: ServiceDep,
+    cursor: Annotated[
+        int | None, Query(ge=-1, lt=1 << 31, description="Only trials with a greater number.", examples=[41])
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
+) -> TrialPage:
+    """What was tried, with outcome, measurement, predicted and measured peak, in the order of the trials."""
+    after = -1 if cursor is None else cursor
+    trials = read_trials(service.database, job.id, after=after, limit=limit + 1)
+    page = trials[:limit]
+    return TrialPage(items=page, next_cursor=str(page[-1].number) if len(trials) > limit else None)

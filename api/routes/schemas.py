@@ -1,0 +1,32 @@
+"""The JSON Schema of a request, for editors and for programs that make one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+
+from api import examples
+from api.negotiation import accepts_json
+from explorer.requests import ExplorationRequest
+
+router = APIRouter(prefix="/v1", tags=["explorations"], dependencies=[Depends(accepts_json)])
+
+
+@router.get(
+    "/schema",
+    summary="JSON Schema of a request",
+    responses={
+        200: examples.example(
+            {"title": "ExplorationRequest", "type": "object", "properties": {}, "required": ["model"]}
+        )
+    },
+)
+def read_schema() -> JSONResponse:
+    """The JSON Schema of a request (draft 2020-12)."""
+    schema: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **ExplorationRequest.model_json_schema(),
+    }
+    return JSONResponse(schema)

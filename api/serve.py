@@ -1,0 +1,144 @@
+"""Runs the API under uvicorn."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from api.app import create_app
+from api.settings import ServiceSettings, is_loopback
+from storage.database import open_database
+from storage.schema import upgrade
+from storage.tokens import list_tokens
+
+SHUTDOWN_SECONDS = 5
+HOW_TO_ADMIT = (
+    "The service is open to other machines and asks for a token, and there is none yet: "
+    "create one with `bexp token create NAME`."
+)
+
+
+class ServeError(Exception):
+    """The service cannot start, for a reason that the person who started it can change."""
+
+
+def serve(
+    settings: ServiceSettings,
+    host: str,
+    port: int,
+    *,
+    on_ready: Callable[[str], None] = lambda url: None,
+    notify: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),  # noqa: T201
+    upgrade_schema: bool = True,
+    access_log: bool = False,
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: how to serve. Tokens are required in any case when `host` is not a loopback one.
+        host: name or address to bind to.
+        port: 0 for any that is free.
+        on_ready: called with the URL once requests are answered.
+        notify: called with what the person who started the service should know.
+        upgrade_schema: bring the database's schema up to date first.
+        access_log: write a line for each request to stderr.
+
+    Raises:
+        ServeError: the address is taken or not this machine's.
+        ValueError: the database's URL is malformed.
+    """
+    if not is_loopback(host):
+        settings = replace(settings, require_token=True)
+    with bind(host, port) as listener:
+        _prepare(settings, notify, upgrade_schema=upgrade_schema)
+        url = _url(host, listener.getsockname()[1])
+        serve_on(listener, settings, on_ready=lambda: on_ready(url), access_log=access_log)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to `host` and `port` (0: any that is free), not yet listening.
+
+    Raises:
+        ServeError: the address is taken or not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {host}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def serve_on(
+    listener: socket.socket,
+    settings: ServiceSettings,
+    *,
+    on_ready: Callable[[], None] = lambda: None,
+    access_log: bool = False,
+) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM; open streams are ended, not waited for."""
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        log_level="info" if access_log else "warning",
+        access_log=access_log,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    Server(config, app, on_ready).run(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which says when it is ready and ends open streams when it shuts down."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, on_ready: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._app = app
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn waits for responses to end, and a stream ends only when its exploration does, or when told."""
+        self._app.state.service.feed.close()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop as asked; unlike uvicorn, without raising the signal again: a service told to end has not failed."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def _prepare(settings: ServiceSettings, notify: Callable[[str], None], *, upgrade_schema: bool) -> None:
+    database = open_database(settings.database_url)
+    try:
+        if upgrade_schema:
+            upgrade(database)
+        if settings.require_token and not list_tokens(database):
+            notify(HOW_TO_ADMIT)
+    finally:
+        database.dispose()
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

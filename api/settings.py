@@ -1,0 +1,76 @@
+"""What the API is told from outside: the one module here that reads the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8642
+DEFAULT_API_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The variables that bexp reads: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN, BEXP_HOST, BEXP_PORT."""
+
+    database_url: str
+    api_url: str
+    api_token: str | None
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """How one application serves.
+
+    `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
+    only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
+    Durations are in seconds.
+    """
+
+    database_url: str
+    require_token: bool = False
+    max_body_bytes: int = 256 * 1024
+    poll_seconds: float = 0.2
+    keep_alive_seconds: float = 15.0
+    waiting_check_seconds: float = 5.0
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read `variables` (default: the process's); an empty one counts as not set.
+
+    Raises ValueError when BEXP_PORT is not a port.
+    """
+    given = {key: value for key, value in (os.environ if variables is None else variables).items() if value}
+    port = given.get("BEXP_PORT", str(DEFAULT_PORT))
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError("BEXP_PORT must be a number from 0 to 65535")
+    return Environment(
+        database_url=given.get("BEXP_DATABASE_URL") or default_database_url(given),
+        api_url=given.get("BEXP_API_URL", DEFAULT_API_URL),
+        api_token=given.get("BEXP_API_TOKEN"),
+        host=given.get("BEXP_HOST", DEFAULT_HOST),
+        port=int(port),
+    )
+
+
+def default_database_url(variables: Mapping[str, str]) -> str:
+    """An SQLite file in the user's data directory (XDG base directory specification)."""
+    data = variables.get("XDG_DATA_HOME", "")
+    directory = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
+    return f"sqlite:///{directory / 'bexp' / 'bexp.db'}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine's own loopback."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
