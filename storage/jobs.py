@@ -1,0 +1,154 @@
+"""Jobs as they are read: one exploration each. All changes go through `storage.queue`."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from pydantic import BaseModel
+
+from explorer.hardware import DeviceReport
+from explorer.recommendations import Answer, Recommendation
+from explorer.requests import ExplorationRequest
+from storage.database import Database
+from storage.tables import jobs
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it never changes again."""
+        return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+
+
+class JobNotFoundError(LookupError):
+    """No job has this id."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"no exploration has the id '{job_id}'")
+        self.job_id = job_id
+
+
+class InvalidCursorError(ValueError):
+    """A page cursor that `list_jobs` has not given out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One exploration. `version` grows with every visible change; `last_seq` is its latest event."""
+
+    id: str
+    state: JobState
+    request: ExplorationRequest
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    attempt: int
+    owner: str | None
+    lease_expires_at: datetime | None
+    cancel_requested: bool
+    report: DeviceReport | None
+    space: dict[str, Any] | None
+    recommendation: Recommendation | None
+    answer: Answer | None
+    error: str | None
+    waiting_reason: str | None
+    last_seq: int
+    version: int
+
+
+def get_job(database: Database, job_id: str) -> Job:
+    """Read one job.
+
+    Raises:
+        JobNotFoundError: there is none with this id.
+    """
+    with database.read() as connection:
+        return select_job(connection, job_id)
+
+
+def list_jobs(
+    database: Database, *, state: JobState | None = None, limit: int = 50, cursor: str | None = None
+) -> tuple[list[Job], str | None]:
+    """A page of jobs, newest first, and the cursor of the next page (null at the end).
+
+    Raises:
+        InvalidCursorError: `cursor` is not one that this function gave out.
+    """
+    query = sa.select(jobs).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit + 1)
+    if state is not None:
+        query = query.where(jobs.c.state == state.value)
+    if cursor is not None:
+        created_at, job_id = _parse_cursor(cursor)
+        older = jobs.c.created_at < created_at
+        query = query.where(older | ((jobs.c.created_at == created_at) & (jobs.c.id < job_id)))
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+    page = [job_from_row(row) for row in rows[:limit]]
+    return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
+
+
+def select_job(connection: sa.Connection, job_id: str, *, lock: bool = False) -> Job:
+    """`get_job` within a transaction; `lock` keeps other writers off the row until it ends."""
+    query = sa.select(jobs).where(jobs.c.id == job_id)
+    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
+    if row is None:
+        raise JobNotFoundError(job_id)
+    return job_from_row(row)
+
+
+def job_from_row(row: sa.Row[Any]) -> Job:
+    """The job in a row that holds every column of the table."""
+    return Job(
+        id=row.id,
+        state=JobState(row.state),
+        request=ExplorationRequest.model_validate(row.request),
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        attempt=row.attempt,
+        owner=row.owner,
+        lease_expires_at=row.lease_expires_at,
+        cancel_requested=row.cancel_requested,
+        report=_parse(DeviceReport, row.report),
+        space=row.space,
+        recommendation=_parse(Recommendation, row.recommendation),
+        answer=_parse(Answer, row.answer),
+        error=row.error,
+        waiting_reason=row.waiting_reason,
+        last_seq=row.last_seq,
+        version=row.version,
+    )
+
+
+def _parse(model: type[Model], document: Any) -> Model | None:
+    return None if document is None else model.model_validate(document)
+
+
+def _cursor_after(job: Job) -> str:
+    return base64.urlsafe_b64encode(f"{job.created_at.isoformat()}~{job.id}".encode()).decode()
+
+
+def _parse_cursor(cursor: str) -> tuple[datetime, str]:
+    try:
+        moment, _, job_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition("~")
+        created_at = datetime.fromisoformat(moment)
+    except ValueError as error:
+        raise InvalidCursorError("the cursor is not one that this list gave out") from error
+    if created_at.tzinfo is None or not job_id.isalnum():
+        raise InvalidCursorError("the cursor is not one that this list gave out")
+    return created_at, job_id

@@ -1,0 +1,49 @@
+"""What a worker holds while it runs a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from explorer.trials import Trial
+from storage.jobs import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to write to a job. `attempt` grows with every claim, so that an old lease fits nothing."""
+
+    job_id: str
+    owner: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job to run, and what earlier leases have measured of it."""
+
+    job: Job
+    lease: Lease
+    history: tuple[Trial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatStatus:
+    """What a worker learns by its heartbeat."""
+
+    cancel_requested: bool
+
+
+class LeaseLostError(RuntimeError):
+    """The job has another owner, or has ended: nothing of this lease was written, nor will be."""
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(f"worker {lease.owner} no longer owns exploration {lease.job_id} (attempt {lease.attempt})")
+        self.lease = lease
+
+
+class HardwareMismatchError(RuntimeError):
+    """The job was started on other hardware than the worker has."""
+
+    def __init__(self, job_id: str, pinned: str, offered: str) -> None:
+        super().__init__(f"exploration {job_id} was started on {pinned}; this worker has {offered}")
+        self.job_id = job_id

@@ -1,0 +1,1 @@
+"""Alembic migrations of the tables; `storage.schema.upgrade` runs them."""

@@ -1,0 +1,17 @@
+"""What Alembic runs; the caller hands over its connection."""
+
+from alembic import context
+
+from storage.schema import VERSION_TABLE, include_name
+from storage.tables import metadata
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    version_table=VERSION_TABLE,
+    include_name=include_name,
+    transactional_ddl=True,
+    render_as_batch=True,
+)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,423 @@
+"""The job queue: every change of a job goes through here.
+
+A job is queued, claimed under a lease, and ends; each write of a worker carries its owner and its attempt, so that one
+that lost its lease writes nothing. Every change that shows takes its events with it, in one transaction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import sqlalchemy as sa
+
+from explorer.events import EventCode, EventDraft
+from explorer.hardware import DeviceReport
+from explorer.progress import Progress
+from explorer.recommendations import Answer
+from explorer.requests import ExplorationRequest
+from storage.database import Database
+from storage.events import insert_events
+from storage.jobs import Job, JobState, job_from_row, select_job
+from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
+from storage.tables import UTCDateTime, jobs
+from storage.trials import insert_trial, select_trials
+from storage.waiting import find_waiting
+from storage.workers import LIVE_WITHIN
+
+DEFAULT_LEASE = timedelta(seconds=30)
+DEFAULT_MAX_ATTEMPTS = 5
+WAITING_GRACE = timedelta(seconds=3)
+
+_END_EVENTS = {
+    JobState.SUCCEEDED: EventCode.SUCCEEDED,
+    JobState.FAILED: EventCode.FAILED,
+    JobState.CANCELLED: EventCode.CANCELLED,
+}
+
+
+class IdempotencyConflictError(ValueError):
+    """The idempotency key was used for another request."""
+
+    def __init__(self, key: str, job_id: str) -> None:
+        super().__init__(f"the idempotency key '{key}' was used for another request (exploration {job_id})")
+        self.key = key
+        self.job_id = job_id
+
+
+class Queue:
+    """Puts jobs in, hands them out, and keeps what workers report."""
+
+    def __init__(
+        self, database: Database, *, lease: timedelta = DEFAULT_LEASE, max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    ) -> None:
+        self.database = database
+        self.lease = lease
+        self.max_attempts = max_attempts
+
+    def enqueue(
+        self, request: ExplorationRequest, *, idempotency_key: str | None = None, body_hash: str | None = None
+    ) -> tuple[Job, bool]:
+        """Store a job and its first event; return it, and whether it is new.
+
+        Args:
+            request: what to explore.
+            idempotency_key: at most 255 characters; the same key with the same request gives the same job.
+            body_hash: what makes two requests the same; default: their validated content.
+
+        Raises:
+            IdempotencyConflictError: the key was used for another request.
+        """
+        if body_hash is None:
+            body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+        job_id = secrets.token_hex(8)
+        draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model.name} is queued")
+        try:
+            with self.database.begin() as connection:
+                now = self.database.now(connection)
+                connection.execute(
+                    sa.insert(jobs).values(
+                        id=job_id,
+                        state=JobState.QUEUED.value,
+                        request=request.model_dump(mode="json"),
+                        device_kind=request.device_kind,
+                        devices_needed=1,  # num_devices is planned for by the memory model, from one device's profile
+                        created_at=now,
+                        queued_at=now,
+                        attempt=0,
+                        num_releases=0,
+                        cancel_requested=False,
+                        last_seq=1,
+                        version=1,
+                        idempotency_key=idempotency_key,
+                        body_hash=body_hash,
+                    )
+                )
+                insert_events(self.database, connection, job_id, 1, [draft])
+                return select_job(connection, job_id), True
+        except sa.exc.IntegrityError:
+            if idempotency_key is None:
+                raise
+        with self.database.read() as connection:
+            first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == idempotency_key)).one()
+        if first.body_hash != body_hash:
+            raise IdempotencyConflictError(str(idempotency_key), first.id)
+        return job_from_row(first), False
+
+    def claim(
+        self, owner: str, *, device_kind: str, num_devices: int, fingerprint: str, description: str | None = None
+    ) -> Claim | None:
+        """Take the oldest job that this worker can run, or none.
+
+        A job can be claimed that is queued, or whose worker's lease has run out. `description` of the hardware goes
+        into the event.
+        """
+        self._end_abandoned()
+        conditions = (
+            self._is_unowned(),
+            sa.not_(jobs.c.cancel_requested),
+            sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == device_kind),
+            jobs.c.devices_needed <= num_devices,
+            sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == fingerprint),
+            sa.not_(self._is_exhausted()),
+        )
+        with self.database.read() as connection:  # an idle worker takes no write lock
+            if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
+                return None
+        oldest = (
+            sa.select(jobs.c.id)
+            .where(*conditions)
+            .order_by(jobs.c.created_at, jobs.c.id)
+            .limit(1)
+            .with_for_update(skip_locked=True)
+            .scalar_subquery()
+        )
+        take = (
+            sa.update(jobs)
+            .where(jobs.c.id == oldest)
+            .values(
+                state=JobState.RUNNING.value,
+                owner=owner,
+                attempt=jobs.c.attempt + 1,
+                lease_expires_at=self.database.clock(self.lease),
+                started_at=sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
+                waiting_reason=None,
+                last_seq=jobs.c.last_seq + 1,
+                version=jobs.c.version + 1,
+            )
+            .returning(*jobs.c)
+        )
+        with self.database.begin() as connection:
+            row = connection.execute(take).one_or_none()
+            if row is None:
+                return None
+            job = job_from_row(row)
+            history = tuple(select_trials(connection, job.id))
+            draft = _claim_event(job, owner, description, len(history))
+            insert_events(self.database, connection, job.id, job.last_seq, [draft])
+        return Claim(job, Lease(job.id, owner, job.attempt), history)
+
+    def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
+        """Bind the job to the hardware of its first claim; return the report that it was bound with.
+
+        Raises:
+            HardwareMismatchError: it is bound to other hardware than `report` is of.
+            LeaseLostError: the lease is gone.
+        """
+        with self.database.begin() as connection:
+            job = select_job(connection, lease.job_id, lock=True)
+            fingerprint = report.hardware.fingerprint
+            values: dict[str, Any] = (
+                {} if job.report else {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
+            )
+            self._write(connection, lease, **values)
+        pinned = job.report or report
+        if pinned.hardware.fingerprint != fingerprint:
+            raise HardwareMismatchError(job.id, pinned.hardware.describe(), report.hardware.describe())
+        return pinned
+
+    def heartbeat(self, lease: Lease) -> HeartbeatStatus:
+        """Extend the lease.
+
+        Raises:
+            LeaseLostError: the lease is gone.
+        """
+        beat = (
+            sa.update(jobs)
+            .where(*_fence(lease))
+            .values(lease_expires_at=self.database.clock(self.lease))
+            .returning(jobs.c.cancel_requested)
+        )
+        with self.database.begin() as connection:
+            return _status(lease, connection.scalars(beat).one_or_none())
+
+    def watch(self, lease: Lease) -> HeartbeatStatus:
+        """What `heartbeat` tells, without extending the lease: a read that can be repeated often.
+
+        Raises:
+            LeaseLostError: the lease is gone.
+        """
+        with self.database.read() as connection:
+            query = sa.select(jobs.c.cancel_requested).where(*_fence(lease))
+            return _status(lease, connection.scalars(query).one_or_none())
+
+    def record(self, lease: Lease, progress: Progress) -> None:
+        """Store one step of an exploration, all of it or nothing; the lease is extended by the way.
+
+        A trial that is stored already (the commit came through, its confirmation did not) changes nothing.
+
+        Raises:
+            LeaseLostError: the lease is gone, and nothing was written.
+        """
+        assert not any(draft.code.ends_job for draft in progress.events), "an end is written by finish"
+        with self.database.begin() as connection:
+            self._store(connection, lease, progress, lease_expires_at=self.database.clock(self.lease))
+
+    def finish(
+        self,
+        lease: Lease,
+        state: JobState,
+        *,
+        answer: Answer | None = None,
+        error: str | None = None,
+        events: Sequence[EventDraft] = (),
+        last: Progress | None = None,
+    ) -> None:
+        """End a job, storing with it the `last` step of its exploration and further `events`.
+
+        The log ends with exactly one event that says so; if neither brings one, it is made from `state` and `error`.
+
+        Raises:
+            LeaseLostError: the lease is gone, and nothing was written.
+        """
+        assert state.is_final
+        last = last or Progress()
+        drafts = [*last.events, *events]
+        if not any(draft.code.ends_job for draft in drafts):
+            message = f"Exploration {state}" + (f": {error}" if error else "")
+            drafts.append(EventDraft(code=_END_EVENTS[state], message=message))
+        assert [draft.code.ends_job for draft in drafts].index(True) == len(drafts) - 1, "nothing follows the end"
+        step = Progress(tuple(drafts), last.trial, last.recommendation, last.space, answer or last.answer)
+        with self.database.begin() as connection:
+            self._store(connection, lease, step, **self._end_values(state, error))
+
+    def release(self, lease: Lease) -> None:
+        """Put a job back that its worker, shutting down, cannot finish; its trials stay, the attempt is not counted.
+
+        Raises:
+            LeaseLostError: the lease is gone.
+        """
+        values: dict[str, Any] = {
+            "state": JobState.QUEUED.value,
+            "owner": None,
+            "lease_expires_at": None,
+            "queued_at": self.database.clock(),
+            "num_releases": jobs.c.num_releases + 1,
+        }
+        with self.database.begin() as connection:
+            self._write(connection, lease, **values)
+
+    def request_cancel(self, job_id: str) -> Job:
+        """Cancel a job: at once if no worker runs it, else as soon as that worker sees it; a finished one stays.
+
+        Raises:
+            JobNotFoundError: there is no such job.
+        """
+        with self.database.begin() as connection:
+            job = select_job(connection, job_id, lock=True)
+            if job.state.is_final or job.cancel_requested:
+                return job
+            here = jobs.c.id == job_id
+            expired = job.lease_expires_at is None or job.lease_expires_at <= self.database.now(connection)
+            if expired:
+                self._end_unowned(connection, [here], JobState.CANCELLED)
+            else:
+                self._update(connection, [here], cancel_requested=True)
+            return select_job(connection, job_id)
+
+    def confirm_cancel(self, lease: Lease) -> None:
+        """Say that a running job has been stopped as asked.
+
+        Raises:
+            LeaseLostError: the lease is gone.
+        """
+        self.finish(lease, JobState.CANCELLED)
+
+    def note_waiting(self, *, live_within: timedelta = LIVE_WITHIN, grace: timedelta = WAITING_GRACE) -> None:
+        """Tell jobs that no live worker can serve what they wait for: one event each time that changes."""
+        self._end_abandoned()
+        with self.database.read() as connection:
+            overdue = sa.or_(
+                (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < self.database.clock(-grace)),
+                (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < self.database.clock(-grace)),
+            )
+            changes = find_waiting(self.database, connection, overdue, live_within=live_within)
+        for job_id, reason in changes:
+            conditions = [jobs.c.id == job_id, self._is_unowned(), jobs.c.waiting_reason.is_distinct_from(reason)]
+            drafts = []
+            if reason is not None:
+                message = f"Waiting for a worker: {reason}"
+                drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
+            with self.database.begin() as connection:
+                self._update(connection, conditions, drafts, waiting_reason=reason)
+
+    def _is_unowned(self) -> sa.ColumnElement[bool]:
+        expired = (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at <= self.database.clock())
+        return sa.or_(jobs.c.state == JobState.QUEUED.value, expired)
+
+    def _is_exhausted(self) -> sa.ColumnElement[bool]:
+        return jobs.c.attempt - jobs.c.num_releases >= self.max_attempts
+
+    def _end_abandoned(self) -> None:
+        """End the jobs whose worker was lost after a cancellation was asked for, or once too often."""
+        conditions = [self._is_unowned(), sa.or_(jobs.c.cancel_requested, self._is_exhausted())]
+        with self.database.read() as connection:
+            found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
+        for row in found:
+            with self.database.begin() as connection:
+                here = [jobs.c.id == row.id, *conditions]
+                if row.cancel_requested:
+                    self._end_unowned(connection, here, JobState.CANCELLED)
+                else:
+                    error = f"given up: the worker was lost {self.max_attempts} times"
+                    self._end_unowned(connection, here, JobState.FAILED, error)
+
+    def _end_unowned(
+        self,
+        connection: sa.Connection,
+        conditions: Sequence[sa.ColumnElement[bool]],
+        state: JobState,
+        error: str | None = None,
+    ) -> None:
+        message = f"Exploration {state}" + (f": {error}" if error else "")
+        drafts = [EventDraft(code=_END_EVENTS[state], message=message)]
+        self._update(connection, conditions, drafts, **self._end_values(state, error))
+
+    def _end_values(self, state: JobState, error: str | None) -> dict[str, Any]:
+        return {
+            "state": state.value,
+            "error": error,
+            "owner": None,
+            "lease_expires_at": None,
+            "waiting_reason": None,
+            "finished_at": self.database.clock(),
+        }
+
+    def _store(self, connection: sa.Connection, lease: Lease, step: Progress, **values: Any) -> None:
+        if step.trial is not None:
+            stored = select_trials(connection, lease.job_id, after=step.trial.number - 1, limit=1)
+            if stored == [step.trial]:
+                self._write(connection, lease, **values)
+                return
+        if step.space is not None:
+            values["space"] = step.space
+        if step.recommendation is not None:
+            values["recommendation"] = step.recommendation.model_dump(mode="json")
+        if step.answer is not None:
+            values["answer"] = step.answer.model_dump(mode="json")
+        self._write(connection, lease, step.events, **values)
+        if step.trial is not None:
+            insert_trial(self.database, connection, lease.job_id, step.trial)
+
+    def _write(self, connection: sa.Connection, lease: Lease, drafts: Sequence[EventDraft] = (), **values: Any) -> None:
+        if not self._update(connection, _fence(lease), drafts, **values):
+            raise LeaseLostError(lease)
+
+    def _update(
+        self,
+        connection: sa.Connection,
+        conditions: Sequence[sa.ColumnElement[bool]],
+        drafts: Sequence[EventDraft] = (),
+        **values: Any,
+    ) -> bool:
+        """Change the one job that meets `conditions` and append `drafts` to its log; false if none does."""
+        change = (
+            sa.update(jobs)
+            .where(*conditions)
+            .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + len(drafts), **values)
+            .returning(jobs.c.id, jobs.c.last_seq)
+        )
+        row = connection.execute(change).one_or_none()
+        if row is None:
+            return False
+        insert_events(self.database, connection, row.id, row.last_seq, drafts)
+        return True
+
+
+def _fence(lease: Lease) -> list[sa.ColumnElement[bool]]:
+    return [
+        jobs.c.id == lease.job_id,
+        jobs.c.owner == lease.owner,
+        jobs.c.attempt == lease.attempt,
+        jobs.c.state == JobState.RUNNING.value,
+    ]
+
+
+def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:
+    if cancel_requested is None:
+        raise LeaseLostError(lease)
+    return HeartbeatStatus(cancel_requested)
+
+
+def _claim_event(job: Job, owner: str, description: str | None, num_trials: int) -> EventDraft:
+    where = f"worker {owner}" + (f" ({description})" if description else "")
+    data = {"worker": owner, "attempt": job.attempt}
+    if job.attempt == 1:
+        return EventDraft(code=EventCode.STARTED, message=f"Exploration started by {where}", data=data)
+    stored = f"{num_trials} stored trial{'' if num_trials == 1 else 's'}"
+    data["num_trials"] = num_trials
+    return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)
+
+
+__all__ = [
+    "Claim",
+    "HardwareMismatchError",
+    "HeartbeatStatus",
+    "IdempotencyConflictError",
+    "Lease",
+    "LeaseLostError",
+    "Queue",
+]

@@ -1,0 +1,89 @@
+"""The schema of a database: brought up to date, or asked whether it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from filelock import FileLock
+
+from storage.database import SQLITE_WAL_IS_SAFE, Database
+from storage.studies import create_study_tables, has_study_tables
+from storage.tables import PREFIX
+
+VERSION_TABLE = f"{PREFIX}schema_version"
+"""Not Alembic's default name, which Optuna's own migrations use in the same database."""
+
+_ADVISORY_LOCK = int.from_bytes(b"bexp-ddl", "big")
+_LOCK_SECONDS = 120.0
+
+
+def include_name(name: str | None, kind: str, parents: object) -> bool:
+    """Alembic's filter for what belongs to this schema: tables with the prefix, nothing of Optuna's."""
+    return kind != "table" or (name is not None and name.startswith(PREFIX) and name != VERSION_TABLE)
+
+
+def upgrade(database: Database) -> None:
+    """Bring the tables, and Optuna's beside them, up to date; several processes may call it at once."""
+    with _exclusive(database):
+        if not database.is_postgresql:
+            _set_journal_mode(database)
+        config = _config()
+        with database.begin() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+        create_study_tables(database)
+
+
+def is_current(database: Database) -> bool:
+    """Whether `upgrade` has nothing to do."""
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+        return context.get_current_revision() == _head() and has_study_tables(connection)
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    return config
+
+
+@cache
+def _head() -> str | None:
+    return ScriptDirectory.from_config(_config()).get_current_head()
+
+
+@contextmanager
+def _exclusive(database: Database) -> Iterator[None]:
+    path = database.sqlite_path
+    if path is not None:
+        with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS):
+            yield
+        return
+    # A session lock rather than a transaction's: Optuna creates its tables over connections of its own.
+    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(sa.select(sa.func.set_config("lock_timeout", f"{_LOCK_SECONDS:.0f}s", sa.false())))
+        connection.execute(sa.select(sa.func.pg_advisory_lock(_ADVISORY_LOCK)))
+        try:
+            yield
+        finally:
+            connection.execute(sa.select(sa.func.pg_advisory_unlock(_ADVISORY_LOCK)))
+            connection.execute(sa.text("RESET lock_timeout"))
+
+
+def _set_journal_mode(database: Database) -> None:
+    mode = "WAL" if SQLITE_WAL_IS_SAFE else "DELETE"
+    connection = database.engine.raw_connection()
+    try:
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA journal_mode={mode}")
+        cursor.close()
+    finally:
+        connection.close()

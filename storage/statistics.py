@@ -1,0 +1,48 @@
+"""Counts over the whole database, for monitoring."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+
+import sqlalchemy as sa
+
+from explorer.measurements import Outcome
+from storage.database import Database
+from storage.jobs import JobState
+from storage.tables import jobs, trials
+from storage.workers import LIVE_WITHIN, select_workers
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Every state and outcome has an entry; device kinds only while a worker of theirs lives."""
+
+    jobs_by_state: dict[JobState, int]
+    oldest_queued_seconds: float
+    workers_by_device_kind: dict[str, int]
+    trials_by_outcome: dict[Outcome, int]
+
+
+def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN) -> Statistics:
+    """Count jobs, live workers and trials."""
+    with database.read() as connection:
+        states = _count(connection, jobs.c.state)
+        outcomes = _count(connection, trials.c.outcome)
+        oldest = connection.scalar(
+            sa.select(sa.func.min(jobs.c.queued_at)).where(jobs.c.state == JobState.QUEUED.value)
+        )
+        age = 0.0 if oldest is None else max(0.0, (database.now(connection) - oldest).total_seconds())
+        live = select_workers(database, connection, live_within=live_within)
+    return Statistics(
+        jobs_by_state={state: states.get(state.value, 0) for state in JobState},
+        oldest_queued_seconds=age,
+        workers_by_device_kind=dict(Counter(worker.info.device_kind for worker in live)),
+        trials_by_outcome={outcome: outcomes.get(outcome.value, 0) for outcome in Outcome},
+    )
+
+
+def _count(connection: sa.Connection, column: sa.Column[str]) -> dict[str, int]:
+    rows = connection.execute(sa.select(column, sa.func.count()).group_by(column))
+    return {row[0]: row[1] for row in rows}

@@ -1,0 +1,129 @@
+"""The tables. Their names carry a prefix: Optuna's, which lie beside them, include `trials`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import sqlalchemy as sa
+from sqlalchemy.types import TypeDecorator
+
+PREFIX = "bexp_"
+
+
+class UTCDateTime(TypeDecorator[datetime]):
+    """A moment in UTC, aware on both databases; SQLite itself keeps no time zone."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: D102
+        if value is None:
+            return None
+        assert value.tzinfo is not None, "a naive datetime has no place in the database"
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: D102
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class PlainText(TypeDecorator[str]):
+    """Text of any origin, such as what a crashing process wrote: PostgreSQL refuses NUL and lone surrogates."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102
+        if value is None:
+            return None
+        return value.replace("\0", "").encode("utf-8", "replace").decode()
+
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+_JSON = sa.JSON(none_as_null=True)
+
+jobs = sa.Table(
+    f"{PREFIX}jobs",
+    metadata,
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("request", _JSON, nullable=False),
+    sa.Column("device_kind", sa.String(16)),
+    sa.Column("devices_needed", sa.Integer, nullable=False),
+    sa.Column("created_at", UTCDateTime, nullable=False),
+    sa.Column("queued_at", UTCDateTime, nullable=False, doc="When it was last put in the queue."),
+    sa.Column("started_at", UTCDateTime),
+    sa.Column("finished_at", UTCDateTime),
+    sa.Column("attempt", sa.Integer, nullable=False, doc="Claims so far; with owner, the fence of every write."),
+    sa.Column("num_releases", sa.Integer, nullable=False, doc="Claims that ended by a clean shutdown."),
+    sa.Column("owner", sa.String(128)),
+    sa.Column("lease_expires_at", UTCDateTime),
+    sa.Column("cancel_requested", sa.Boolean, nullable=False),
+    sa.Column("fingerprint", sa.String(64), doc="Of the hardware that the first claim pinned."),
+    sa.Column("report", _JSON),
+    sa.Column("space", _JSON),
+    sa.Column("recommendation", _JSON),
+    sa.Column("answer", _JSON),
+    sa.Column("error", PlainText),
+    sa.Column("waiting_reason", PlainText),
+    sa.Column("last_seq", sa.Integer, nullable=False),
+    sa.Column("version", sa.Integer, nullable=False, doc="Grows with every visible change."),
+    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("body_hash", sa.String(64)),
+    sa.Index(None, "created_at", "id"),
+    sa.Index(None, "state", "created_at"),
+)
+
+events = sa.Table(
+    f"{PREFIX}events",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("code", sa.Integer, nullable=False),
+    sa.Column("message", PlainText, nullable=False),
+    sa.Column("data", _JSON, nullable=False),
+)
+
+trials = sa.Table(
+    f"{PREFIX}trials",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("outcome", sa.String(16), nullable=False),
+    sa.Column("trial", _JSON, nullable=False),
+)
+
+workers = sa.Table(
+    f"{PREFIX}workers",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("host", sa.String(255), nullable=False),
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("device_kind", sa.String(16), nullable=False),
+    sa.Column("device_name", sa.String(255), nullable=False),
+    sa.Column("num_devices", sa.Integer, nullable=False),
+    sa.Column("fingerprint", sa.String(64), nullable=False),
+    sa.Column("started_at", UTCDateTime, nullable=False),
+    sa.Column("last_seen_at", UTCDateTime, nullable=False),
+)
+
+tokens = sa.Table(
+    f"{PREFIX}tokens",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("prefix", sa.String(16), nullable=False, index=True),
+    sa.Column("digest", sa.String(64), nullable=False, doc="SHA-256 of the secret, in hexadecimal."),
+    sa.Column("created_at", UTCDateTime, nullable=False),
+)

@@ -1,0 +1,44 @@
+"""What a job waits for when no live worker can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import sqlalchemy as sa
+
+from explorer.hardware import DeviceReport
+from storage.database import Database
+from storage.tables import jobs
+from storage.workers import WorkerInfo, select_workers
+
+
+def find_waiting(
+    database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
+) -> list[tuple[str, str | None]]:
+    """Of the `overdue` jobs, those whose stored reason for waiting is out of date, with the new one.
+
+    The reason is null when a live worker could run the job and is merely busy.
+    """
+    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
+    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
+    query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
+    found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in connection.execute(query)]
+    return [(job_id, new) for job_id, old, new in found if new != old]
+
+
+def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) -> str | None:
+    """Why none of the live workers can run a job, or null if one can."""
+    if not live:
+        return "none is running"
+    alike = [worker for worker in live if job.device_kind in {None, worker.device_kind}]
+    if not alike:
+        return f"none with a {job.device_kind} device is running"
+    enough = [worker for worker in alike if worker.num_devices >= job.devices_needed]
+    if not enough:
+        return f"none with {job.devices_needed} devices is running"
+    if job.fingerprint is None or any(worker.fingerprint == job.fingerprint for worker in enough):
+        return None
+    pinned = DeviceReport.model_validate(job.report).hardware.describe()
+    return f"none with the hardware that this exploration started on is running ({pinned})"

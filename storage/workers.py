@@ -1,0 +1,79 @@
+"""Which workers are alive: each registers itself and says so again every few seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.tables import workers
+
+LIVE_WITHIN = timedelta(seconds=15)
+"""A worker that has not been seen for longer counts as gone."""
+
+_KEEP = timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself. `fingerprint` is its HardwareSpec's."""
+
+    id: str
+    host: str
+    pid: int
+    device_kind: str
+    device_name: str
+    num_devices: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredWorker:
+    """A worker and when it was last seen."""
+
+    info: WorkerInfo
+    started_at: datetime
+    last_seen_at: datetime
+
+
+def register_worker(database: Database, worker: WorkerInfo) -> None:
+    """Enter a worker, replacing an entry of the same id; entries that are long dead are dropped."""
+    with database.begin() as connection:
+        dead = workers.c.last_seen_at < database.clock(-_KEEP)
+        connection.execute(sa.delete(workers).where(dead | (workers.c.id == worker.id)))
+        now = database.now(connection)
+        connection.execute(sa.insert(workers).values(**asdict(worker), started_at=now, last_seen_at=now))
+
+
+def worker_heartbeat(database: Database, worker_id: str) -> bool:
+    """Say that a worker lives; false if it is not registered."""
+    beat = sa.update(workers).where(workers.c.id == worker_id).values(last_seen_at=database.clock())
+    with database.begin() as connection:
+        return connection.execute(beat).rowcount > 0
+
+
+def forget_worker(database: Database, worker_id: str) -> None:
+    """Remove a worker that shuts down."""
+    with database.begin() as connection:
+        connection.execute(sa.delete(workers).where(workers.c.id == worker_id))
+
+
+def list_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) -> list[RegisteredWorker]:
+    """The workers that were seen within the last `live_within`, by id."""
+    with database.read() as connection:
+        return select_workers(database, connection, live_within=live_within)
+
+
+def select_workers(database: Database, connection: sa.Connection, *, live_within: timedelta) -> list[RegisteredWorker]:
+    """`list_workers` within a transaction."""
+    query = sa.select(workers).where(workers.c.last_seen_at >= database.clock(-live_within)).order_by(workers.c.id)
+    return [
+        RegisteredWorker(
+            WorkerInfo(row.id, row.host, row.pid, row.device_kind, row.device_name, row.num_devices, row.fingerprint),
+            row.started_at,
+            row.last_seen_at,
+        )
+        for row in connection.execute(query)
+    ]

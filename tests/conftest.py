@@ -1,0 +1,136 @@
+"""Databases for tests: a fresh one each test, SQLite or a PostgreSQL that the session carries."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from storage.database import Database, open_database
+from storage.schema import upgrade
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[str]:
+    """The URL of a PostgreSQL server's first database."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # platformdirs, imported by pgserver, wants XDG_RUNTIME_DIR
+        from pgserver import postgres_server
+    folder = Path(tempfile.mkdtemp(prefix="bexp-pg-"))  # not below pytest's folder, which the server may not enter
+    server = postgres_server.get_server(folder, cleanup_mode="stop")
+    try:
+        yield str(server.get_uri())
+    finally:
+        server.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgresql_template(postgresql_server: str) -> str:
+    """The name of a database with the current schema."""
+    name = "bexp_template"
+    _execute(postgresql_server, f"CREATE DATABASE {name}")
+    database = open_database(_with_name(postgresql_server, name))
+    upgrade(database)
+    database.dispose()
+    return name
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the current schema."""
+    path = tmp_path_factory.mktemp("sqlite") / "template.db"
+    database = open_database(f"sqlite:///{path}")
+    upgrade(database)
+    database.dispose()
+    return path
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database without tables; each test runs on SQLite and on PostgreSQL."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'bexp.db'}"
+        return
+    with _fresh_postgresql(request.getfixturevalue("postgresql_server"), "template1") as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database with the current schema; each test runs on SQLite and on PostgreSQL."""
+    if request.param == "sqlite":
+        yield _copy_sqlite(request.getfixturevalue("sqlite_template"), tmp_path)
+        return
+    server = request.getfixturevalue("postgresql_server")
+    with _fresh_postgresql(server, request.getfixturevalue("postgresql_template")) as url:
+        yield url
+
+
+@pytest.fixture
+def database(open_url: Callable[[str], Database], database_url: str) -> Database:
+    """An open database with the current schema; each test runs on SQLite and on PostgreSQL."""
+    return open_url(database_url)
+
+
+@pytest.fixture
+def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
+    """A SQLite database with the current schema."""
+    return _copy_sqlite(sqlite_template, tmp_path)
+
+
+@pytest.fixture
+def sqlite_database(open_url: Callable[[str], Database], sqlite_url: str) -> Database:
+    """An open SQLite database with the current schema."""
+    return open_url(sqlite_url)
+
+
+@pytest.fixture
+def open_url() -> Iterator[Callable[[str], Database]]:
+    """`open_database`, with the connections closed at the end of the test."""
+    opened: list[Database] = []
+
+    def open_one(url: str) -> Database:
+        opened.append(open_database(url))
+        return opened[-1]
+
+    yield open_one
+    for database in opened:
+        database.dispose()
+
+
+def _copy_sqlite(template: Path, folder: Path) -> str:
+    path = folder / "bexp.db"
+    shutil.copyfile(template, path)
+    return f"sqlite:///{path}"
+
+
+class _fresh_postgresql:  # noqa: N801 - a context manager
+    def __init__(self, server: str, template: str) -> None:
+        self.server = server
+        self.template = template
+        self.name = f"test_{uuid.uuid4().hex}"
+
+    def __enter__(self) -> str:
+        _execute(self.server, f"CREATE DATABASE {self.name} TEMPLATE {self.template} STRATEGY FILE_COPY")
+        return _with_name(self.server, self.name)
+
+    def __exit__(self, *_: object) -> None:
+        _execute(self.server, f"DROP DATABASE {self.name} WITH (FORCE)")
+
+
+def _with_name(server: str, name: str) -> str:
+    return sa.make_url(server).set(database=name).render_as_string(hide_password=False)
+
+
+def _execute(server: str, statement: str) -> None:
+    database = open_database(server)
+    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(statement)
+    database.dispose()
