@@ -1,0 +1,153 @@
+"""The answer of an exploration, as text for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from explorer.candidates import Candidate
+from explorer.recommendations import Alternative, Answer, MemoryParts, Recommendation, VariantAnswer
+from explorer.requests import ExplorationRequest
+
+LABEL_WIDTH = 18
+
+
+def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
+    """The whole answer, without a line break at its end."""
+    lines: list[str] = []
+    main = answer.variants[0]
+    if main.recommendation is None:
+        lines.append(f"No candidate fits: {main.reason or 'every one of them failed'}")
+    else:
+        lines += render_recommendation(main.recommendation, request)
+    if len(answer.variants) > 1:
+        lines += ["", "Variants by num_query_groups (separate models, not ranked)", *_variant_table(answer.variants)]
+    if answer.timings:
+        spent = ", ".join(f"{name.replace('_', ' ')} {_seconds(seconds)}" for name, seconds in answer.timings.items())
+        lines += ["", _row("time spent", spent)]
+    return "\n".join(lines)
+
+
+def render_recommendation(best: Recommendation, request: ExplorationRequest | None) -> list[str]:
+    """The lines of one recommendation."""
+    lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}", ""]
+    lines += _candidate_rows(best.candidate)
+    within = f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
+    lines += [
+        _row("throughput", f"{_rate(best.tokens_per_second)} a device, {best.performance:.2f}x base"),
+        _row("base", best.base.describe()),
+        _row("confidence", f"{best.confidence} out of 100{within}"),
+        _row("step", _step(best)),
+    ]
+    batch = _batch(best, request)
+    if batch is not None:
+        lines.append(_row("batch", batch))
+    lines += [
+        _row(
+            "peak memory",
+            f"{bytes_text(best.predicted_peak_bytes)} predicted, {bytes_text(best.measured_peak_bytes)} measured",
+        ),
+        _row("with reserve", f"{bytes_text(best.required_bytes)} of {bytes_text(best.memory_limit_bytes)}"),
+        *_memory_rows(best.memory),
+    ]
+    if best.largest_micro_batch is not None:
+        lines.append(_row("largest that fits", _alternative(best.largest_micro_batch)))
+    if best.stock is not None:
+        lines.append(_row("stock best", _alternative(best.stock)))
+    check = best.whole_model
+    if check is not None:
+        lines.append(
+            _row(
+                "whole model",
+                f"{_rate(check.tokens_per_second)}, peak {bytes_text(check.measurement.peak_bytes)}; "
+                f"the composed figures are off by {check.step_error:+.1%} in time, {check.peak_error:+.1%} in memory",
+            )
+        )
+    notes = list(best.notes)
+    if best.optimizer_decides and not any("optimizer" in note for note in notes):
+        notes.append("another candidate is faster per micro-batch: the optimizer's share at this batch_size decides")
+    return lines + [_row("note", note) for note in notes]
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes in the largest binary unit that leaves it at least 1."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
+    """What holds memory at the peak, by name; parts of no size left out."""
+    return [(name.replace("_", " "), size) for name, size in memory.model_dump().items() if size]
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<{LABEL_WIDTH}}{text}"
+
+
+def _context(request: ExplorationRequest | None) -> str:
+    if request is None:
+        return ""
+    return (
+        f" for {request.model.name} ({request.mode}, {request.execution}, {request.model.seq_length} tokens a sequence)"
+    )
+
+
+def _candidate_rows(candidate: Candidate) -> Iterable[str]:
+    yield _row("bta_tile", str(candidate.bta_tile or "off"))
+    yield _row("recompute", str(candidate.recompute))
+    yield _row("attention", candidate.attention_backend)
+    if candidate.expert_backend is not None:
+        yield _row("experts", candidate.expert_backend)
+
+
+def _step(best: Recommendation) -> str:
+    micro = f"{_seconds(best.micro_step_seconds)} a micro-batch"
+    if best.optimizer_seconds == 0:
+        return micro
+    return f"{_seconds(best.step_seconds)} a step ({micro}, optimizer {_seconds(best.optimizer_seconds)})"
+
+
+def _batch(best: Recommendation, request: ExplorationRequest | None) -> str | None:
+    asked = f"batch_size {request.batch_size}" if request is not None else "the batch_size"
+    if best.grad_accum_steps is not None:
+        return f"{asked} takes {best.grad_accum_steps} accumulation steps"
+    if best.nearest_batch_sizes:
+        nearest = " and ".join(str(size) for size in best.nearest_batch_sizes)
+        return f"{asked} is no multiple of it; the nearest that are: {nearest}"
+    return None
+
+
+def _memory_rows(memory: MemoryParts) -> Iterable[str]:
+    for name, size in memory_parts(memory):
+        yield _row(f"  {name}", f"{bytes_text(size):>10}")
+
+
+def _alternative(other: Alternative) -> str:
+    return f"{other.gain:.2f}x over {other.candidate.describe()} ({_rate(other.tokens_per_second)})"
+
+
+def _variant_table(variants: Iterable[VariantAnswer]) -> list[str]:
+    rows = [("groups", "parameters", "micro_batch_size", "tokens/s", "confidence", "candidate")]
+    for variant in variants:
+        best = variant.recommendation
+        head = (str(variant.num_query_groups), f"{variant.num_parameters:,}")
+        if best is None:
+            rows.append((*head, "-", "-", "-", variant.reason or "nothing fits"))
+        else:
+            size = str(best.candidate.micro_batch_size)
+            rate = f"{best.tokens_per_second:,.0f}"
+            rows.append((*head, size, rate, str(best.confidence), best.candidate.describe()))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return ["  " + "  ".join([*(f"{row[i]:>{widths[i]}}" for i in range(5)), row[5]]) for row in rows]
+
+
+def _rate(tokens_per_second: float) -> str:
+    digits = 0 if tokens_per_second >= 100 else 1
+    return f"{tokens_per_second:,.{digits}f} tokens/s"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

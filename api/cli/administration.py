@@ -1,0 +1,101 @@
+"""`bexp token` and `bexp db`: what is done to the database itself, without a service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from api.cli import options
+from api.cli.connection import environment
+from api.cli.errors import CommandError, ExitCode, say
+from api.cli.results import print_json
+
+if TYPE_CHECKING:
+    from storage.database import Database
+
+token_commands = typer.Typer(help="Bearer tokens of the service at this database.", no_args_is_help=True)
+database_commands = typer.Typer(help="The database itself.", no_args_is_help=True)
+
+TokenName = Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")]
+
+
+@token_commands.command("create")
+def create(name: TokenName, as_json: options.AsJson = False) -> None:
+    """Make a token and print its secret, which is shown this once."""
+    from storage.tokens import create_token  # noqa: PLC0415 - the database layer takes long to import
+
+    with open_storage() as database:
+        secret = create_token(database, name)
+    if as_json:
+        print_json({"name": name, "token": secret})
+    else:
+        say("keep it: it is not shown again")
+        typer.echo(secret)
+
+
+@token_commands.command("list")
+def list_(as_json: options.AsJson = False) -> None:
+    """List the tokens, without their secrets."""
+    from storage.tokens import list_tokens  # noqa: PLC0415
+
+    with open_storage() as database:
+        tokens = list_tokens(database)
+    if as_json:
+        print_json([{"name": t.name, "prefix": t.prefix, "created_at": t.created_at.isoformat()} for t in tokens])
+        return
+    width = max((len(token.name) for token in tokens), default=0)
+    for token in tokens:
+        typer.echo(f"{token.name:<{width}}  {token.prefix}...  {token.created_at.astimezone():%Y-%m-%d %H:%M:%S}")
+
+
+@token_commands.command("revoke")
+def revoke(name: TokenName) -> None:
+    """Make a token useless."""
+    from storage.tokens import revoke_token  # noqa: PLC0415
+
+    with open_storage() as database:
+        found = revoke_token(database, name)
+    if not found:
+        raise CommandError(ExitCode.USAGE, f"there is no token named {name!r}")
+    say(f"token {name} is revoked")
+
+
+@database_commands.command("upgrade")
+def upgrade() -> None:
+    """Bring the tables up to date; several may do so at once."""
+    with open_storage():
+        say("the database is up to date")
+
+
+@contextmanager
+def open_storage() -> Iterator[Database]:
+    """The database that the environment names, its tables up to date."""
+    from storage.database import open_database  # noqa: PLC0415
+    from storage.schema import upgrade as upgrade_schema  # noqa: PLC0415
+
+    with database_errors():
+        database = open_database(environment().database_url)
+        try:
+            upgrade_schema(database)
+            yield database
+        finally:
+            database.dispose()
+
+
+@contextmanager
+def database_errors() -> Iterator[None]:
+    """What goes wrong with the database becomes the end of the command."""
+    from filelock import Timeout  # noqa: PLC0415
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+
+    try:
+        yield
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from None
+    except SQLAlchemyError as error:
+        raise CommandError(ExitCode.SERVICE, f"the database failed: {str(error).splitlines()[0]}") from None
+    except Timeout:
+        raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None

@@ -1,0 +1,51 @@
+"""Which service a command talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from api.cli.errors import CommandError, ExitCode
+from api.client import Client, ServiceError
+from api.embedded import EmbeddedService
+from api.settings import DEFAULT_API_URL, Environment, read_environment
+
+
+def environment() -> Environment:
+    """What the environment says; a mistake there is the user's."""
+    try:
+        return read_environment()
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from None
+
+
+@contextmanager
+def connect() -> Iterator[Client]:
+    """The service at BEXP_API_URL, or at the default address.
+
+    Raises ServiceError when nothing answers there.
+    """
+    told = environment()
+    with Client(told.api_url, told.api_token) as client:
+        if not client.is_alive():
+            raise ServiceError(
+                f"no service answers at {told.api_url}\nstart one with `bexp serve` and `bexp worker`, "
+                "or explore without one: `bexp explore CONFIG`"
+            )
+        yield client
+
+
+@contextmanager
+def connect_or_embed() -> Iterator[Client]:
+    """The same, but with nothing at the default address, an API of this command's own on the same database."""
+    told = environment()
+    if told.api_url != DEFAULT_API_URL:
+        with connect() as client:
+            yield client
+        return
+    with Client(told.api_url, told.api_token) as client:
+        if client.is_alive():
+            yield client
+            return
+    with EmbeddedService(told.database_url, with_worker=False) as service, Client(service.url) as client:
+        yield client

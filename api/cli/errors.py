@@ -1,0 +1,108 @@
+"""How a command ends, and how it says that it failed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from api.client import ProblemError, ServiceError
+from explorer.formats.document import FormatError, describe_problem
+
+
+class ExitCode(IntEnum):
+    """What the status of a command says to a script."""
+
+    ANSWER = 0
+    NO_ANSWER = 1  # nothing fits, the exploration was cancelled, or nothing is known yet
+    USAGE = 2  # the command line, the configuration, the id or the token is wrong
+    SERVICE = 3  # the service or its worker cannot be reached, or failed
+
+
+class CommandError(Exception):
+    """Ends a command with `code` after saying `lines` on stderr."""
+
+    def __init__(self, code: ExitCode, *lines: str) -> None:
+        self.code = code
+        self.lines = lines
+        super().__init__("\n".join(lines))
+
+
+class TerminatedError(BaseException):
+    """A signal asks the command to end; what it has started is ended on the way out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(number)
+
+
+class GuardedGroup(TyperGroup):
+    """Commands whose known failures are lines on stderr and an exit code, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        with _signals_raise():
+            try:
+                return super().invoke(ctx)
+            except CommandError as error:
+                _fail(error.code, *error.lines)
+            except FormatError as error:
+                _fail(ExitCode.USAGE, "the configuration is wrong", *map(describe_problem, error.errors))
+            except ProblemError as error:
+                _fail(_problem_code(error), *error.lines(), *_problem_hint(error))
+            except ServiceError as error:
+                _fail(ExitCode.SERVICE, *str(error).splitlines())
+            except OSError as error:
+                _fail(
+                    ExitCode.SERVICE, f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+                )
+            except KeyboardInterrupt:
+                raise typer.Exit(128 + signal.SIGINT) from None
+            except TerminatedError as error:
+                raise typer.Exit(128 + error.number) from None
+
+
+def say(text: str) -> None:
+    """Tell a person something that is not the result: on stderr."""
+    typer.echo(text, err=True)
+
+
+def _fail(code: ExitCode, first: str, *rest: str) -> None:
+    say(f"bexp: {first}")
+    for line in rest:
+        say(f"  {line}")
+    raise typer.Exit(code) from None
+
+
+def _problem_code(error: ProblemError) -> ExitCode:
+    return ExitCode.SERVICE if error.status in {408, 425, 429} else ExitCode.USAGE
+
+
+def _problem_hint(error: ProblemError) -> tuple[str, ...]:
+    if error.status == 401:
+        return ("set BEXP_API_TOKEN to a token from `bexp token create`",)
+    return ()
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise, as SIGINT does, so that every `with` on the way is left."""
+
+    def raise_(number: int, _frame: FrameType | None) -> None:
+        raise TerminatedError(number)
+
+    try:
+        before = {number: signal.signal(number, raise_) for number in (signal.SIGTERM, signal.SIGHUP)}
+    except ValueError:  # not in the main thread: someone else owns the signals
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,132 @@
+"""Following a job to its end: its events on a terminal or as lines, and in the log file."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Protocol
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from api.cli.errors import say
+from api.client import Client, Job
+from api.live import LiveView
+from api.run_log import RunLog, log_path
+from explorer.events import Event, EventCode, render_line
+
+TICK_SECONDS = 0.2
+
+
+class Output(Protocol):
+    """Where events are shown."""
+
+    def show(self, event: Event) -> None:
+        """Take in an event."""
+
+    def tick(self) -> None:
+        """Time has passed."""
+
+
+class LineOutput:
+    """One BEXP line an event, as it comes."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def show(self, event: Event) -> None:
+        """Print the line of `event`."""
+        typer.echo(render_line(event), file=self._stream)
+        self._stream.flush()
+
+    def tick(self) -> None:
+        """Lines stay as they are."""
+
+
+class LiveOutput:
+    """The live view, with the lines of what changes the picture above it."""
+
+    def __init__(self, live: Live, view: LiveView) -> None:
+        self._live = live
+        self._view = view
+
+    def show(self, event: Event) -> None:
+        """Draw `event`; the line of a single trial would only scroll."""
+        self._view.show(event)
+        if event.code is not EventCode.TRIAL:
+            self._live.console.print(Text(render_line(event)), soft_wrap=True)
+        self._live.refresh()
+
+    def tick(self) -> None:
+        """Draw the clock."""
+        self._live.refresh()
+
+
+@contextmanager
+def open_output(job: Job, *, to_stderr: bool) -> Iterator[Output]:
+    """The live view if it goes to a terminal, else lines; `to_stderr` keeps stdout for JSON."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    console = Console(file=stream)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield LineOutput(stream)
+        return
+    view = LiveView(job.id, job.request)
+    with Live(view, console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        yield LiveOutput(live, view)
+
+
+@contextmanager
+def open_run_log(job: Job) -> Iterator[RunLog | None]:
+    """The log file of `job` below the working directory; null, with a line on stderr, where none can be written."""
+    if job.request is None:
+        yield None
+        return
+    path = log_path(Path.cwd(), job.request.mode, job.request.model.name, job.id)
+    try:
+        log = RunLog(path)
+    except OSError as error:
+        say(f"no log file: {error.strerror}: {path}")
+        yield None
+        return
+    with log:
+        say(f"log file: {path}" if log.is_writing else f"log file: {path} (another command writes it)")
+        yield log
+
+
+def follow(client: Client, job: Job, *, to_stderr: bool = False, check: Callable[[], None] = lambda: None) -> Event:
+    """Show every event of `job` until the last, which is returned.
+
+    `check` is called several times a second and may raise to give up. Raises what `Client.events` raises.
+    """
+    received: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+
+    def receive() -> None:
+        try:
+            for event in client.events(job.id):
+                received.put(event)
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
+            received.put(error)
+
+    with open_run_log(job) as log, open_output(job, to_stderr=to_stderr) as output:
+        threading.Thread(target=receive, name="events", daemon=True).start()
+        while True:
+            try:
+                item = received.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                output.tick()
+                check()
+                continue
+            if isinstance(item, Exception):
+                check()
+                raise item
+            if log is not None:
+                log.write(item)
+            output.show(item)
+            if item.code.ends_job:
+                return item

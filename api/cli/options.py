@@ -1,0 +1,100 @@
+"""Options that `explore` and `submit` share: what overrides the configuration file."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from api.cli.errors import CommandError, ExitCode
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
+from explorer.requests import ExplorationRequest
+
+
+class Mode(StrEnum):
+    """Training, or the forward pass alone."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Execution(StrEnum):
+    """How torch runs the model."""
+
+    EAGER = "eager"
+    COMPILE = "compile"
+
+
+Config = Annotated[
+    Path, typer.Argument(help="A YAML or JSON request, a Hugging Face config.json or a Cerebras YAML; - for stdin.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
+MicroBatchSize = Annotated[
+    str | None, typer.Option(metavar="explore|auto|MIN-MAX|N", help="Sizes to consider; MIN-MAX bounds them.")
+]
+BatchSize = Annotated[int | None, typer.Option(help="The effective batch, over all devices.")]
+NumDevices = Annotated[int | None, typer.Option(help="Devices that share the batch.")]
+SeqLength = Annotated[int | None, typer.Option(help="Tokens a sequence.")]
+MemoryLimitGiB = Annotated[
+    float | None, typer.Option("--memory-limit-gib", help="Plan for a device with less memory than this one.")
+]
+ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate: forward only.")]
+ExecutionOption = Annotated[Execution | None, typer.Option(help="Eager, or through torch.compile.")]
+MaxSeconds = Annotated[float | None, typer.Option(help="End with the best known after this time.")]
+MaxTrials = Annotated[int | None, typer.Option(help="End with the best known after this many trials.")]
+ConfidenceTarget = Annotated[int | None, typer.Option(help="End when the confidence score reaches this (1 to 99).")]
+Seed = Annotated[int | None, typer.Option(help="Of everything random.")]
+
+FIELDS = {
+    "seq_length": "model.seq_length",
+    "max_seconds": "budget.max_seconds",
+    "max_trials": "budget.max_trials",
+    "confidence_target": "budget.confidence_target",
+}  # options whose field is not at the top of a request
+
+
+def read_request(config: Path, overrides: dict[str, Any]) -> ExplorationRequest:
+    """The request in the file, with the options that were given in place of what it says.
+
+    Raises FormatError for a wrong one, CommandError when the file cannot be read.
+    """
+    given = {FIELDS.get(key, key): value for key, value in overrides.items() if value is not None}
+    return parse_request(load_document(_read(config)), overrides=given)
+
+
+def parse_micro_batch_size(text: str | None) -> Any:
+    """What `--micro-batch-size` means in a request."""
+    if text is None or text in {"explore", "auto"}:
+        return text
+    low, dash, high = text.partition("-")
+    if low.isdecimal() and not dash:
+        return int(low)
+    if low.isdecimal() and high.isdecimal():
+        return {"explore": {"min": int(low), "max": int(high)}}
+    raise CommandError(ExitCode.USAGE, f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX nor a number")
+
+
+def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
+    """The kind of device that a job needs so that a worker on `device` takes it."""
+    if device is None:
+        return None
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return "cpu"
+    if kind == "cuda":
+        return "cuda"
+    raise CommandError(ExitCode.USAGE, f"--device {device!r} is none of cpu, cuda:0 and cuda:0-3")
+
+
+def _read(config: Path) -> str:
+    try:
+        if str(config) == "-":
+            return typer.get_text_stream("stdin").read()
+        return config.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CommandError(ExitCode.USAGE, f"{config} is not a text file") from None
+    except OSError as error:
+        raise CommandError(ExitCode.USAGE, f"{error.strerror}: {config}") from None

@@ -1,0 +1,48 @@
+"""What a command says at the end of an exploration, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from api.answer import render_answer, render_recommendation
+from api.cli.errors import ExitCode, say
+from api.client import Client, Job
+from explorer.events import Event, EventCode
+
+
+def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> ExitCode:
+    """Print the answer of a job that has ended with the event `last`."""
+    job = client.get(job_id)
+    code = _exit_code(job, last)
+    if as_json:
+        print_json(document(client, job))
+        return code
+    result = client.recommendation(job_id)
+    if result.answer is not None:
+        typer.echo("\n" + render_answer(result.answer, job.request))
+    elif result.recommendation is not None:
+        lines = render_recommendation(result.recommendation, job.request)
+        typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
+    if code is not ExitCode.ANSWER and result.answer is None:
+        say(f"bexp: {last.message}")
+    return code
+
+
+def document(client: Client, job: Job) -> dict[str, Any]:
+    """A job with its recommendation and its answer, as JSON."""
+    result = client.recommendation(job.id).model_dump(mode="json", include={"recommendation", "answer"})
+    return {"job": job.model_dump(mode="json"), **result}
+
+
+def print_json(value: Any) -> None:
+    """Print `value` for a program to read."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _exit_code(job: Job, last: Event) -> ExitCode:
+    if job.state == "succeeded" and last.code is EventCode.SUCCEEDED:
+        return ExitCode.ANSWER
+    return ExitCode.SERVICE if last.code is EventCode.FAILED else ExitCode.NO_ANSWER

@@ -1,0 +1,57 @@
+"""`bexp serve`, `bexp worker` and `bexp doctor`: the processes that a service is made of."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from api.cli import options
+from api.cli.administration import database_errors
+from api.cli.connection import environment
+from api.cli.errors import CommandError, ExitCode, say
+from api.embedded import child_environment
+from api.settings import ServiceSettings
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to bind; beyond loopback, tokens are required.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to bind.")] = None,
+) -> None:
+    """Serve the REST API."""
+    from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
+    from api.serve import serve as serve_api  # noqa: PLC0415
+
+    told = environment()
+    try:
+        with database_errors():
+            serve_api(
+                ServiceSettings(told.database_url),
+                host if host is not None else told.host,
+                port if port is not None else told.port,
+                on_ready=lambda url: say(f"serving {url}"),
+                notify=say,
+            )
+    except ServeError as error:
+        raise CommandError(ExitCode.SERVICE, str(error)) from None
+
+
+def worker(
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3", help="The devices to own.")] = None,
+) -> None:
+    """Claim explorations and run them, until told to end."""
+    options.device_kind(device)
+    _become_workers(*(["--device", device] if device is not None else []))
+
+
+def doctor(as_json: options.AsJson = False) -> None:
+    """Say which devices and back ends are usable here, and why the others are not."""
+    _become_workers("doctor", *(["--json"] if as_json else []))
+
+
+def _become_workers(*arguments: str) -> NoReturn:
+    """Replace this process, so that signals and exit codes are the worker's own."""
+    command = [sys.executable, "-m", "workers", *arguments]
+    os.execve(sys.executable, command, child_environment(environment().database_url))  # noqa: S606

@@ -1,0 +1,299 @@
+"""A Python client of the REST API: what the command line uses, and what a program may use."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from explorer.events import Event
+from explorer.recommendations import Answer, Recommendation
+from explorer.requests import ExplorationRequest
+from explorer.trials import Trial
+
+M = TypeVar("M", bound=BaseModel)
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+
+FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+SILENCE_SECONDS = 45.0  # the server sends a comment more often than this while nothing happens
+
+
+class ServiceError(Exception):
+    """The service cannot be reached, or it failed, or what it answered makes no sense."""
+
+
+class ProblemError(Exception):
+    """The service refused a request.
+
+    `problem` is its RFC 9457 document, `status` the HTTP status.
+    """
+
+    def __init__(self, status: int, problem: dict[str, Any]) -> None:
+        self.status = status
+        self.problem = problem
+        super().__init__(str(problem.get("detail") or problem.get("title") or f"HTTP {status}"))
+
+    def lines(self) -> list[str]:
+        """For a person: what is wrong, then each field with the rule that it breaks."""
+        errors = self.problem.get("errors")
+        listed = [_error_line(e) for e in errors if isinstance(e, dict)] if isinstance(errors, list) else []
+        return [str(self), *listed]
+
+
+class Job(BaseModel):
+    """An exploration as the service reports it. Fields that are not named here are kept as they came."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    id: str
+    state: JobState
+    model: str
+    micro_batch_size: int | None = None
+    confidence: int | None = None
+    error: str | None = None
+    waiting_reason: str | None = None
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    request: ExplorationRequest | None = Field(None, description="Left out in lists.")
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing will happen to it any more."""
+        return self.state in FINAL_STATES
+
+
+class Result(BaseModel):
+    """What is known of an exploration; `final` when it will not change any more.
+
+    A finished exploration without a `recommendation` says why in the variants of its `answer`, which is null before
+    the end and after a failure.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    state: JobState
+    final: bool
+    recommendation: Recommendation | None
+    answer: Answer | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobPage:
+    """Some jobs, the newest first, and the cursor of the next page, if there is one."""
+
+    jobs: tuple[Job, ...]
+    next_cursor: str | None
+
+
+class Client:
+    """Talks to one service.
+
+    Every method raises `ProblemError` when the service refuses (4xx) and `ServiceError` when it cannot be reached or
+    fails. `timeout` is in seconds, of one request. The client holds connections: close it, or use it in a `with`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: float = 30.0,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._sleep = sleep
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ServiceError(f"{url!r} is not a URL of a service: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def is_alive(self) -> bool:
+        """Whether a service answers at the URL, and not something else."""
+        try:
+            return bool(self._http.get("/healthz", timeout=2.0).json() == {"status": "alive"})
+        except (httpx.HTTPError, ValueError):
+            return False
+
+    def submit(self, request: ExplorationRequest | dict[str, Any], *, idempotency_key: str | None = None) -> Job:
+        """Enqueue an exploration."""
+        body = request.model_dump(mode="json") if isinstance(request, ExplorationRequest) else request
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        return self._parse(Job, self._request("POST", "/v1/explorations", json=body, headers=headers))
+
+    def get(self, job_id: str) -> Job:
+        """One exploration."""
+        return self._parse(Job, self._request("GET", _path(job_id)))
+
+    def list(self, *, state: JobState | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
+        """A page of explorations."""
+        asked = {"state": state, "limit": limit, "cursor": cursor}
+        params = {key: value for key, value in asked.items() if value is not None}
+        page = self._page(self._request("GET", "/v1/explorations", params=params))
+        return JobPage(tuple(self._parse(Job, item) for item in page["items"]), page.get("next_cursor"))
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for the end of an exploration; its worker stops within seconds."""
+        return self._parse(Job, self._request("POST", _path(job_id, "cancel")))
+
+    def recommendation(self, job_id: str) -> Result:
+        """The best candidate known so far and, at the end, the whole answer."""
+        return self._parse(Result, self._request("GET", _path(job_id, "recommendation")))
+
+    def trials(self, job_id: str) -> tuple[Trial, ...]:
+        """Every trial that is stored so far, in the order of their numbers."""
+        trials: list[Trial] = []
+        params: dict[str, Any] = {}
+        while True:
+            page = self._page(self._request("GET", _path(job_id, "trials"), params=params))
+            trials += [self._parse(Trial, item) for item in page["items"]]
+            cursor = page.get("next_cursor")
+            if cursor is None or cursor == params.get("cursor"):
+                return tuple(trials)
+            params = {"cursor": cursor}
+
+    def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60.0) -> Iterator[Event]:
+        """Follow a job's events from `after` (exclusive) to its end, each exactly once and in order.
+
+        A dropped connection is taken up again where it broke. Raises ServiceError when the service stays away for
+        `patience_seconds`.
+        """
+        seq, waited, delay = after, 0.0, 0.2
+        while True:
+            reason: str
+            try:
+                for event in self._stream(job_id, seq):
+                    if event.seq <= seq:
+                        continue
+                    if event.seq > seq + 1:
+                        raise ServiceError(f"the service skipped events {seq + 1} to {event.seq - 1}")
+                    seq, waited, delay = event.seq, 0.0, 0.2
+                    yield event
+                    if event.code.ends_job:
+                        return
+                reason = "the service closed the event stream"
+            except httpx.HTTPError as error:
+                reason = _reason(error, self.url)
+            except _RestartingError as error:
+                reason = str(error)
+            if waited >= patience_seconds:
+                raise ServiceError(f"{reason} (gave up after {patience_seconds:.0f} s)")
+            self._sleep(delay)
+            waited, delay = waited + delay, min(5.0, 2 * delay)
+
+    def _stream(self, job_id: str, after: int) -> Iterator[Event]:
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": str(after)} if after else {})
+        timeout = httpx.Timeout(self._http.timeout.connect, read=SILENCE_SECONDS)
+        with self._http.stream("GET", _path(job_id, "events"), headers=headers, timeout=timeout) as response:
+            if response.status_code >= httpx.codes.BAD_REQUEST:
+                response.read()
+                if response.status_code in {429, 502, 503, 504}:
+                    raise _RestartingError(f"the service answered {response.status_code}")
+                _raise_for(response)
+            for data in _sse_data(response.iter_lines()):
+                try:
+                    yield Event.model_validate_json(data)
+                except ValidationError as error:
+                    raise ServiceError(f"the service sent an event that is none: {_first(error)}") from error
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise ServiceError(_reason(error, self.url)) from error
+        _raise_for(response)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServiceError(f"{self.url}{path} did not answer JSON: is this a bexp service?") from error
+
+    def _page(self, document: Any) -> dict[str, Any]:
+        if not isinstance(document, dict) or not isinstance(document.get("items"), list):
+            raise ServiceError(f"{self.url} answered something else than a list: is this a bexp service?")
+        return document
+
+    def _parse(self, model: type[M], document: Any) -> M:
+        try:
+            return model.model_validate(document)
+        except ValidationError as error:
+            raise ServiceError(f"the service's {model.__name__} cannot be read: {_first(error)}") from error
+
+
+class _RestartingError(Exception):
+    """The service, or what stands before it, asks to come back later."""
+
+
+def _path(job_id: str, *rest: str) -> str:
+    if not JOB_ID.fullmatch(job_id):
+        raise ProblemError(404, {"title": "Not Found", "detail": f"{job_id!r} is not the id of an exploration"})
+    return "/".join(("/v1/explorations", job_id, *rest))
+
+
+def _raise_for(response: httpx.Response) -> None:
+    if response.status_code < httpx.codes.BAD_REQUEST:
+        return
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict):
+        problem = {"title": response.reason_phrase or f"HTTP {response.status_code}"}
+    if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        cause = problem.get("detail") or problem.get("title")
+        raise ServiceError(f"the service failed with {response.status_code}: {cause}")
+    raise ProblemError(response.status_code, problem)
+
+
+def _sse_data(lines: Iterator[str]) -> Iterator[str]:
+    """The data of each server-sent event (WHATWG HTML, 9.2); an event that the stream's end cuts off is dropped."""
+    data: list[str] = []
+    for line in lines:
+        if not line:
+            if data:
+                yield "\n".join(data)
+            data = []
+        elif line.startswith("data:"):
+            data.append(line.removeprefix("data:").removeprefix(" "))
+
+
+def _reason(error: httpx.HTTPError, url: str) -> str:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return f"no service answers at {url}"
+    if isinstance(error, httpx.TimeoutException):
+        return f"the service at {url} did not answer in time"
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return f"{url!r} is not a URL of a service: it must start with http:// or https://"
+    return f"the connection to {url} broke: {error or type(error).__name__}"
+
+
+def _error_line(error: dict[str, Any]) -> str:
+    where, rule = error.get("field"), error.get("message") or "is wrong"
+    return f"{where}: {rule}" if where else str(rule)
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

@@ -1,0 +1,160 @@
+"""The embedded service: the same API and the same worker as anywhere, as child processes of a command.
+
+Children live in sessions of their own, so that Ctrl-C in the terminal reaches only the command, which then ends them.
+Each also holds a pipe from the command as its stdin: when the command is killed, the pipe closes and they end by
+themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from api.client import Client, ServiceError
+
+START_SECONDS = 60.0
+GRACE_SECONDS = 8.0
+TAIL_LINES = 8
+
+
+def child_environment(database_url: str) -> dict[str, str]:
+    """This process's environment with the database in it: on a command line, others could read its password."""
+    return {**os.environ, "BEXP_DATABASE_URL": database_url}
+
+
+class Child:
+    """A process with a log file, ended together with everything in its process group."""
+
+    def __init__(
+        self, name: str, command: list[str], log: Path, *, environment: dict[str, str], pass_fds: tuple[int, ...] = ()
+    ) -> None:
+        self.name = name
+        self.log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                env=environment,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process and of its group."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise ServiceError, with the end of the log, if the process has ended."""
+        if self._has_ended():
+            status = self._process.wait()
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise ServiceError("\n".join([f"the embedded {self.name} {how}; its log ends with", *self._tail()]))
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to the process, which ends its own children."""
+        with suppress(OSError):
+            os.kill(self.pid, signal.SIGTERM)
+        with suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def end(self, grace_seconds: float) -> None:
+        """Wait for the process to end, then kill what is left of its group."""
+        deadline = time.monotonic() + grace_seconds
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # While the process has not been waited for, its group id cannot have been given to anybody else.
+        with suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _has_ended(self) -> bool:
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _tail(self) -> list[str]:
+        text = self.log.read_text(errors="replace")
+        return [f"  {line.rstrip()}" for line in text.splitlines() if line.strip()][-TAIL_LINES:] or ["  (it is empty)"]
+
+
+class EmbeddedService:
+    """An API on a free loopback port and, unless only asked to read, one worker, both on one database.
+
+    Entering starts the processes and raises ServiceError, with the end of the log, when they do not come up; leaving
+    ends them. Their logs are deleted unless something went wrong.
+    """
+
+    def __init__(self, database_url: str, *, with_worker: bool, device: str | None = None) -> None:
+        self._database_url = database_url
+        self._with_worker = with_worker
+        self._device = device
+        self._children: list[Child] = []
+        self.url = ""
+        self.log_directory = Path()
+
+    def __enter__(self) -> Self:
+        self.log_directory = Path(tempfile.mkdtemp(prefix="bexp-"))
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if kind is None or not issubclass(kind, ServiceError):
+            shutil.rmtree(self.log_directory, ignore_errors=True)
+
+    def check(self) -> None:
+        """Raise ServiceError if a child has ended."""
+        for child in self._children:
+            child.check()
+
+    def stop(self) -> None:
+        """End the children, the worker first, so that its last writes find the database in peace."""
+        for child in reversed(self._children):
+            child.ask_to_end()
+        for child in reversed(self._children):
+            child.end(GRACE_SECONDS)
+        self._children.clear()
+
+    def _start(self) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            command = [sys.executable, "-m", "api.embedded_api", str(listener.fileno())]
+            self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
+        if self._with_worker:
+            command = [sys.executable, "-m", "workers"]
+            command += ["--device", self._device] if self._device is not None else []
+            self._children.append(self._child("worker", command))
+        self._await_api()
+
+    def _child(self, name: str, command: list[str], *, pass_fds: tuple[int, ...] = ()) -> Child:
+        log = self.log_directory / f"{name.lower()}.log"
+        return Child(name, command, log, environment=child_environment(self._database_url), pass_fds=pass_fds)
+
+    def _await_api(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        with Client(self.url, timeout=1.0) as client:
+            while not client.is_alive():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise ServiceError(f"the embedded API did not answer within {START_SECONDS:.0f} s")
+                time.sleep(0.05)

@@ -1,0 +1,67 @@
+"""The log file of an exploration, where a Cerebras user looks for it: `local_compile_train/<model>/run_<id>.log`."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Literal, Self
+
+from explorer.events import Event, render_line
+
+
+def log_path(directory: Path, mode: Literal["train", "eval"], model_name: str, job_id: str) -> Path:
+    """Where the BEXP lines of a job go, below `directory`."""
+    return directory / f"local_compile_{mode}" / model_name / f"run_{job_id}.log"
+
+
+class RunLog:
+    """Appends the BEXP line of each event once, however often a job is watched.
+
+    Events are numbered from 1 without gaps and each is one line, so the number of lines in the file is the number of
+    the last event in it. While one process writes a file, another that opens it writes nothing.
+
+    Raises OSError when the file cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seq = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] | None = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            return
+        self._file.seek(0)
+        text = self._file.read()
+        self._seq = text.count(b"\n")
+        self._file.truncate(text.rfind(b"\n") + 1)  # a line that a killed process left unfinished
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether lines go to the file: not when another process has it."""
+        return self._file is not None
+
+    def write(self, event: Event) -> None:
+        """Append the line of `event` unless it is there."""
+        if self._file is None or event.seq <= self._seq:
+            return
+        self._file.write(render_line(event).encode() + b"\n")
+        self._file.flush()
+        self._seq = event.seq
+
+    def close(self) -> None:
+        """Close the file and let others write it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

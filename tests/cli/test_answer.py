@@ -1,0 +1,61 @@
+"""What a person reads at the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from api.answer import bytes_text, render_answer
+from explorer.recommendations import Answer, VariantAnswer
+from tests.cli.samples import ANSWER, RECOMMENDATION, REQUEST
+
+
+def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
+    text = " ".join(render_answer(ANSWER, REQUEST).split())
+    for part in (
+        "Recommended micro_batch_size: 4 for tiny (train, eager, 32 tokens a sequence)",
+        "bta_tile 2",
+        "recompute none",
+        "attention flash",
+        "experts grouped_mm",
+        "12,346 tokens/s a device, 1.23x base",
+        "base micro_batch_size=1 bta_tile=off",
+        "87 out of 100 that it is within 1% of the best",
+        "80.0 ms a step (10.0 ms a micro-batch, optimizer 20.0 ms)",
+        "batch_size 24 takes 6 accumulation steps",
+        "5.0 GiB predicted, 4.8 GiB measured",
+        "6.0 GiB of 8.0 GiB",
+        "optimizer states 2.0 GiB",
+        "largest that fits 1.23x over micro_batch_size=4 bta_tile=2",
+        "stock best 1.37x over micro_batch_size=1",
+        "off by -4.3% in time, +2.1% in memory",
+        "note communication is not in the time",
+        "queue 250.0 ms, timed 3.5 s",
+    ):
+        assert part in text
+
+
+def test_a_batch_that_does_not_divide_names_its_neighbours() -> None:
+    best = RECOMMENDATION.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
+    variant = ANSWER.variants[0].model_copy(update={"recommendation": best})
+    text = render_answer(Answer(variants=(variant,)), REQUEST)
+    assert "batch_size 24 is no multiple of it; the nearest that are: 20 and 28" in text
+
+
+def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
+    other = VariantAnswer(num_query_groups=1, num_parameters=99, recommendation=None, reason="needs 9 GiB")
+    text = render_answer(Answer(variants=(*ANSWER.variants, other)), REQUEST)
+    rows = [line.split() for line in text[text.index("Variants") :].splitlines()[2:4]]
+    assert rows[0][:5] == ["4", "123,456", "4", "12,346", "87"]
+    assert rows[1] == ["1", "99", "-", "-", "-", "needs", "9", "GiB"]
+
+
+def test_nothing_fits_says_why() -> None:
+    nothing = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="use zero3")
+    assert render_answer(Answer(variants=(nothing,)), None) == "No candidate fits: use zero3"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")]
+)
+def test_bytes(size: int, text: str) -> None:
+    assert bytes_text(size) == text
