@@ -1,0 +1,46 @@
+"""What an exception inside a trial means."""
+
+from __future__ import annotations
+
+import torch
+
+from explorer.measurements import Outcome
+
+EXHAUSTED = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "out of memory",
+    "bad allocation",
+)
+
+
+class UnsupportedTrialError(Exception):
+    """The trial asks for what this device or this software cannot do; the message says why."""
+
+
+def classify(error: Exception) -> tuple[Outcome, str]:
+    """The outcome and the reason, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, UnsupportedTrialError):
+        return Outcome.UNSUPPORTED, text
+    lowered = text.lower()
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in lowered for words in EXHAUSTED):
+        return Outcome.OUT_OF_MEMORY, _first_sentences(text, 3)
+    return Outcome.CRASHED, f"{type(error).__name__}: {_first_sentences(text, 4)}"
+
+
+def is_poisoned(device: torch.device) -> bool:
+    """Whether the device takes no more work from this process: a CUDA error other than OOM sticks to it."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _first_sentences(text: str, count: int) -> str:
+    return ". ".join(text.split(". ")[:count]).rstrip(".")

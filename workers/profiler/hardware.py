@@ -1,0 +1,188 @@
+"""Measures the device: what it can do at most, not what its data sheet says."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import pynvml
+import torch
+
+from explorer.hardware import HardwareSpec, SoftwareVersions
+from explorer.models import DType
+from workers.kernels.dtypes import torch_dtype
+from workers.profiler import host
+
+CUDA_MATMUL_SIZE = 8192
+CUDA_COPY_BYTES = 1 << 30
+CPU_MATMUL_SIZES = (256, 512, 1024, 2048)
+CPU_MATMUL_SECONDS = 0.06
+"""The largest of the sizes is used whose product is expected to take no longer than this."""
+CPU_COPY_BYTES = 128 << 20
+TINY_OPERATIONS = 200
+
+
+def measure_hardware(device: torch.device) -> HardwareSpec:
+    """Time large products of random matrices, a large copy, and the launch of tiny operations: 1 to 2 s."""
+    return _measure_cuda(device) if device.type == "cuda" else _measure_cpu()
+
+
+def _measure_cpu() -> HardwareSpec:
+    cpu = torch.device("cpu")
+    total = host.total_bytes()
+    return HardwareSpec(
+        device_kind="cpu",
+        device_name=f"{host.processor_name()} ({torch.get_num_threads()} cores)",
+        memory_bytes=total,
+        memory_limit_bytes=max(1, min(total, int(host.MEMORY_SHARE * host.available_bytes()))),
+        matmul_flops_per_second=_matmul_peaks(cpu, _cpu_matmul_peak),
+        memory_bandwidth_bytes_per_second=_bandwidth(cpu, CPU_COPY_BYTES),
+        launch_seconds=_launch_seconds(cpu),
+        versions=_versions(None),
+    )
+
+
+def _measure_cuda(device: torch.device) -> HardwareSpec:
+    used_by_others = _used_bytes(device)
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    total = int(properties.total_memory)
+    matmul = _matmul_peaks(device, _cuda_matmul_peak)
+    bandwidth = _bandwidth(device, CUDA_COPY_BYTES)
+    launch = _launch_seconds(device)
+    torch.cuda.empty_cache()
+    if used_by_others is None:
+        free, total = torch.cuda.mem_get_info(device)
+        used_by_others, context = 0, total - free - torch.cuda.memory_reserved(device)
+    else:
+        context = (_used_bytes(device) or 0) - used_by_others - torch.cuda.memory_reserved(device)
+    return HardwareSpec(
+        device_kind="cuda",
+        device_name=properties.name,
+        memory_bytes=total,
+        memory_limit_bytes=max(1, total - used_by_others),
+        context_bytes=max(0, context),
+        matmul_flops_per_second=matmul,
+        memory_bandwidth_bytes_per_second=bandwidth,
+        launch_seconds=launch,
+        versions=_versions(device),
+    )
+
+
+def _matmul_peaks(device: torch.device, measure: Callable[[torch.device, torch.dtype], float]) -> dict[DType, float]:
+    peaks = {}
+    for dtype in DType:
+        try:
+            peaks[dtype] = measure(device, torch_dtype(dtype))
+        except (RuntimeError, NotImplementedError):  # this device multiplies no such numbers
+            continue
+    return peaks
+
+
+def _cuda_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    n = CUDA_MATMUL_SIZE
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    seconds = _median_device_seconds(device, partial(torch.mm, a, b, out=out), warm_up=3, repeats=10)
+    return 2 * n**3 / seconds
+
+
+def _cpu_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    peak = 0.0
+    for n in CPU_MATMUL_SIZES:
+        if peak and 2 * n**3 / peak > CPU_MATMUL_SECONDS:
+            break
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        seconds = _median_device_seconds(device, partial(torch.mm, a, b, out=out), warm_up=1, repeats=3)
+        peak = 2 * n**3 / seconds
+    return peak
+
+
+def _bandwidth(device: torch.device, size: int) -> float:
+    """Bytes read and written a second by a large copy."""
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _median_device_seconds(device, lambda: target.copy_(source), warm_up=2, repeats=5)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Host seconds for one tiny eager operation; the launch queue never fills."""
+    x = torch.zeros(16, device=device)
+    seconds = []
+    for _ in range(5):
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(TINY_OPERATIONS):
+            x.add_(1.0)
+        seconds.append((time.perf_counter() - started) / TINY_OPERATIONS)
+    return statistics.median(seconds)
+
+
+def _median_device_seconds(device: torch.device, run: Callable[[], object], warm_up: int, repeats: int) -> float:
+    for _ in range(warm_up):
+        run()
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(float(a.elapsed_time(b)) / 1e3 for a, b in itertools.pairwise(events))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _used_bytes(device: torch.device) -> int | None:
+    """Memory in use on the device by anyone; null where NVML does not say."""
+    try:
+        return int(torch.cuda.device_memory_used(device))
+    except (RuntimeError, ModuleNotFoundError, pynvml.NVMLError):
+        return None
+
+
+def _versions(device: torch.device | None) -> SoftwareVersions:
+    if device is None:
+        return SoftwareVersions(python=platform.python_version(), torch=torch.__version__)
+    cudnn = torch.backends.cudnn.version()
+    return SoftwareVersions(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        cudnn=None if cudnn is None else f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
+        driver=_driver_version(),
+        triton=_package_version("triton"),
+    )
+
+
+def _driver_version() -> str | None:
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

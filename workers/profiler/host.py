@@ -1,0 +1,146 @@
+"""The host of a profiler: its cores, its memory, and the limit that a job may use of that memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+
+MEMORY_SHARE = 0.6
+"""Of the memory that is available when the profiler starts: what a job on the CPU may use by default."""
+DATA_SLACK_BYTES = 64 << 20
+"""For the interpreter itself, on top of a job's limit."""
+
+CGROUPS = Path("/sys/fs/cgroup")
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def processor_name() -> str:
+    """The processor's model name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may run on, within its CPU quota; at least 1."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(1, min(len(cores), math.floor(_cpu_quota())))
+
+
+def total_bytes() -> int:
+    """RAM of the host, or the share of it that the control group may use."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
+
+
+def available_bytes() -> int:
+    """RAM that can be used now without swapping."""
+    return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _memory_groups())]))
+
+
+def limit_data(limit_bytes: int) -> None:
+    """Let this process's data grow by `limit_bytes` from now on: beyond it, allocation fails as out of memory.
+
+    The limit is RLIMIT_DATA; under RLIMIT_AS torch would not even start its threads. It does nothing where the
+    platform does not count data.
+    """
+    data = _data_bytes()
+    if data is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = data + limit_bytes + DATA_SLACK_BYTES
+        if hard != resource.RLIM_INFINITY:
+            soft = min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def trim() -> None:
+    """Give freed heap memory back to the system, so that it does not count against the next trial."""
+    if sys.platform == "linux":
+        trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in musl
+        if trim_heap is not None:
+            trim_heap(0)
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return (TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _data_bytes() -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), None)
+
+
+def _group_folders(controller: str) -> list[Path]:
+    """The control group of this process and all above it: version 2, or version 1's hierarchy of `controller`."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        number, names, path = line.split(":", 2)
+        if number == "0" or controller in names.split(","):
+            root = CGROUPS if number == "0" else CGROUPS / controller
+            group = root / path.lstrip("/")
+            folders += [folder for folder in (group, *group.parents) if folder == root or root in folder.parents]
+    return folders
+
+
+def _memory_groups() -> list[tuple[int, int]]:
+    """(limit, used) bytes of each control group that has a limit; reclaimable page cache does not count as used."""
+    found = []
+    for folder in _group_folders("memory"):
+        for limit_name, used_name, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
+            if limit is not None and used is not None:
+                found.append((limit, max(0, used - _read_statistic(folder / "memory.stat", cache))))
+    return found
+
+
+def _cpu_quota() -> float:
+    """CPUs' worth of time that the control groups allow."""
+    quotas = [math.inf]
+    for folder in _group_folders("cpu"):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                quotas.append(int(quota) / int(period))
+        except (OSError, ValueError):
+            old_quota, old_period = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+            if old_quota and old_quota > 0 and old_period:
+                quotas.append(old_quota / old_period)
+    return max(1.0, min(*quotas, float(1 << 16)))
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+
+
+def _read_statistic(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

@@ -1,0 +1,97 @@
+"""One forward and one backward of a block, as they happen in the middle of a training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class BlockPasses:
+    """A block with its inputs, ready to run again and again.
+
+    In training, floating-point inputs require gradients, parameter gradients exist already and are accumulated into
+    (as in every micro-step but the first), and the gradient that comes in is random and contiguous. A block whose
+    output is a scalar is a loss. In eval mode there is only the forward.
+    """
+
+    def __init__(self, block: nn.Module, inputs: tuple[Tensor, ...], *, training: bool) -> None:
+        self.block = block
+        self.training = training
+        self._inputs = tuple(x.detach().requires_grad_(training) if x.is_floating_point() else x for x in inputs)
+        self._output: Tensor | None = None
+        self._gradient: Tensor | None = None
+        block.train(training)
+        if training:
+            for parameter in block.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def existing_tensors(self) -> list[Tensor]:
+        """What is alive before the forward."""
+        state = [*self.block.parameters(), *self.block.buffers(), *self._inputs]
+        gradients = [p.grad for p in state if p.grad is not None]
+        return [*state, *gradients]
+
+    def prepare_forward(self) -> None:
+        """Leave the inputs where the previous block's output would be: just written."""
+        self._output = None
+        for x in self._inputs:
+            if x.is_floating_point():
+                x.grad = None
+                with torch.no_grad():
+                    x.mul_(1.0)
+
+    def forward(self) -> None:
+        """Run the block."""
+        with torch.set_grad_enabled(self.training):
+            self._output = self.block(*self._inputs)
+
+    def prepare_backward(self) -> None:
+        """Leave the incoming gradient where the next block's backward would have it: just written."""
+        assert self._output is not None
+        if self._output.dim() == 0:
+            return
+        if self._gradient is None:
+            self._gradient = torch.randn_like(self._output, memory_format=torch.contiguous_format)
+        else:
+            self._gradient.mul_(1.0)
+
+    def backward(self) -> None:
+        """Run the backward; the graph is freed."""
+        assert self._output is not None
+        torch.autograd.backward(self._output, self._gradient)
+        self._output = None
+
+    def weighable_forward(self) -> Tensor:
+        """The forward's output, joined to a gradient that comes into being in backward only."""
+        self.prepare_forward()
+        self._gradient = None
+        with torch.set_grad_enabled(self.training):
+            return self.block(*self._inputs)  # type: ignore[no-any-return]
+
+
+def join_gradient(output: Tensor) -> Tensor:
+    """A scalar whose backward gives `output` a gradient."""
+    scalar: Tensor = _IncomingGradient.apply(output)  # type: ignore[no-untyped-call]
+    return scalar
+
+
+class _IncomingGradient(torch.autograd.Function):
+    """Stands for the rest of the model: its backward allocates the gradient of a block's output.
+
+    The engine then frees that gradient as soon as the block no longer needs it, as it does within a model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        """A scalar; only the shape of `output` is remembered."""
+        ctx.like = (output.shape, output.dtype, output.device)
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        """Zeros like the output."""
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device)
