@@ -13,6 +13,7 @@ from explorer.components import Component, ComponentKind
 from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome
+from explorer.memory import required_table
 from explorer.requests import ExplorationRequest
 from explorer.surrogate import Surrogate
 from explorer.table import Floats, Ints, SpaceTable
@@ -57,13 +58,15 @@ class Belief:
         legal_set = set(legal)
         self._legal_C: Mask = np.array([c in legal_set for c in table.candidates], dtype=np.bool_)
         rng = np.random.default_rng(request.seed)
-        self.surrogate = Surrogate(table.components, table.model, request, hardware, num_samples=NUM_SAMPLES, rng=rng)
+        self.surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
         std = COMPOSITION_STD[hardware.device_kind]
         self._composition_NC = 1.0 + std * rng.standard_normal((NUM_SAMPLES, len(table.candidates)))
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
         self.measured: dict[Component, ComponentMeasurement] = {}
         self.failed: dict[Component, str] = {}
         self.rejected: dict[Candidate, str] = {}
+        self._suggestion: int | None = None
+        self._suggested = False
         self._alive: Ints = np.flatnonzero(self._legal_C)
         self._tokens_NA: Floats = np.zeros((NUM_SAMPLES, 0))
         self._refresh()
@@ -125,17 +128,20 @@ class Belief:
         """Bytes of a candidate's step as predicted before anything was measured."""
         return self._step_bytes(row, *self.table.activation_bytes(*self.surrogate.predicted_bytes_3K))
 
-    def optimistic_bytes(self, share: float) -> Floats:
-        """Required bytes of every candidate if activations took only `share` of their prediction, shape (C,)."""
-        saved, transient = self.table.activation_bytes(*self.surrogate.predicted_bytes_3K)
-        return self._required(share * (saved + transient))
+    def known_rows(self) -> Ints:
+        """Legal rows that fit and whose every component is measured."""
+        return np.flatnonzero(self._legal_C & self._open_C & self._known_C & self._fits_C)
+
+    def open_rows(self) -> Ints:
+        """Legal rows that have neither failed nor been rejected."""
+        return np.flatnonzero(self._legal_C & self._open_C)
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
     def recommend(self) -> Verdict | None:
         """The fully measured candidate with the highest expected throughput; null while there is none."""
         mean = self.mean_tokens_per_second()
-        known = np.flatnonzero(self._legal_C & self._open_C & self._known_C & self._fits_C)
+        known = self.known_rows()
         if known.size == 0:
             return None
         best = int(known[np.argmax(mean[known])])
@@ -159,7 +165,7 @@ class Belief:
         gain_A = np.where(open_A, gain_A, 0.0)
         if gain_A.max() < NEGLIGIBLE_GAIN:
             return None
-        missing_AK = self.table.uses_CK[self._alive] & ~self.surrogate.known_K[None, :]
+        missing_AK = self._missing()[self._alive]
         cost_A = missing_AK @ (TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * self.surrogate.device_mean_K)
         return int(self._alive[int(np.argmax(gain_A / cost_A))])
 
@@ -171,17 +177,15 @@ class Belief:
     # -- internals -----------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        self._suggestion: int | None = None
-        self._suggested = False
+        self._suggestion, self._suggested = None, False
         bytes_3K = self.surrogate.bytes_3K
         self._saved_C, self._transient_C = self.table.activation_bytes(*bytes_3K)
         self._fits_C: Mask = np.asarray(self._required(self._saved_C + self._transient_C) <= self.limit_bytes)
-        self._known_C: Mask = ~(self.table.uses_CK & ~self.surrogate.known_K[None, :]).any(axis=1)
+        self._known_C: Mask = np.logical_not(self._missing().any(axis=1))
         rejected_C = np.array([c in self.rejected for c in self.table.candidates], dtype=np.bool_)
         self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())
         fit_std_C = (self.table.uses_CK * self.surrogate.bytes_std_K[None, :]).max(axis=1)
-        candidates = np.flatnonzero(self._legal_C & self._open_C)
-        self._alive = self._contenders(candidates)
+        self._alive = self._contenders(self.open_rows())
         alive = self._alive
         tokens_NA = self.table.tokens_per_second(self.surrogate.device_NK, self.surrogate.host_K, alive)
         tokens_NA *= self._composition_NC[:, alive]
@@ -189,6 +193,9 @@ class Belief:
         scale_NA = np.exp(self._fit_N[:, None] * fit_std_C[alive][None, :])
         fits_NA = self._required(activations_A[None, :] * scale_NA) <= self.limit_bytes
         self._tokens_NA = np.where(fits_NA, tokens_NA, 0.0)
+
+    def _missing(self) -> Mask:
+        return np.asarray(self.table.uses_CK & ~self.surrogate.known_K[None, :])
 
     def _contenders(self, rows: Ints) -> Ints:
         """Rows whose optimistic throughput reaches the best that is known; the others cannot decide anything."""
@@ -216,9 +223,7 @@ class Belief:
         return float((own_N >= (1.0 - self.request.tolerance) * best_N).mean())
 
     def _required(self, activations: Floats) -> Floats:
-        total = self.table.static.total + activations
-        base, slope = required_bytes(0, self.hardware), required_bytes(1 << 40, self.hardware)
-        return np.asarray(base + total * ((slope - base) / (1 << 40)))
+        return required_table(self.table, activations, self.hardware)
 
     def _step_bytes(self, row: int, saved_C: Floats, transient_C: Floats) -> StepBytes:
         parts = self.table.static.model_copy(

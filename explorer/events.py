@@ -56,7 +56,12 @@ class Event(EventDraft):
 
 def render_line(event: Event) -> str:
     """The BEXP line of an event, without a line break: `BEXP202 19:39:45 GMT  Current recommended ...`."""
-    return f"BEXP{int(event.code)} {event.at.astimezone(UTC):%H:%M:%S} GMT  {' '.join(event.message.split())}"
+    return f"BEXP{int(event.code)} {event.at.astimezone(UTC):%H:%M:%S} GMT  {render_message(event)}"
+
+
+def render_message(event: EventDraft) -> str:
+    """The message on one line."""
+    return " ".join(event.message.split())
 
 
 def recommendation_event(recommendation: Recommendation) -> EventDraft:

@@ -9,11 +9,12 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import Trial as OptunaTrial
 
 from explorer.belief import Belief
 from explorer.candidates import Candidate
 from explorer.measurements import Measurement, Outcome
-from explorer.trials import Trial
+from explorer.trials import Trial, TrialKind
 
 MEASUREMENT = "measurement"
 TRIAL_NUMBER = "bexp_trial"
@@ -85,19 +86,30 @@ def to_candidate(params: dict[str, Any], num_query_groups: int) -> Candidate:
 
 def frozen_trial(trial: Trial, space: dict[str, BaseDistribution]) -> FrozenTrial:
     """A stored trial as a finished Optuna trial, for a study that has not seen it."""
-    infeasible = trial.measurement.outcome is not Outcome.OK
     return create_trial(
         value=trial.tokens_per_second or 0.0,
         params=to_params(trial.candidate),
         distributions=space,
         user_attrs=user_attrs(trial),
-        constraints={MEMORY_CONSTRAINT: 1.0 if infeasible else -1.0},
+        constraints={MEMORY_CONSTRAINT: _violation(trial)},
     )
+
+
+def tell(study: Study, asked: OptunaTrial, trial: Trial) -> None:
+    """Finish an asked trial with what was measured."""
+    for key, value in user_attrs(trial).items():
+        asked.set_user_attr(key, value)
+    asked.set_constraint(MEMORY_CONSTRAINT, _violation(trial))
+    study.tell(asked, trial.tokens_per_second or 0.0)
 
 
 def user_attrs(trial: Trial) -> dict[str, Any]:
     """What a trial leaves in a study beside its value."""
     return {TRIAL_NUMBER: trial.number, MEASUREMENT: trial.measurement.model_dump_json()}
+
+
+def _violation(trial: Trial) -> float:
+    return -1.0 if trial.measurement.outcome is Outcome.OK else 1.0
 
 
 def reconcile(study: Study, history: Sequence[Trial], space: dict[str, BaseDistribution]) -> None:
@@ -109,5 +121,5 @@ def reconcile(study: Study, history: Sequence[Trial], space: dict[str, BaseDistr
         elif TRIAL_NUMBER in found.user_attrs:
             present.add(int(found.user_attrs[TRIAL_NUMBER]))
     for trial in history:
-        if trial.number not in present:
+        if trial.kind is TrialKind.COMPONENTS and trial.number not in present:
             study.add_trial(frozen_trial(trial, space))

@@ -12,17 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from explorer.components import Component, ComponentKind
-from explorer.footprint import predict_component_bytes
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
+from explorer.memory import predict_component_table
 from explorer.roofline import predict_component_seconds
-
-Floats = npt.NDArray[np.float64]
+from explorer.table import Floats, SpaceTable
 
 KIND_STD = 0.5  # log-space standard deviations of the parts of the kernel
 BACKEND_STD = 0.5
@@ -43,28 +39,19 @@ class Surrogate:
 
     def __init__(
         self,
-        components: Sequence[Component],
-        model: ModelSpec,
-        request: ExplorationRequest,
+        table: SpaceTable,
         hardware: HardwareSpec,
         *,
         num_samples: int,
         rng: np.random.Generator,
     ) -> None:
-        self.components = tuple(components)
+        model, request = table.model, table.request
+        self.components = table.components
         self._column = {component: i for i, component in enumerate(self.components)}
         predicted = [predict_component_seconds(c, model, request, hardware) for c in self.components]
         self._log_prior_K = np.log([p.device for p in predicted])
         self._host_prior_K = np.array([p.host for p in predicted])
-        sizes = [predict_component_bytes(c, model, request) for c in self.components]
-        self.predicted_bytes_3K = np.array(
-            [
-                [s.saved for s in sizes],
-                [s.forward_peak for s in sizes],
-                [s.backward_peak for s in sizes],
-            ],
-            dtype=np.float64,
-        )
+        self.predicted_bytes_3K = predict_component_table(table)
         self._kinds = {
             kind: np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
             for kind in ComponentKind

@@ -79,8 +79,9 @@ class SpaceTable:
         """Seconds of an optimizer step, shape (N, C); sharded states divide it over the devices."""
         columns = self._optimizer_C[rows]
         if not self.training:
-            return np.zeros((device_NK.shape[0], len(columns)))
-        return np.maximum(device_NK[:, columns] / optimizer_shards(self.request), host_K[columns])
+            return np.zeros((device_NK.shape[0], len(columns)), dtype=np.float64)
+        sharded: Floats = device_NK[:, columns] / optimizer_shards(self.request)
+        return np.asarray(np.maximum(sharded, host_K[columns]))
 
     def tokens_per_second(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Tokens/s of one device over a whole step, shape (N, C): (B / (N m)) micro-steps and the optimizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def load_document(text: str) -> dict[str, Any]:
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB")])
     try:
-        data = _parse_json(text) if text.lstrip()[:1] == "{" else _parse_yaml(text)
+        data = _parse_json(text) if re.match(r"\s*{\s*[\"}]", text) else _parse_yaml(text)
     except RecursionError:
         raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels")]) from None
     if data is None:
@@ -106,8 +107,10 @@ def _parse_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         try:
-            return _parse_yaml(text)  # a YAML flow mapping starts with a brace, too
+            return _parse_yaml(text)  # a YAML flow mapping may look the same at first
         except FormatError as other:
+            if "not valid YAML" not in str(other):
+                raise
             raise FormatError([((), f"not valid JSON: {error}")]) from other
     except FormatError:
         raise

@@ -1,0 +1,115 @@
+"""The words of the events that an exploration emits."""
+
+from __future__ import annotations
+
+from explorer.candidates import Candidate
+from explorer.composition import GIB
+from explorer.events import EventCode, EventDraft
+from explorer.measurements import Outcome
+from explorer.models import ModelSpec
+from explorer.parameters import count_parameters
+from explorer.recommendations import Answer, WholeModelCheck
+from explorer.space import LegalSpace
+from explorer.trials import Trial
+
+
+def variant_event(model: ModelSpec) -> EventDraft:
+    """The exploration turns to another model variant."""
+    return EventDraft(
+        code=EventCode.VARIANT,
+        message=f"Exploring the variant with num_query_groups={model.query_groups}, a model of its own",
+        data={"num_query_groups": model.query_groups},
+    )
+
+
+def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int) -> EventDraft:
+    """The legal space has been enumerated."""
+    model = space.model
+    return EventDraft(
+        code=EventCode.SPACE,
+        message=(
+            f"{model.name}: {count_parameters(model):,} parameters, {len(space.candidates)} candidates to consider, "
+            f"{num_predicted_out} more left out: predicted not to fit in {limit_bytes / GIB:.2f} GiB"
+        ),
+        data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
+    )
+
+
+def base_event(base: Candidate, bases: list[Candidate]) -> EventDraft:
+    """What 1.00x means."""
+    fallback = "" if base == bases[0] else "; the plainer ones do not fit"
+    return EventDraft(
+        code=EventCode.BASE,
+        message=f"Base (1.00x): {base.describe()}{fallback}",
+        data={"candidate": base.model_dump(mode="json")},
+    )
+
+
+def no_base_event() -> EventDraft:
+    """No base candidate fits."""
+    return EventDraft(
+        code=EventCode.WARNING,
+        message="No base candidate fits: performance is relative to the first candidate that was measured to fit",
+    )
+
+
+def trial_event(trial: Trial, num_components: int, seconds: float) -> EventDraft:
+    """A candidate was measured, or could not be."""
+    measurement = trial.measurement
+    data = {
+        "trial": trial.number,
+        "candidate": trial.candidate.model_dump(mode="json"),
+        "outcome": measurement.outcome.value,
+        "tokens_per_second": trial.tokens_per_second,
+        "predicted_peak_bytes": trial.predicted_peak_bytes,
+        "measured_peak_bytes": trial.measured_peak_bytes,
+    }
+    if measurement.outcome is Outcome.OK:
+        peak = (trial.measured_peak_bytes or 0) / GIB
+        message = (
+            f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:.0f} tokens/s, "
+            f"peak {peak:.2f} GiB ({num_components} new components in {seconds:.1f} s)"
+        )
+        return EventDraft(code=EventCode.TRIAL, message=message, data=data)
+    message = (
+        f"Infeasible: {trial.candidate.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"
+    )
+    return EventDraft(code=EventCode.INFEASIBLE, message=message, data={**data, "reason": measurement.reason})
+
+
+def whole_model_event(trial: Trial, check: WholeModelCheck | None) -> EventDraft:
+    """The recommended candidate was run as a whole model, or could not be."""
+    measurement = trial.measurement
+    data = {"trial": trial.number, "candidate": trial.candidate.model_dump(mode="json")}
+    if check is None:
+        return EventDraft(
+            code=EventCode.WARNING,
+            message=f"Whole model with {trial.candidate.describe()}: {measurement.outcome}: {measurement.reason}",
+            data={**data, "outcome": measurement.outcome.value, "reason": measurement.reason},
+        )
+    return EventDraft(
+        code=EventCode.WHOLE_MODEL,
+        message=(
+            f"Whole model with {trial.candidate.describe()}: {check.tokens_per_second:.0f} tokens/s, "
+            f"peak {check.measurement.peak_bytes / GIB:.2f} GiB; composed step {100 * check.step_error:+.1f}%, "
+            f"composed peak {100 * check.peak_error:+.1f}%"
+        ),
+        data={**data, "check": check.model_dump(mode="json")},
+    )
+
+
+def end_event(answer: Answer) -> EventDraft:
+    """The exploration is over."""
+    data = {"answer": answer.model_dump(mode="json")}
+    found = answer.recommendation
+    if found is None:
+        reason = answer.variants[0].reason or "no candidate fits"
+        return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
+    return EventDraft(
+        code=EventCode.SUCCEEDED,
+        message=(
+            f"Recommended: {found.candidate.describe()}: {found.tokens_per_second:.0f} tokens/s, "
+            f"{found.performance:.2f}x base, confidence {found.confidence}"
+        ),
+        data=data,
+    )

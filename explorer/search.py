@@ -1,0 +1,64 @@
+"""An exploration from request to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import optuna
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+
+from explorer.hardware import DeviceReport
+from explorer.ledger import Ledger
+from explorer.narration import end_event
+from explorer.parameters import count_parameters
+from explorer.progress import Progress
+from explorer.recommendations import Answer, VariantAnswer
+from explorer.requests import ExplorationRequest
+from explorer.space import EmptySpaceError
+from explorer.trials import Measure, Trial
+from explorer.variant import OpenStudy, VariantSearch
+
+
+def explore(
+    request: ExplorationRequest,
+    report: DeviceReport,
+    measure: Measure,
+    *,
+    history: Sequence[Trial] = (),
+    open_study: OpenStudy | None = None,
+) -> Iterator[Progress]:
+    """Run a request on a device and hand out what is learnt, step by step; the last step has the answer.
+
+    Args:
+        request: what may vary.
+        report: the device and its back ends.
+        measure: runs one trial; failures are outcomes, never exceptions.
+        history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
+            search goes on as it would have gone.
+        open_study: opens the Optuna study of a variant by name; default: in memory.
+
+    Each `Progress` must be stored before the next is asked for.
+    """
+    ledger = Ledger(history, request.budget, len(request.variants()))
+    answers = []
+    for index in range(len(request.variants())):
+        search = VariantSearch(index, request, report, measure, ledger, open_study or _in_memory)
+        try:
+            yield from search.run()
+        except EmptySpaceError as error:
+            search.reason = str(error)
+        answers.append(
+            VariantAnswer(
+                num_query_groups=search.model.query_groups,
+                num_parameters=count_parameters(search.model),
+                recommendation=search.recommendation,
+                reason=search.reason,
+            )
+        )
+    answer = Answer(variants=tuple(answers))
+    yield Progress(events=(end_event(answer),), recommendation=answer.recommendation, answer=answer)
+
+
+def _in_memory(name: str, sampler: BaseSampler) -> Study:
+    return optuna.create_study(study_name=name or None, sampler=sampler, direction="maximize")
