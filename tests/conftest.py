@@ -25,6 +25,9 @@ def postgresql_server() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="bexp-pg-"))  # not below pytest's folder, which the server may not enter
     server = postgres_server.get_server(folder, cleanup_mode="stop")
     try:
+        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+            _execute(server.get_uri(), f"ALTER SYSTEM SET {setting} = off")
+        _execute(server.get_uri(), "SELECT pg_reload_conf()")
         yield str(server.get_uri())
     finally:
         server.cleanup()
@@ -118,7 +121,7 @@ class _fresh_postgresql:  # noqa: N801 - a context manager
         self.name = f"test_{uuid.uuid4().hex}"
 
     def __enter__(self) -> str:
-        _execute(self.server, f"CREATE DATABASE {self.name} TEMPLATE {self.template} STRATEGY FILE_COPY")
+        _execute(self.server, f"CREATE DATABASE {self.name} TEMPLATE {self.template}")
         return _with_name(self.server, self.name)
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.tables import jobs
+from tests.contracts.samples import make_request
+
+
+def test_the_clock_is_utc_and_near_ours(database: Database) -> None:
+    with database.read() as connection:
+        now = database.now(connection)
+        later = connection.execute(sa.select(database.clock(timedelta(hours=1)))).scalar_one()
+    assert now.tzinfo is UTC
+    assert abs(now - datetime.now(UTC)) < timedelta(seconds=5)
+    assert timedelta(minutes=59) < later - now < timedelta(minutes=61)
+
+
+def test_ping_answers(database: Database) -> None:
+    database.ping()
+
+
+def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
+    with pytest.raises(ZeroDivisionError), database.begin() as connection:
+        connection.exec_driver_sql("DELETE FROM bexp_schema_version")
+        _ = 1 / 0
+    with database.read() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM bexp_schema_version").scalar_one() == 1
+
+
+def test_nan_is_refused_alike(database: Database) -> None:
+    values = {"id": "x", "state": "queued", "devices_needed": 1, "attempt": 0, "num_releases": 0, "last_seq": 0}
+    now = datetime.now(UTC)
+    row = {**values, "version": 0, "cancel_requested": False, "created_at": now, "queued_at": now}
+    document = make_request().model_dump(mode="json") | {"tolerance": float("nan")}
+    with pytest.raises((sa.exc.StatementError, ValueError), match="JSON compliant"), database.begin() as connection:
+        connection.execute(sa.insert(jobs).values(**row, request=document))

@@ -1,0 +1,487 @@
+"""What the queue promises, on both databases."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from explorer.events import EventCode, EventDraft
+from explorer.progress import Progress
+from explorer.recommendations import Answer, VariantAnswer
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
+from storage.queue import (
+    Claim,
+    HardwareMismatchError,
+    IdempotencyConflictError,
+    Lease,
+    LeaseLostError,
+    Queue,
+)
+from storage.tables import jobs
+from storage.trials import read_trials
+from tests.contracts.samples import (
+    make_candidate,
+    make_progress,
+    make_recommendation,
+    make_report,
+    make_request,
+    make_trial,
+)
+
+FINGERPRINT = make_report().hardware.fingerprint
+ANSWER = Answer(
+    variants=(VariantAnswer(num_query_groups=4, num_parameters=10, recommendation=make_recommendation()),),
+    timings={"queue": 0.5},
+)
+
+
+def claim_next(queue: Queue, owner: str = "a", *, kind: str = "cpu", fingerprint: str = FINGERPRINT) -> Claim | None:
+    return queue.claim(owner, device_kind=kind, num_devices=1, fingerprint=fingerprint)
+
+
+def claim_one(queue: Queue, owner: str = "a") -> Claim:
+    claim = claim_next(queue, owner)
+    assert claim is not None
+    return claim
+
+
+def expire(database: Database, job_id: str) -> None:
+    """Let the lease of a job run out, as when its worker is killed."""
+    with database.begin() as connection:
+        past = database.clock(timedelta(seconds=-60))
+        connection.execute(sa.update(jobs).where(jobs.c.id == job_id).values(lease_expires_at=past))
+
+
+def codes(database: Database, job_id: str) -> list[int]:
+    events = read_events(database, job_id)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert get_job(database, job_id).last_seq == len(events)
+    return [int(event.code) for event in events]
+
+
+def test_a_job_from_enqueue_to_answer(database: Database) -> None:
+    queue = Queue(database)
+    request = make_request(num_query_groups=[4, 2], micro_batch_size=[1, 2, 4], memory_limit_gib=1.5)
+    job, is_new = queue.enqueue(request)
+    assert is_new
+    assert (job.state, job.request, job.attempt, job.last_seq, job.version) == (JobState.QUEUED, request, 0, 1, 1)
+
+    claim = claim_one(queue)
+    assert claim.lease == Lease(job.id, "a", 1)
+    assert claim.job.state is JobState.RUNNING
+    assert claim.history == ()
+    assert queue.pin(claim.lease, make_report()) == make_report()
+    queue.record(claim.lease, Progress(space={"size": 7}))
+    queue.record(claim.lease, make_progress(0))
+    end = EventDraft(code=EventCode.SUCCEEDED, message="done")
+    queue.finish(claim.lease, JobState.SUCCEEDED, last=Progress((end,), trial=make_trial(1), answer=ANSWER))
+
+    done = get_job(database, job.id)
+    assert done.state is JobState.SUCCEEDED
+    assert done.report == make_report()
+    assert done.space == {"size": 7}
+    assert done.recommendation == make_recommendation(1)
+    assert done.answer == ANSWER
+    assert done.owner is None
+    assert done.lease_expires_at is None
+    assert done.started_at is not None
+    assert done.finished_at is not None
+    assert job.created_at <= done.started_at <= done.finished_at
+    assert done.version > claim.job.version > job.version
+    assert read_trials(database, job.id) == [make_trial(0), make_trial(1)]
+    assert codes(database, job.id) == [101, 102, 201, 401]
+    assert claim_next(queue) is None
+
+
+def test_events_and_trials_are_read_by_cursor(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    for number in range(4):
+        queue.record(claim.lease, make_progress(number))
+    assert [event.seq for event in read_events(database, job.id, after=2, limit=3)] == [3, 4, 5]
+    assert [event.data for event in read_events(database, job.id, after=5)] == [{"number": 3}]
+    assert [trial.number for trial in read_trials(database, job.id, after=0, limit=2)] == [1, 2]
+    assert read_events(database, "none") == []
+
+
+def test_text_that_a_database_refuses_is_cleaned(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    draft = EventDraft(code=EventCode.WARNING, message="a\0b\ud800c", data={"text": "a\0b\ud800c"})
+    queue.record(claim.lease, Progress((draft,)))
+    queue.finish(claim.lease, JobState.FAILED, error="a\0b")
+    stored = read_events(database, job.id)[2]
+    assert (stored.message, stored.data) == ("ab?c", {"text": "a\0b\ud800c"})
+    assert get_job(database, job.id).error == "ab"
+
+
+def test_jobs_are_listed_newest_first_by_page_and_state(database: Database) -> None:
+    queue = Queue(database)
+    ids = [queue.enqueue(make_request())[0].id for _ in range(5)]
+    claim_one(queue)
+    seen: list[str] = []
+    cursor = None
+    for _ in range(3):
+        page, cursor = list_jobs(database, limit=2, cursor=cursor)
+        seen += [job.id for job in page]
+    assert cursor is None
+    assert seen == ids[::-1]
+    running, _ = list_jobs(database, state=JobState.RUNNING)
+    assert [job.id for job in running] == ids[:1]
+    for wrong in ("nonsense", "é", "MjAyNC0wMS0wMX4"):
+        with pytest.raises(ValueError, match="cursor"):
+            list_jobs(database, cursor=wrong)
+
+
+def test_a_missing_job_is_named(database: Database) -> None:
+    with pytest.raises(JobNotFoundError, match="'none'"):
+        get_job(database, "none")
+    with pytest.raises(JobNotFoundError):
+        Queue(database).request_cancel("none")
+
+
+# Idempotency
+
+
+def test_the_same_key_and_request_give_the_same_job(database: Database) -> None:
+    queue = Queue(database)
+    first, _ = queue.enqueue(make_request(), idempotency_key="k")
+    again, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    assert (again.id, is_new) == (first.id, False)
+    assert queue.enqueue(make_request(), idempotency_key="other")[1]
+    with pytest.raises(IdempotencyConflictError) as caught:
+        queue.enqueue(make_request(seed=1), idempotency_key="k")
+    assert caught.value.job_id == first.id
+    assert codes(database, first.id) == [101]
+
+
+def test_a_key_makes_one_job_when_used_at_once(database: Database) -> None:
+    queue = Queue(database)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: queue.enqueue(make_request(), idempotency_key="k"), range(8)))
+    assert len({job.id for job, _ in results}) == 1
+    assert sum(is_new for _, is_new in results) == 1
+    assert len(list_jobs(database)[0]) == 1
+
+
+# Claims
+
+
+def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:
+    queue = Queue(database)
+    on_gpu, _ = queue.enqueue(make_request(device_kind="cuda"))
+    anywhere, _ = queue.enqueue(make_request())
+    on_cpu, _ = queue.enqueue(make_request(device_kind="cpu"))
+    claimed = [claim_next(queue), claim_next(queue), claim_next(queue)]
+    assert [claim and claim.job.id for claim in claimed] == [anywhere.id, on_cpu.id, None]
+    gpu = claim_next(queue, "b", kind="cuda")
+    assert gpu is not None
+    assert gpu.job.id == on_gpu.id
+
+
+def test_threads_claim_each_job_once(database: Database) -> None:
+    queue = Queue(database)
+    ids = {queue.enqueue(make_request())[0].id for _ in range(12)}
+
+    def drain(owner: str) -> list[str]:
+        # A worker may find every remaining row locked by others, and asks again.
+        claims = [claim_next(queue, owner) for _ in range(60)]
+        return [claim.job.id for claim in claims if claim is not None]
+
+    with ThreadPoolExecutor(4) as pool:
+        claimed = [job_id for part in pool.map(drain, "abcd") for job_id in part]
+    assert len(claimed) == 12
+    assert set(claimed) == ids
+    for job_id in ids:
+        assert codes(database, job_id) == [101, 102]
+
+
+DRAIN = """
+import sys
+from storage.database import open_database
+from storage.queue import Queue
+database = open_database(sys.argv[1])
+queue = Queue(database)
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(60):
+    claim = queue.claim(sys.argv[2], device_kind="cpu", num_devices=1, fingerprint="f")
+    if claim is not None:
+        print(claim.job.id, flush=True)
+database.dispose()
+"""
+
+
+def test_processes_claim_each_job_once(database: Database) -> None:
+    queue = Queue(database)
+    ids = sorted(queue.enqueue(make_request())[0].id for _ in range(10))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRAIN, database.url, owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for owner in "ab"
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    claimed = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        claimed += process.communicate(timeout=60)[0].split()
+        assert process.returncode == 0
+    assert sorted(claimed) == ids
+
+
+# Leases
+
+
+def test_a_heartbeat_extends_the_lease(database: Database) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    claim = claim_one(queue)
+    before = get_job(database, claim.job.id)
+    assert not queue.heartbeat(claim.lease).cancel_requested
+    after = get_job(database, claim.job.id)
+    assert before.lease_expires_at is not None
+    assert after.lease_expires_at is not None
+    assert after.lease_expires_at > before.lease_expires_at
+    assert after.version == before.version
+
+
+def test_a_live_lease_keeps_others_out_and_an_expired_one_does_not(database: Database) -> None:
+    queue = Queue(database, lease=timedelta(seconds=0.3))
+    queue.enqueue(make_request())
+    claim_one(queue)
+    assert claim_next(queue, "b") is None
+    time.sleep(0.35)
+    assert claim_one(queue, "b").lease.attempt == 2
+
+
+WRITES: dict[str, Callable[[Queue, Lease], object]] = {
+    "heartbeat": lambda queue, lease: queue.heartbeat(lease),
+    "watch": lambda queue, lease: queue.watch(lease),
+    "record": lambda queue, lease: queue.record(lease, make_progress(5)),
+    "record_again": lambda queue, lease: queue.record(lease, make_progress(0)),
+    "pin": lambda queue, lease: queue.pin(lease, make_report()),
+    "finish": lambda queue, lease: queue.finish(lease, JobState.SUCCEEDED, answer=ANSWER),
+    "release": lambda queue, lease: queue.release(lease),
+    "confirm_cancel": lambda queue, lease: queue.confirm_cancel(lease),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("next_owner", ["a", "b"])
+def test_a_lost_lease_writes_nothing(database: Database, write: str, next_owner: str) -> None:
+    """Not even when the job went to a new claim of the same owner."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    old = claim_one(queue, "a")
+    queue.record(old.lease, make_progress(0))
+    expire(database, job.id)
+    new = claim_one(queue, next_owner)
+    before = get_job(database, job.id)
+    with pytest.raises(LeaseLostError):
+        WRITES[write](queue, old.lease)
+    assert get_job(database, job.id) == before
+    assert codes(database, job.id) == [101, 102, 201, 106]
+    assert len(read_trials(database, job.id)) == 1
+    queue.record(new.lease, make_progress(1))
+
+
+def test_a_finished_job_takes_no_more(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.finish(claim.lease, JobState.FAILED, error="a bug")
+    with pytest.raises(LeaseLostError):
+        queue.record(claim.lease, make_progress(0))
+    assert codes(database, job.id) == [101, 102, 403]
+    assert read_events(database, job.id)[-1].message == "Exploration failed: a bug"
+
+
+def test_a_resumed_job_brings_its_history(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    first = claim_one(queue)
+    queue.pin(first.lease, make_report())
+    queue.record(first.lease, make_progress(0))
+    queue.record(first.lease, make_progress(1))
+    expire(database, job.id)
+    second = claim_one(queue, "b")
+    assert second.history == (make_trial(0), make_trial(1))
+    assert second.job.recommendation == make_recommendation(2)
+    assert codes(database, job.id) == [101, 102, 201, 201, 106]
+    assert "2 stored trials" in read_events(database, job.id)[-1].message
+
+
+def test_a_step_stored_twice_counts_once(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.record(claim.lease, make_progress(0))
+    queue.record(claim.lease, make_progress(0))
+    assert codes(database, job.id) == [101, 102, 201]
+    assert read_trials(database, job.id) == [make_trial(0)]
+
+
+def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.record(claim.lease, make_progress(0))
+    other = make_trial(0).model_copy(update={"tokens_per_second": 7.0})
+    with pytest.raises(sa.exc.IntegrityError):
+        queue.record(claim.lease, Progress((EventDraft(code=EventCode.TRIAL, message="twice"),), trial=other))
+    assert codes(database, job.id) == [101, 102, 201]
+    assert read_trials(database, job.id) == [make_trial(0)]
+
+
+def test_seq_has_no_gaps_under_concurrent_writers(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+
+    def write(writer: int) -> None:
+        for i in range(6):
+            drafts = [EventDraft(code=EventCode.WARNING, message=f"{writer}.{i}.{j}") for j in range(2)]
+            queue.record(claim.lease, Progress(tuple(drafts)))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert len(codes(database, job.id)) == 2 + 4 * 6 * 2
+    messages = [event.message for event in read_events(database, job.id, after=2)]
+    assert len(set(messages)) == 48
+    for first, second in zip(messages[::2], messages[1::2], strict=True):
+        assert first[:-1] == second[:-1]  # what one writer appends at once stays together
+
+
+def test_a_released_job_goes_back_and_its_attempt_is_not_counted(database: Database) -> None:
+    queue = Queue(database, max_attempts=2)
+    job, _ = queue.enqueue(make_request())
+    for attempt in range(1, 5):
+        claim = claim_one(queue)
+        assert claim.lease.attempt == attempt
+        queue.release(claim.lease)
+        assert get_job(database, job.id).state is JobState.QUEUED
+    assert claim_one(queue).lease.attempt == 5
+
+
+def test_a_job_whose_workers_keep_dying_is_given_up(database: Database) -> None:
+    queue = Queue(database, max_attempts=2)
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        claim_one(queue)
+        expire(database, job.id)
+    assert claim_next(queue) is None
+    failed = get_job(database, job.id)
+    assert failed.state is JobState.FAILED
+    assert failed.error == "given up: the worker was lost 2 times"
+    assert codes(database, job.id) == [101, 102, 106, 403]
+
+
+# Hardware
+
+
+def test_a_job_stays_on_the_hardware_that_it_started_on(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    first = claim_one(queue)
+    queue.pin(first.lease, make_report())
+    expire(database, job.id)
+    other = make_report("Another device")
+    assert claim_next(queue, "b", fingerprint=other.hardware.fingerprint) is None
+    second = claim_one(queue, "c")
+    with pytest.raises(HardwareMismatchError, match="Another device"):
+        queue.pin(second.lease, other)
+
+
+def test_a_resumed_job_keeps_its_first_report(database: Database) -> None:
+    """The peaks of a report are measured and differ a little each time; the search must not move with them."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    queue.pin(claim_one(queue).lease, make_report())
+    expire(database, job.id)
+    hardware = make_report().hardware.model_copy(update={"memory_bandwidth_bytes_per_second": 2e10})
+    again = make_report().model_copy(update={"hardware": hardware})
+    assert queue.pin(claim_one(queue, "b").lease, again) == make_report()
+    assert get_job(database, job.id).report == make_report()
+
+
+# Cancellation
+
+
+def test_a_queued_job_is_cancelled_at_once(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    assert queue.request_cancel(job.id).state is JobState.CANCELLED
+    assert claim_next(queue) is None
+    assert queue.request_cancel(job.id).state is JobState.CANCELLED
+    assert codes(database, job.id) == [101, 404]
+
+
+def test_a_running_job_is_cancelled_by_its_worker(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    asked = queue.request_cancel(job.id)
+    assert (asked.state, asked.cancel_requested) == (JobState.RUNNING, True)
+    assert asked.version > claim.job.version
+    assert queue.watch(claim.lease).cancel_requested
+    assert queue.heartbeat(claim.lease).cancel_requested
+    assert queue.request_cancel(job.id).version == asked.version
+    queue.confirm_cancel(claim.lease)
+    assert get_job(database, job.id).state is JobState.CANCELLED
+    assert codes(database, job.id) == [101, 102, 404]
+
+
+def test_a_job_whose_worker_is_lost_is_cancelled_at_once(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim_one(queue)
+    expire(database, job.id)
+    assert queue.request_cancel(job.id).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize("by", ["claim", "note_waiting"])
+def test_a_worker_lost_after_a_cancellation_leaves_no_job_running(database: Database, by: str) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim_one(queue)
+    queue.request_cancel(job.id)
+    expire(database, job.id)
+    if by == "claim":
+        assert claim_next(queue, "b") is None
+    else:
+        queue.note_waiting()
+    assert get_job(database, job.id).state is JobState.CANCELLED
+    assert codes(database, job.id) == [101, 102, 404]
+
+
+def test_a_finished_job_is_not_cancelled(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, answer=ANSWER)
+    assert queue.request_cancel(job.id) == get_job(database, job.id)
+    assert get_job(database, job.id).state is JobState.SUCCEEDED
+
+
+def test_a_candidate_survives_the_round_trip(database: Database) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.record(claim.lease, make_progress(2))
+    assert read_trials(database, claim.job.id)[0].candidate == make_candidate(3)

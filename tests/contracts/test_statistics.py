@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from explorer.measurements import Outcome
+from explorer.progress import Progress
+from storage.database import Database
+from storage.jobs import JobState
+from storage.queue import Queue
+from storage.statistics import read_statistics
+from storage.workers import WorkerInfo, register_worker
+from tests.contracts.samples import make_request, make_trial
+
+
+def test_an_empty_database_counts_zero(database: Database) -> None:
+    statistics = read_statistics(database)
+    assert set(statistics.jobs_by_state) == set(JobState)
+    assert not any(statistics.jobs_by_state.values())
+    assert statistics.oldest_queued_seconds == 0
+    assert statistics.workers_by_device_kind == {}
+
+
+def test_counts(database: Database) -> None:
+    queue = Queue(database)
+    for _ in range(3):
+        queue.enqueue(make_request())
+    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert claim is not None
+    queue.record(claim.lease, Progress(trial=make_trial(0)))
+    queue.record(claim.lease, Progress(trial=make_trial(1, Outcome.OUT_OF_MEMORY)))
+    queue.record(claim.lease, Progress(trial=make_trial(2)))
+    for worker_id, kind in (("a", "cuda"), ("b", "cuda"), ("c", "cpu")):
+        register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, "f"))
+    statistics = read_statistics(database)
+    assert statistics.jobs_by_state[JobState.QUEUED] == 2
+    assert statistics.jobs_by_state[JobState.RUNNING] == 1
+    assert statistics.oldest_queued_seconds > 0
+    assert statistics.workers_by_device_kind == {"cuda": 2, "cpu": 1}
+    assert statistics.trials_by_outcome[Outcome.OK] == 2
+    assert statistics.trials_by_outcome[Outcome.OUT_OF_MEMORY] == 1
+    assert statistics.trials_by_outcome[Outcome.CRASHED] == 0

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.tables import tokens
+from storage.tokens import TokenExistsError, create_token, list_tokens, revoke_token, verify_token
+
+
+def test_a_token_is_known_until_it_is_revoked(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    other = create_token(database, "ci")
+    assert verify_token(database, secret) == "laptop"
+    assert verify_token(database, other) == "ci"
+    assert [token.name for token in list_tokens(database)] == ["ci", "laptop"]
+    assert revoke_token(database, "laptop")
+    assert verify_token(database, secret) is None
+    assert verify_token(database, other) == "ci"
+    assert not revoke_token(database, "laptop")
+
+
+def test_the_secret_is_not_stored(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    with database.read() as connection:
+        row = connection.execute(sa.select(tokens)).one()
+    assert secret not in str(row)
+    assert secret.startswith(row.prefix)
+    assert len(secret) - len(row.prefix) >= 32
+
+
+@pytest.mark.parametrize("ending", ["x", "", "é", "\0", "\ud800", " "])
+def test_a_wrong_secret_is_nobody(database: Database, ending: str) -> None:
+    secret = create_token(database, "laptop")
+    assert verify_token(database, secret[:-1] + ending) is None
+    assert verify_token(database, ending) is None
+
+
+def test_names_are_unique_and_plain(database: Database) -> None:
+    create_token(database, "laptop")
+    with pytest.raises(TokenExistsError, match="laptop"):
+        create_token(database, "laptop")
+    for name in ("", "a b", "x" * 65, "-x", "a\n"):
+        with pytest.raises(ValueError, match="name"):
+            create_token(database, name)

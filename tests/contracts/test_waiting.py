@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState, get_job
+from storage.queue import Queue
+from storage.workers import WorkerInfo, forget_worker, register_worker
+from tests.contracts.samples import make_report, make_request
+
+NO_GRACE = timedelta(0)
+FINGERPRINT = make_report().hardware.fingerprint
+
+
+def add_worker(database: Database, worker_id: str = "w", kind: str = "cpu", fingerprint: str = FINGERPRINT) -> None:
+    register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, fingerprint))
+
+
+def reasons(database: Database, job_id: str) -> list[str]:
+    return [event.data["reason"] for event in read_events(database, job_id) if event.code == 105]
+
+
+def test_a_job_says_once_what_it_waits_for(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request(device_kind="cuda"))
+    for _ in range(3):
+        queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == ["none is running"]
+    add_worker(database)
+    for _ in range(2):
+        queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == ["none is running", "none with a cuda device is running"]
+    assert get_job(database, job.id).waiting_reason == "none with a cuda device is running"
+    add_worker(database, "gpu", "cuda")
+    queue.note_waiting(grace=NO_GRACE)
+    assert get_job(database, job.id).waiting_reason is None
+    assert len(reasons(database, job.id)) == 2
+    forget_worker(database, "gpu")
+    queue.note_waiting(grace=NO_GRACE)
+    assert len(reasons(database, job.id)) == 3
+
+
+def test_a_fresh_job_is_given_time(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    queue.note_waiting(grace=timedelta(seconds=30))
+    assert reasons(database, job.id) == []
+
+
+def test_a_worker_that_went_silent_serves_nobody(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    add_worker(database)
+    queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == []
+    queue.note_waiting(grace=NO_GRACE, live_within=timedelta(0))
+    assert reasons(database, job.id) == ["none is running"]
+
+
+def test_a_pinned_job_names_its_hardware(database: Database) -> None:
+    queue = Queue(database, lease=timedelta(0))
+    job, _ = queue.enqueue(make_request())
+    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT)
+    assert claim is not None
+    queue.pin(claim.lease, make_report())
+    add_worker(database, fingerprint="another")
+    queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == [
+        "none with the hardware that this exploration started on is running (A device, 1.0 GiB, torch 2.13)"
+    ]
+    assert get_job(database, job.id).state is JobState.RUNNING
+    assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT) is not None
+    assert get_job(database, job.id).waiting_reason is None
+
+
+def test_a_running_job_does_not_wait(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    assert queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT) is not None
+    queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == []
+
+
+@pytest.mark.parametrize("num_jobs", [3])
+def test_several_callers_note_a_reason_once(database: Database, num_jobs: int) -> None:
+    queue = Queue(database)
+    ids = [queue.enqueue(make_request())[0].id for _ in range(num_jobs)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: queue.note_waiting(grace=NO_GRACE), range(8)))
+    assert [reasons(database, job_id) for job_id in ids] == [["none is running"]] * num_jobs

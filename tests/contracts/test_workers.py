@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.tables import workers
+from storage.workers import WorkerInfo, forget_worker, list_workers, register_worker, worker_heartbeat
+
+WORKER = WorkerInfo("host-1-cpu", "host", 1, "cpu", "A device", 1, "f")
+
+
+def age(database: Database, by: timedelta) -> None:
+    with database.begin() as connection:
+        connection.execute(sa.update(workers).values(last_seen_at=database.clock(-by)))
+
+
+def test_a_worker_lives_as_long_as_it_says_so(database: Database) -> None:
+    register_worker(database, WORKER)
+    assert [worker.info for worker in list_workers(database)] == [WORKER]
+    age(database, timedelta(minutes=1))
+    assert list_workers(database) == []
+    assert worker_heartbeat(database, WORKER.id)
+    assert [worker.info for worker in list_workers(database)] == [WORKER]
+    forget_worker(database, WORKER.id)
+    assert list_workers(database, live_within=timedelta(hours=1)) == []
+    assert not worker_heartbeat(database, WORKER.id)
+
+
+def test_registering_again_replaces_and_drops_the_long_dead(database: Database) -> None:
+    register_worker(database, WORKER)
+    register_worker(database, WORKER)
+    age(database, timedelta(days=2))
+    other = WorkerInfo("host-2-cpu", "host", 2, "cpu", "A device", 1, "f")
+    register_worker(database, other)
+    assert [worker.info for worker in list_workers(database, live_within=timedelta(days=9))] == [other]
