@@ -1,0 +1,1 @@
+"""Attention and expert-FFN back ends, each behind one registry."""

@@ -1,0 +1,84 @@
+"""The attention block: norm, QKV projection, positions, attention, output projection."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from explorer.components import BlockRecompute
+from explorer.models import ModelSpec
+from workers.kernels.attention import attention_backend
+from workers.layers.block import ResidualBlock
+from workers.layers.norm import RMSNorm, build_norm
+from workers.layers.recomputation import recomputed
+from workers.layers.rotary import Rotary
+from workers.layers.weights import Weights
+
+
+class AttentionBlock(ResidualBlock):
+    """Causal self-attention with one projection for queries, keys and values, in this order of heads.
+
+    `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward.
+    """
+
+    recompute_to_the_end = True
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        backend: str,
+        bta_tile: int | None,
+        recompute: BlockRecompute,
+        device: torch.device,
+        training: bool,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(recompute=recompute, training=training, bta_tile=bta_tile)
+        weights = Weights.of(model, device, training, generator)
+        self.num_heads, self.num_groups, self.head_size = (
+            model.num_attention_heads,
+            model.query_groups,
+            model.head_size,
+        )
+        query, key = self.num_heads * self.head_size, self.num_groups * self.head_size
+        self.attend = attention_backend(backend).run
+        self.norm = build_norm(model, weights)
+        self.w_qkv = weights.normal(query + 2 * key, model.hidden_size)
+        self.b_qkv = weights.normal(query + 2 * key) if model.qkv_bias else None
+        self.w_out = weights.normal(model.hidden_size, query)
+        self.b_out = weights.normal(model.hidden_size) if model.attention_output_bias else None
+        self.norm_heads = model.qk_norm == "head"
+        sizes = {"none": None, "head": (self.head_size, self.head_size), "full": (query, key)}[model.qk_norm]
+        self.q_norm = RMSNorm(sizes[0], weights) if sizes else None
+        self.k_norm = RMSNorm(sizes[1], weights) if sizes else None
+        self.rotary = Rotary(model, device) if model.position == "rope" else None
+        self.train(training)
+
+    def core(self, x_BSD: Tensor) -> Tensor:
+        """Norm, projections and attention of a tile."""
+        q, k, v = (heads.transpose(1, 2) for heads in self._project(self.norm(x_BSD)))
+        if self.recompute is BlockRecompute.SELECTIVE and self.training:
+            out_BHSD = recomputed(self.attend, q, k, v)
+        else:
+            out_BHSD = self.attend(q, k, v)
+        return F.linear(out_BHSD.transpose(1, 2).flatten(2), self.w_out, self.b_out)
+
+    def _project(self, h_BSD: Tensor) -> tuple[Tensor, ...]:
+        """Queries (B, S, H, D), keys and values (B, S, G, D), with their positions."""
+        sizes = (self.num_heads, self.num_groups, self.num_groups)
+        num_rotated = self.num_heads + self.num_groups
+        qkv = F.linear(h_BSD, self.w_qkv, self.b_qkv).unflatten(-1, (sum(sizes), self.head_size))
+        if self.q_norm is None or self.k_norm is None:
+            return qkv.split(sizes, dim=2) if self.rotary is None else self.rotary.split(qkv, sizes, num_rotated)
+        q, k, v = qkv.split(sizes, dim=2)
+        if self.norm_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_size))
+            k = self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_size))
+        if self.rotary is not None:
+            (q,) = self.rotary.split(q, (self.num_heads,), self.num_heads)
+            (k,) = self.rotary.split(k, (self.num_groups,), self.num_groups)
+        return q, k, v

@@ -1,0 +1,119 @@
+"""The whole model, to check against what its blocks compose to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from explorer.candidates import Candidate, Recompute, recomputed_layers
+from explorer.components import BlockRecompute, Component, ComponentKind
+from explorer.models import LayerKind, ModelSpec
+from explorer.requests import ExplorationRequest
+from workers.layers.block import ResidualBlock
+from workers.layers.embedding import Embedding
+from workers.layers.factory import build_block
+from workers.layers.head import Head
+from workers.layers.moe_block import MoEFFN
+from workers.layers.recomputation import recomputed
+from workers.layers.routes import device_routes
+
+
+class DecoderLayer(nn.Module):
+    """An attention block and an FFN block, one after the other or side by side; recomputed as a whole or not."""
+
+    def __init__(self, attention: ResidualBlock, ffn: ResidualBlock, *, parallel: bool, recompute: bool) -> None:
+        super().__init__()
+        self.attention = attention
+        self.ffn = ffn
+        self.parallel = parallel
+        self.recompute = recompute
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Hidden states (B, S, D) to the same shape."""
+        return recomputed(self._run, x_BSD) if self.recompute else self._run(x_BSD)
+
+    def _run(self, x_BSD: Tensor) -> Tensor:
+        if self.parallel:
+            return self.attention.residual(x_BSD) + self.ffn.branch(x_BSD)
+        out: Tensor = self.ffn(self.attention(x_BSD))
+        return out
+
+
+class DecoderModel(nn.Module):
+    """The model of `candidate` as a trainer would run it.
+
+    It is built of the blocks that the profiler times, by the same factory. A layer that the candidate recomputes keeps
+    its input alone. Every expert block has the same routes, drawn as for its component. `model` is the variant that
+    the candidate is for; mode, loss, routing, execution and seed are the request's.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        candidate: Candidate,
+        request: ExplorationRequest,
+        device: torch.device,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        m = candidate.micro_batch_size
+        training = request.mode == "train"
+
+        def build(component: Component, w_tied: nn.Parameter | None = None) -> nn.Module:
+            return build_block(model, component, request, device, generator=generator, w_tied=w_tied)
+
+        selective = candidate.recompute is Recompute.SELECTIVE
+        attention = Component(
+            kind=ComponentKind.ATTENTION,
+            micro_batch_size=m,
+            bta_tile=candidate.bta_tile,
+            recompute=BlockRecompute.SELECTIVE if selective else BlockRecompute.NONE,
+            backend=candidate.attention_backend,
+        )
+        ffns = {
+            LayerKind.DENSE: Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=m),
+            LayerKind.MOE: Component(kind=ComponentKind.MOE_FFN, micro_batch_size=m, backend=candidate.expert_backend),
+        }
+        embedding = build(Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m))
+        assert isinstance(embedding, Embedding)
+        self.embedding = embedding
+        layers = []
+        for kind, recompute in zip(model.layer_kinds, recomputed_layers(model, candidate.recompute), strict=True):
+            first, second = build(attention), build(ffns[kind])
+            assert isinstance(first, ResidualBlock)
+            assert isinstance(second, ResidualBlock)
+            layers.append(
+                DecoderLayer(first, second, parallel=model.parallel_residual, recompute=recompute and training)
+            )
+        self.layers = nn.ModuleList(layers)
+        w_tied = embedding.w_tokens if model.tie_embeddings else None
+        head = build(Component(kind=ComponentKind.HEAD, micro_batch_size=m), w_tied)
+        assert isinstance(head, Head)
+        self.head = head
+        self.train(training)
+        if model.moe is not None and device.type != "meta":
+            self._share_routes(device_routes(model, request.routing, m * model.seq_length, request.seed, device))
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """The mean cross entropy of a micro-batch, a float32 scalar."""
+        x_BSD = self.embedding(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD)
+        loss: Tensor = self.head(x_BSD, targets_BS)
+        return loss
+
+    def _share_routes(self, routes_TK: Tensor) -> None:
+        for module in self.modules():
+            if isinstance(module, MoEFFN):
+                module.set_routes(routes_TK)
+
+
+def parameter_shapes(model: ModelSpec) -> tuple[torch.Size, ...]:
+    """The shapes of the model's parameters, without allocating them."""
+    request = ExplorationRequest(model=model)
+    candidate = Candidate(
+        micro_batch_size=1, attention_backend="math", expert_backend="loop", num_query_groups=model.query_groups
+    )
+    decoder = DecoderModel(model, candidate, request, torch.device("meta"))
+    return tuple(parameter.shape for parameter in decoder.parameters())

@@ -1,0 +1,37 @@
+"""The dense FFN block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from explorer.components import BlockRecompute
+from explorer.models import ModelSpec
+from workers.layers.block import ResidualBlock
+from workers.layers.mlp import MLP
+from workers.layers.norm import build_norm
+from workers.layers.weights import Weights
+
+
+class DenseFFN(ResidualBlock):
+    """A norm and an MLP."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        recompute: BlockRecompute,
+        device: torch.device,
+        training: bool,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(recompute=recompute, training=training)
+        weights = Weights.of(model, device, training, generator)
+        self.norm = build_norm(model, weights)
+        self.mlp = MLP(model, model.ffn_hidden_size, weights)
+        self.train(training)
+
+    def core(self, x_BSD: Tensor) -> Tensor:
+        """The branch of a tile."""
+        out: Tensor = self.mlp(self.norm(x_BSD))
+        return out

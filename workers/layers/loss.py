@@ -1,0 +1,87 @@
+"""Cross entropy over a vocabulary, with the projection to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+def full_cross_entropy(h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor) -> Tensor:
+    """Mean cross entropy with all logits (T, V) in memory, in float32, as a plain call keeps them."""
+    return F.cross_entropy(F.linear(h_TD, weight_VD, bias_V).float(), targets_T)
+
+
+def chunked_cross_entropy(
+    h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, chunk_tokens: int
+) -> Tensor:
+    """The same mean, with the logits of `chunk_tokens` tokens in memory at a time.
+
+    With gradients enabled, each chunk's gradients are computed right after its logits, while they are there, and kept
+    until backward: (T, D) for the hidden states and one accumulated gradient of the projection (as Liger Kernel's
+    fused linear cross entropy does, Hsu et al., 2024, arXiv:2410.10989). Backward only scales them. Without
+    gradients only the loss is computed.
+    """
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        h_TD, weight_VD, bias_V, targets_T, chunk_tokens, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _ChunkedCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        chunk_tokens: int,
+        with_gradients: bool,
+    ) -> Tensor:
+        num_tokens = h_TD.shape[0]
+        needs = tuple(with_gradients and needed for needed in ctx.needs_input_grad[:3])
+        grad_h = torch.empty_like(h_TD) if needs[0] else None
+        grad_weight = torch.zeros_like(weight_VD) if needs[1] else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
+        total = torch.zeros((), dtype=torch.float32, device=h_TD.device)
+        for start in range(0, num_tokens, chunk_tokens):
+            chunk = slice(start, min(num_tokens, start + chunk_tokens))
+            h, targets = h_TD[chunk], targets_T[chunk].unsqueeze(1)
+            logits = F.linear(h, weight_VD, bias_V)
+            log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            total -= log_probabilities.gather(1, targets).sum()
+            if not any(needs):
+                continue
+            # d(sum of losses)/d(logits) = softmax - one_hot; the mean is taken in backward, so that half precision
+            # does not have to hold numbers as small as 1 / T.
+            probabilities = log_probabilities.exp_()
+            probabilities.scatter_add_(1, targets, probabilities.new_full((1, 1), -1.0).expand_as(targets))
+            grad_logits = logits.copy_(probabilities)
+            if grad_h is not None:
+                torch.mm(grad_logits, weight_VD, out=grad_h[chunk])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), h)
+            if grad_bias is not None:
+                grad_bias += probabilities.sum(dim=0)
+        ctx.num_tokens = num_tokens
+        ctx.gradients = (grad_h, grad_weight, None if grad_bias is None or bias_V is None else grad_bias)
+        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
+        return total / num_tokens
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        if ctx.gradients is None:
+            raise RuntimeError("backward through the chunked loss a second time: its gradients have been handed over")
+        grad_h, grad_weight, grad_bias = ctx.gradients
+        ctx.gradients = None
+        scale = grad / ctx.num_tokens
+        for gradient in (grad_h, grad_weight, grad_bias):
+            if gradient is not None:
+                gradient.mul_(scale)
+        return grad_h, grad_weight, None if grad_bias is None else grad_bias.to(ctx.bias_dtype), None, None, None
