@@ -50,8 +50,8 @@ def _simplify(detail: ErrorDetails) -> tuple[Location, str]:
 
 
 def _narrow(native: Location, message: str) -> Location:
-    """A rule between fields is reported on the mapping they stand in; point at the field that it begins with."""
-    subject = re.match(r"[a-z_]+(\.[a-z_]+)*", message)
+    """A rule between fields is reported on their mapping; point at the field that its message begins with."""
+    subject = re.match(r"[a-z_]+(\.[a-z_]+)*\b(?! and )", message)
     if subject is None:
         return native
     narrowed: Location = (*native, *subject.group().split("."))
