@@ -10,7 +10,7 @@ from anyio.to_thread import run_sync
 from fastapi import Request
 
 from api.problems import ProblemException, invalid_body
-from explorer.formats import load_document
+from explorer.formats.document import load_document
 
 JSON = "application/json"
 YAML = "application/yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Annotated
@@ -10,17 +11,19 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import InterfaceError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
-from explorer.formats import FormatError
+from explorer.formats.document import FormatError
 from storage.jobs import JobNotFoundError
 from storage.queue import IdempotencyConflictError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 100
 MAX_MESSAGE = 500
+
+logger = logging.getLogger(__name__)
 
 
 class FieldError(BaseModel):
@@ -156,13 +159,16 @@ def install_problem_handlers(app: FastAPI) -> None:
             errors=[conflict],
         )
 
-    @app.exception_handler(DBAPIError)
+    @app.exception_handler(OperationalError)
+    @app.exception_handler(InterfaceError)
+    @app.exception_handler(ProgrammingError)  # PostgreSQL without our tables
     @app.exception_handler(PoolTimeoutError)
-    async def no_database(request: Request, _error: Exception) -> JSONResponse:
+    async def no_database(request: Request, error: Exception) -> JSONResponse:
+        logger.warning("the database failed: %s", getattr(error, "orig", error))
         return problem_response(
             request,
             HTTPStatus.SERVICE_UNAVAILABLE,
-            "The database does not answer.",
+            "The database does not answer as it should; /readyz and the service's log say more.",
             name="database-unavailable",
             headers={"Retry-After": "2"},
         )

@@ -13,7 +13,7 @@ from api.negotiation import accepts_json
 from api.problems import invalid_parameter
 from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from api.service import ServiceDep
-from explorer.formats import parse_request
+from explorer.formats.request import parse_request
 from storage.jobs import InvalidCursorError, Job, JobNotFoundError, JobState, get_job, list_jobs
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])

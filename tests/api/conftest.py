@@ -1,0 +1,111 @@
+"""An application on a fresh database, called in process or served on a port."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+from api.app import create_app
+from api.serve import Server, bind
+from api.settings import ServiceSettings
+from storage.database import Database
+from storage.jobs import Job
+from storage.leases import Lease
+from storage.queue import Queue
+from tests.contracts.samples import make_report, make_request
+
+
+@pytest.fixture
+def settings(sqlite_url: str) -> ServiceSettings:
+    return ServiceSettings(sqlite_url, poll_seconds=0.02, waiting_check_seconds=60.0)
+
+
+@pytest.fixture
+def client(settings: ServiceSettings) -> Iterator[TestClient]:
+    with TestClient(create_app(settings), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture
+def queue(sqlite_database: Database) -> Queue:
+    """The queue behind the application, as a worker sees it."""
+    return Queue(sqlite_database)
+
+
+@pytest.fixture
+def job(queue: Queue) -> Job:
+    return queue.enqueue(make_request())[0]
+
+
+@pytest.fixture
+def lease(queue: Queue, job: Job) -> Lease:
+    """The job, taken by a worker."""
+    report = make_report()
+    claim = queue.claim("worker-1", device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+    assert claim is not None
+    assert claim.job.id == job.id
+    queue.pin(claim.lease, report)
+    return claim.lease
+
+
+@dataclass
+class Served:
+    """An application on a port."""
+
+    url: str
+    server: Server
+    thread: threading.Thread
+
+    @property
+    def num_watchers(self) -> int:
+        number: int = self.server._app.state.service.feed.num_watchers
+        return number
+
+    def stop(self) -> float:
+        """Shut down as on SIGTERM; return how many seconds that took."""
+        start = time.monotonic()
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        return time.monotonic() - start
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[ServiceSettings], Served]]:
+    running: list[Served] = []
+
+    def start(settings: ServiceSettings) -> Served:
+        ready = threading.Event()
+        listener = bind("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app = create_app(settings)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=15)
+        server = Server(config, app, ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        running.append(Served(url, server, thread))
+        assert ready.wait(20)
+        return running[-1]
+
+    yield start
+    for served in running:
+        served.stop()
+
+
+@pytest.fixture
+def served(serve: Callable[[ServiceSettings], Served], settings: ServiceSettings) -> Served:
+    return serve(settings)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Fail unless `condition` comes true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from fastapi.testclient import TestClient
+
+from explorer.measurements import Outcome
+from explorer.recommendations import Answer, Recommendation, VariantAnswer
+from explorer.trials import Trial
+from storage.jobs import Job, JobState
+from storage.leases import Lease
+from storage.queue import Queue
+from tests.api.test_submissions import assert_problem
+from tests.contracts.samples import make_progress, make_recommendation, make_trial
+
+
+def variant(recommendation: Recommendation | None, reason: str | None = None) -> VariantAnswer:
+    return VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=recommendation, reason=reason)
+
+
+def test_a_queued_exploration_has_no_recommendation(client: TestClient, job: Job) -> None:
+    response = client.get(f"/v1/explorations/{job.id}/recommendation")
+    assert_problem(response, 404)
+    assert response.json()["type"] == "urn:bexp:problem:no-recommendation"
+
+
+def test_the_recommendation_is_provisional_until_the_end(client: TestClient, queue: Queue, lease: Lease) -> None:
+    path = f"/v1/explorations/{lease.job_id}/recommendation"
+    assert_problem(client.get(path), 404)
+    queue.record(lease, make_progress(0))
+    found = client.get(path).json()
+    assert (found["state"], found["final"], found["answer"]) == ("running", False, None)
+    assert Recommendation.model_validate(found["recommendation"]) == make_recommendation(1)
+
+    answer = Answer(variants=(variant(make_recommendation(8)), variant(make_recommendation(4))), timings={"timed": 1.0})
+    queue.finish(lease, JobState.SUCCEEDED, answer=answer)
+    found = client.get(path).json()
+    assert (found["state"], found["final"]) == ("succeeded", True)
+    assert found["recommendation"]["candidate"]["micro_batch_size"] == 8
+    assert Answer.model_validate(found["answer"]) == answer
+
+
+def test_when_nothing_fits_the_answer_says_why(client: TestClient, queue: Queue, lease: Lease) -> None:
+    queue.finish(lease, JobState.SUCCEEDED, answer=Answer(variants=(variant(None, "needs 2 GiB of 1 GiB"),)))
+    found = client.get(f"/v1/explorations/{lease.job_id}/recommendation").json()
+    assert found["final"]
+    assert found["recommendation"] is None
+    assert found["answer"]["variants"][0]["reason"] == "needs 2 GiB of 1 GiB"
+
+
+def test_a_failed_exploration_keeps_what_it_found(client: TestClient, queue: Queue, lease: Lease) -> None:
+    queue.record(lease, make_progress(0))
+    queue.finish(lease, JobState.FAILED, error="the device is gone")
+    found = client.get(f"/v1/explorations/{lease.job_id}/recommendation").json()
+    assert (found["state"], found["final"]) == ("failed", True)
+    assert found["recommendation"]["candidate"]["micro_batch_size"] == 1
+    assert client.get(f"/v1/explorations/{lease.job_id}").json()["error"] == "the device is gone"
+
+
+def test_trials_come_in_pages_as_they_were_stored(client: TestClient, queue: Queue, lease: Lease) -> None:
+    path = f"/v1/explorations/{lease.job_id}/trials"
+    assert client.get(path).json() == {"items": [], "next_cursor": None}
+    for number in range(3):
+        queue.record(lease, make_progress(number))
+    first = client.get(path, params={"limit": 2}).json()
+    assert [Trial.model_validate(item) for item in first["items"]] == [make_trial(0), make_trial(1)]
+    rest = client.get(path, params={"limit": 2, "cursor": first["next_cursor"]}).json()
+    assert [item["number"] for item in rest["items"]] == [2]
+    assert rest["items"][0]["measurement"]["outcome"] == Outcome.OK
+    assert rest["next_cursor"] is None
+    assert_problem(client.get(path, params={"cursor": "x"}), 422)
+    assert_problem(client.get(path, params={"cursor": "9" * 40}), 422)

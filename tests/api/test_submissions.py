@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from api.examples import REQUEST, REQUEST_YAML
+
+EXPLORATIONS = "/v1/explorations"
+JSON_HEADERS = {"Content-Type": "application/json"}
+YAML_HEADERS = {"Content-Type": "application/yaml"}
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128, "vocab_size": 512}
+CEREBRAS = {
+    "runconfig": {"num_csx": 1, "use_cs_grad_accum": True},
+    "train_input": {"batch_size": 4, "micro_batch_size": "explore"},
+    "model": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "vocab_size": 512,
+        "filter_size": 128,
+        "max_position_embeddings": 128,
+    },
+}
+
+
+def change(path: str, value: Any) -> dict[str, Any]:
+    """The example with one field changed, or taken out with `...`."""
+    document = copy.deepcopy(REQUEST)
+    *parents, last = path.split(".")
+    owner = document
+    for parent in parents:
+        owner = owner.setdefault(parent, {})
+    if value is ...:
+        del owner[last]
+    else:
+        owner[last] = value
+    return document
+
+
+def test_a_submission_is_queued_and_can_be_found(client: TestClient) -> None:
+    response = client.post(EXPLORATIONS, json=REQUEST)
+    assert response.status_code == 202
+    exploration = response.json()
+    assert exploration["state"] == "queued"
+    assert response.headers["Location"] == exploration["links"]["self"] == f"{EXPLORATIONS}/{exploration['id']}"
+    assert client.get(response.headers["Location"]).json() == exploration
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        GPT2 | {"batch_size": 8},
+        change("num_csx", 2),
+        CEREBRAS,
+    ],
+    ids=["hugging-face", "num_csx", "cerebras"],
+)
+def test_every_shape_of_input_is_taken(client: TestClient, document: dict[str, Any]) -> None:
+    response = client.post(EXPLORATIONS, json=document)
+    assert response.status_code == 202, response.text
+
+
+@pytest.mark.parametrize("media_type", ["application/yaml", "text/yaml; charset=utf-8", "application/x-yaml"])
+def test_yaml_means_what_json_means(client: TestClient, media_type: str) -> None:
+    response = client.post(EXPLORATIONS, content=REQUEST_YAML, headers={"Content-Type": media_type})
+    assert response.status_code == 202, response.text
+    assert response.json()["request"] == client.post(EXPLORATIONS, json=REQUEST).json()["request"]
+
+
+def test_the_examples_folder_can_be_posted(client: TestClient) -> None:
+    paths = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+    assert paths
+    for path in paths:
+        response = client.post(EXPLORATIONS, content=path.read_bytes(), headers=YAML_HEADERS)
+        assert response.status_code == 202, f"{path.name}: {response.text}"
+
+
+def test_the_same_idempotency_key_gives_the_same_exploration(client: TestClient) -> None:
+    first = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "a"})
+    again = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "a"})
+    other_key = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "b"})
+    assert first.status_code == again.status_code == 202
+    assert first.json() == again.json()
+    assert other_key.json()["id"] != first.json()["id"]
+
+    other_body = client.post(EXPLORATIONS, json=change("batch_size", 128), headers={"Idempotency-Key": "a"})
+    assert_problem(other_body, 422)
+    assert other_body.json()["errors"][0]["field"] == "Idempotency-Key"
+    assert len(client.get(EXPLORATIONS).json()["items"]) == 2
+
+
+@pytest.mark.parametrize("key", ["", " ", "x" * 256, b"\xff"])
+def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes) -> None:
+    value = key.encode() if isinstance(key, str) else key
+    response = client.post(EXPLORATIONS, json=REQUEST, headers=[(b"Idempotency-Key", value)])
+    assert_problem(response, 422)
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        (change("model.num_attention_heads", 3), "model.hidden_size"),
+        (change("model.num_query_groups", 3), "model.num_query_groups"),
+        (change("model.num_query_groups", [4, 3]), "num_query_groups"),
+        (change("bta.max_tile", 5), "bta.max_tile"),
+        (change("bta", {"enable": False, "tiles": [2]}), "bta.tiles"),
+        (change("micro_batch_size", "auto") | {"batch_size": 10, "num_devices": 4}, "micro_batch_size"),
+        (change("micro_batch_size", "biggest"), "micro_batch_size"),
+        (change("micro_batch_size", 0), "micro_batch_size"),
+        (change("micro_batch_size", []), "micro_batch_size"),
+        (change("micro_batch_size", {"explore": {"min": 8, "max": 2}}), "micro_batch_size.explore.min"),
+        (change("model.moe.num_experts", 10**9), "model.moe.num_experts"),
+        (change("model.moe.num_experts", 10**400), "model.moe.num_experts"),
+        (change("model.moe.top_k", 9), "model.moe.top_k"),
+        (change("model.num_layers", "many"), "model.num_layers"),
+        (change("model.num_layers", None), "model.num_layers"),
+        (change("model.num_layers", 1.5), "model.num_layers"),
+        (change("model.num_layers", True), "model.num_layers"),
+        (change("model.seq_length", ...), "model.seq_length"),
+        (change("model", []), "model"),
+        (change("model", ...), "model"),
+        (change("recompute", []), "recompute"),
+        (change("recompute", ["sometimes"]), "recompute.0"),
+        (change("attention_backends", []), "attention_backends"),
+        (change("attention_backends", ["../../etc"]), "attention_backends.0"),
+        (change("parallelism.tensor_parallel_size", 2), "parallelism.tensor_parallel_size"),
+        (change("parallelism.context_parallel_size", 4), "parallelism.context_parallel_size"),
+        (change("routing", {"kind": "shares"}), "routing.shares"),
+        (change("memory_limit_gib", float("nan")), "memory_limit_gib"),
+        (change("tolerance", float("inf")), "tolerance"),
+        (change("budget.max_trials", 10**6), "budget.max_trials"),
+        (change("colour", "red"), "colour"),
+        (change("model.colour", "red"), "model.colour"),
+        (change("model.name", "x\ny"), "model.name"),
+        (change("model.name", "\0"), "model.name"),
+        (change("model.name", "\ud800"), "model.name"),
+        (GPT2 | {"model_type": "vit"}, "model_type"),
+    ],
+)
+def test_bad_input_names_the_field_and_the_rule(client: TestClient, document: dict[str, Any], field: str) -> None:
+    response = client.post(EXPLORATIONS, content=json.dumps(document), headers=JSON_HEADERS)
+    assert_problem(response, 422)
+    errors = response.json()["errors"]
+    named = [error for error in errors if error.get("field") == field]
+    assert named, errors
+    assert all(error["message"] for error in errors)
+    assert named[0]["pointer"] == "#/" + field.replace(".", "/")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"3",
+        b"{",
+        b'"text"',
+        b"\xff\xfe{",
+        b'{"model": {"name": "\\ud800"}}',
+        b"[" * 100_000,
+        b'{"a":' * 30_000,
+        b'{"batch_size": ' + b"9" * 5000 + b"}",
+        b'{"model": NaN}',
+        b'{"model": 1, "model": 2}',
+        b'{"\\u0000": 1}',
+    ],
+)
+def test_what_is_no_mapping_of_plain_data_is_refused(client: TestClient, body: bytes) -> None:
+    for headers in (JSON_HEADERS, YAML_HEADERS):
+        assert_problem(client.post(EXPLORATIONS, content=body, headers=headers), 422)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
+        "model: !!python/object/apply:os.system [id]\n",
+        "a: 1\n---\nb: 2\n",
+        "? [a, b]\n: 1\n",
+        "{" * 5000,
+        '"\\uD800": 1\n',
+        "a: .nan\n",
+        "a: 1\na: 2\n",
+        "\t",
+    ],
+)
+def test_yaml_bombs_and_oddities_are_refused(client: TestClient, text: str) -> None:
+    assert_problem(client.post(EXPLORATIONS, content=text, headers=YAML_HEADERS), 422)
+
+
+def test_secrets_in_a_wrong_place_are_not_sent_back(client: TestClient) -> None:
+    document = change("seed", "hunter2") | {"micro_batch_size": {"password": "hunter2"}}
+    response = client.post(EXPLORATIONS, json=document)
+    assert_problem(response, 422)
+    assert "hunter2" not in response.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": ""},
+        {"Content-Type": "application/json; charset=utf-16"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+def test_other_media_types_are_refused(client: TestClient, headers: dict[str, str]) -> None:
+    response = client.post(EXPLORATIONS, content=json.dumps(REQUEST), headers=headers)
+    assert_problem(response, 415)
+    assert "application/yaml" in response.headers["Accept-Post"]
+
+
+def test_a_large_body_is_refused_by_its_length(client: TestClient) -> None:
+    assert_problem(client.post(EXPLORATIONS, content=b" " * 262_145, headers=JSON_HEADERS), 413)
+    assert client.post(EXPLORATIONS, content=json.dumps(REQUEST).ljust(262_144), headers=JSON_HEADERS).is_success
+
+
+def test_an_endless_body_is_refused_while_it_is_read(client: TestClient) -> None:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": EXPLORATIONS,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b" " * 65_536, "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(asyncio.wait_for(client.app(scope, receive, send), 10))
+    assert sent[0]["status"] == 413
+
+
+NASTY = st.sampled_from([float("nan"), float("inf"), -1, 0, 10**30, "", "\ud800", "\0", [], {}, None, True, "auto"])
+VALUES = st.recursive(
+    NASTY | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [*REQUEST, *(f"model.{key}" for key in REQUEST["model"]), *(f"model.moe.{key}" for key in ("top_k", "x"))]
+FIELDS += ["bta", "bta.max_tile", "routing", "routing.shares", "training.loss", "parallelism", "budget.max_trials"]
+FIELDS += ["recompute", "num_query_groups", "num_csx", "tolerance", "model.model_type", "model.head_dim", "trainer"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3), hub=st.booleans())
+def test_no_body_makes_the_service_fail(client: TestClient, changes: list[tuple[str, Any]], hub: bool) -> None:
+    document: dict[str, Any] = copy.deepcopy(GPT2 if hub else REQUEST)
+    for path, value in changes:
+        *parents, last = path.split(".")
+        owner = document
+        for parent in parents:
+            child = owner.setdefault(parent, {})
+            owner = child if isinstance(child, dict) else owner
+        owner[last] = value
+    response = client.post(EXPLORATIONS, content=json.dumps(document), headers=JSON_HEADERS)
+    assert response.status_code in {202, 422}, response.text
+    if response.status_code == 422:
+        assert_problem(response, 422)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_no_bytes_make_the_service_fail(client: TestClient, body: bytes) -> None:
+    for headers in (JSON_HEADERS, YAML_HEADERS):
+        assert_problem(client.post(EXPLORATIONS, content=body, headers=headers), 422)
+
+
+def assert_problem(response: Any, status: int) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["Content-Type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["status"] == status
+    assert problem["title"]
+    assert problem["type"]
+    assert problem["instance"].startswith("/")
