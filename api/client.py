@@ -24,6 +24,7 @@ JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
 SILENCE_SECONDS = 45.0  # the server sends a comment more often than this while nothing happens
 
 
@@ -159,9 +160,15 @@ class Client:
         """Ask for the end of an exploration; its worker stops within seconds."""
         return self._parse(Job, self._request("POST", _path(job_id, "cancel")))
 
-    def recommendation(self, job_id: str) -> Result:
-        """The best candidate known so far and, at the end, the whole answer."""
-        return self._parse(Result, self._request("GET", _path(job_id, "recommendation")))
+    def recommendation(self, job_id: str) -> Result | None:
+        """The best candidate known so far and, at the end, the whole answer; null while nothing is known."""
+        try:
+            document = self._request("GET", _path(job_id, "recommendation"))
+        except ProblemError as error:
+            if error.problem.get("type") == NO_RECOMMENDATION:
+                return None
+            raise
+        return self._parse(Result, document)
 
     def trials(self, job_id: str) -> tuple[Trial, ...]:
         """Every trial that is stored so far, in the order of their numbers."""

@@ -63,6 +63,13 @@ class Child:
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             raise ServiceError("\n".join([f"the embedded {self.name} {how}; its log ends with", *self._tail()]))
 
+    def tell(self, line: str) -> None:
+        """Write a line to its stdin."""
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+
     def ask_to_end(self) -> None:
         """Send SIGTERM to the process, which ends its own children."""
         with suppress(OSError):
@@ -121,6 +128,10 @@ class EmbeddedService:
         self.stop()
         if kind is None or not issubclass(kind, ServiceError):
             shutil.rmtree(self.log_directory, ignore_errors=True)
+
+    def adopt(self, job_id: str) -> None:
+        """Have this exploration cancelled if the command is killed."""
+        self._children[0].tell(job_id)
 
     def check(self) -> None:
         """Raise ServiceError if a child has ended."""

@@ -1,6 +1,8 @@
 """The API as a child of a command: `python -m api.embedded_api FD`, FD being a listening socket that it inherits.
 
-The database comes from the environment. It ends on SIGTERM, and when its stdin, a pipe from the command, closes.
+The database comes from the environment. The command writes the ids of its explorations, one a line, to the child's
+stdin. The child ends on SIGTERM; when stdin closes, because the command was killed, it first cancels the explorations
+that have not ended: nobody is left to want them.
 """
 
 from __future__ import annotations
@@ -10,33 +12,49 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 from api.serve import serve_on
 from api.settings import ServiceSettings, read_environment
-from storage.database import open_database
+from storage.database import Database, open_database
+from storage.jobs import JobNotFoundError
+from storage.queue import Queue
 from storage.schema import upgrade
+
+CANCEL_SECONDS = 6.0
+NEVER = 1e9
 
 
 def main(listener: socket.socket) -> None:
     """Serve on `listener` until told to end."""
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    database_url = read_environment().database_url
-    _upgrade(database_url)
-    serve_on(listener, ServiceSettings(database_url))
-
-
-def _upgrade(database_url: str) -> None:
-    database = open_database(database_url)
+    database = open_database(read_environment().database_url)
     try:
         upgrade(database)
+        threading.Thread(target=_end_with_parent, args=(database,), name="parent", daemon=True).start()
+        # The command watches its worker itself: no job needs to be told that it waits for one that is starting.
+        serve_on(listener, ServiceSettings(database.url, waiting_check_seconds=NEVER))
     finally:
         database.dispose()
 
 
-def _end_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 64):
-        pass
+def _end_with_parent(database: Database) -> None:
+    job_ids = sys.stdin.read().split()
+    queue = Queue(database)
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while job_ids and time.monotonic() < deadline:
+        job_ids = [job_id for job_id in job_ids if not _is_cancelled(queue, job_id)]
+        time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_cancelled(queue: Queue, job_id: str) -> bool:
+    try:
+        if queue.request_cancel(job_id).state.is_final:
+            return True
+    except JobNotFoundError:
+        return True
+    queue.note_waiting()  # ends the job if its worker has put it back in the meantime
+    return False
 
 
 if __name__ == "__main__":

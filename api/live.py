@@ -49,6 +49,10 @@ class LiveView:
             case EventCode.RECOMMENDATION if isinstance(event.data.get("recommendation"), dict):
                 self._best = Recommendation.model_validate(event.data["recommendation"])
                 self._note_rate(self._best.candidate.micro_batch_size, self._best.tokens_per_second)
+            case EventCode.VARIANT:  # another model: nothing of the last one compares
+                self._best = None
+                self._rates.clear()
+                self._failures.clear()
             case EventCode.TRIAL | EventCode.INFEASIBLE:
                 self._take_trial(event)
             case code if code.ends_job:

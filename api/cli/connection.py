@@ -49,3 +49,11 @@ def connect_or_embed() -> Iterator[Client]:
             return
     with EmbeddedService(told.database_url, with_worker=False) as service, Client(service.url) as client:
         yield client
+
+
+def shown_url(database_url: str) -> str:
+    """A database's URL without its password; of a SQLite file, its path."""
+    if database_url.startswith("sqlite:///"):
+        return database_url.removeprefix("sqlite:///")
+    scheme, separator, rest = database_url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from api.cli import options
-from api.cli.connection import environment
+from api.cli.connection import environment, shown_url
 from api.cli.errors import say
 from api.cli.following import follow
 from api.cli.results import conclude
 from api.client import Client, Job, ProblemError, ServiceError
 from api.embedded import EmbeddedService
 from explorer.events import Event
+
+CANCEL_SECONDS = 5.0
 
 WorkerDevice = Annotated[str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3", help="What to explore on.")]
 
@@ -59,10 +62,19 @@ def explore(
         Client(service.url) as client,
     ):
         job = client.submit(request)
-        say(f"exploration {job.id}, kept in {database_url}")
+        service.adopt(job.id)
+        say(f"exploration {job.id}, kept in {shown_url(database_url)}")
+        _mention_queue(client, job)
         last = _follow_or_cancel(client, job, service, as_json=as_json)
         code = conclude(client, job.id, last, as_json=as_json)
     raise typer.Exit(code)
+
+
+def _mention_queue(client: Client, job: Job) -> None:
+    """Another exploration of this database may come first."""
+    for other in client.list(state="queued", limit=10).jobs:
+        if other.id != job.id and other.created_at <= job.created_at:
+            say(f"exploration {other.id} of {other.model} has been waiting longer; `bexp cancel {other.id}` drops it")
 
 
 def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_json: bool) -> Event:
@@ -71,5 +83,14 @@ def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_
     except BaseException:
         # Nobody else will run it: whatever stopped the command stops the exploration.
         with suppress(ProblemError, ServiceError):
-            client.cancel(job.id)
+            _cancel(client, job.id)
         raise
+
+
+def _cancel(client: Client, job_id: str) -> None:
+    say(f"cancelling exploration {job_id}")
+    deadline = time.monotonic() + CANCEL_SECONDS
+    job = client.cancel(job_id)
+    while not job.is_final and time.monotonic() < deadline:
+        time.sleep(0.1)
+        job = client.get(job_id)

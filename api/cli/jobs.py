@@ -72,7 +72,8 @@ def best(job_id: JobId, as_json: options.AsJson = False) -> None:
     """Print the best micro_batch_size known."""
     with connect_or_embed() as client:
         job = client.get(job_id)
-        known = client.recommendation(job_id).recommendation
+        result = client.recommendation(job_id)
+        known = result.recommendation if result is not None else None
         if as_json:
             print_json(document(client, job))
         elif known is not None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import typer
+from pydantic import BaseModel
 
 from api.answer import render_answer, render_recommendation
 from api.cli.errors import ExitCode, say
@@ -21,25 +22,33 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
         print_json(document(client, job))
         return code
     result = client.recommendation(job_id)
-    if result.answer is not None:
+    if result is not None and result.answer is not None:
         typer.echo("\n" + render_answer(result.answer, job.request))
-    elif result.recommendation is not None:
+    elif result is not None and result.recommendation is not None:
         lines = render_recommendation(result.recommendation, job.request)
         typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
-    if code is not ExitCode.ANSWER and result.answer is None:
+    if code is not ExitCode.ANSWER and (result is None or result.answer is None):
         say(f"bexp: {last.message}")
     return code
 
 
 def document(client: Client, job: Job) -> dict[str, Any]:
     """A job with its recommendation and its answer, as JSON."""
-    result = client.recommendation(job.id).model_dump(mode="json", include={"recommendation", "answer"})
-    return {"job": job.model_dump(mode="json"), **result}
+    result = client.recommendation(job.id)
+    return {
+        "job": job.model_dump(mode="json", exclude={"recommendation", "answer"}),
+        "recommendation": None if result is None else _dump(result.recommendation),
+        "answer": None if result is None else _dump(result.answer),
+    }
 
 
 def print_json(value: Any) -> None:
     """Print `value` for a program to read."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _dump(part: BaseModel | None) -> dict[str, Any] | None:
+    return None if part is None else part.model_dump(mode="json")
 
 
 def _exit_code(job: Job, last: Event) -> ExitCode:

@@ -128,6 +128,7 @@ def test_list_and_recommendation_and_trials() -> None:
         assert [job.model for job in page.jobs] == ["tiny"]
         assert page.next_cursor == "c"
         result = client.recommendation("job1")
+        assert result is not None
         assert result.final
         assert result.recommendation is not None
         assert result.recommendation.candidate.micro_batch_size == 4

@@ -1,0 +1,162 @@
+"""submit, watch, best, list and cancel against a real API."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from explorer.events import EventCode
+from explorer.recommendations import Answer, VariantAnswer
+from storage.jobs import JobState
+from storage.queue import Queue
+from tests.cli.conftest import Run
+from tests.cli.samples import TINY
+
+LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
+RECOMMENDED = re.compile(
+    r"BEXP202 \d\d:\d\d:\d\d GMT  Current recommended micro_batch_size: 4, "
+    r"estimated performance: 1\.23x base, confidence score: 87 \(out of 100\)"
+)
+Worker = Callable[..., AbstractContextManager[None]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _empty(queue: Queue) -> Any:
+    yield
+    for state in (JobState.QUEUED, JobState.RUNNING):
+        from storage.jobs import list_jobs
+
+        for job in list_jobs(queue.database, state=state)[0]:
+            queue.request_cancel(job.id)
+
+
+def test_submit_prints_the_bare_id(bexp: Run, config: Path) -> None:
+    done = bexp("submit", config)
+    assert done.code == 0
+    assert re.fullmatch(r"[0-9a-f]+\n", done.stdout)
+    listed = bexp("list", "--json", "--limit", "1")
+    assert [job["id"] for job in json.loads(listed.stdout)] == [done.stdout.strip()]
+
+
+def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -> None:
+    options = "--micro-batch-size 2-8 --batch-size 48 --seq-length 16 --max-seconds 5 --max-trials 3 --device cpu"
+    options += " --confidence-target 50 --seed 7 --mode eval --execution compile --memory-limit-gib 2.5 --num-devices 2"
+    done = bexp("submit", config, *options.split(), "--json")
+    request = json.loads(done.stdout)["request"]
+    assert request["micro_batch_size"] == {"explore": {"min": 2, "max": 8}}
+    assert request["budget"] == {
+        "confidence_target": 50,
+        "max_trials": 3,
+        "max_seconds": 5,
+        "trial_timeout_seconds": request["budget"]["trial_timeout_seconds"],
+    }
+    assert request["model"]["seq_length"] == 16
+    expected = {
+        "batch_size": 48,
+        "num_devices": 2,
+        "device_kind": "cpu",
+        "seed": 7,
+        "mode": "eval",
+        "execution": "compile",
+        "memory_limit_gib": 2.5,
+    }
+    assert {key: request[key] for key in expected} == expected
+
+
+def test_watch_prints_lines_then_the_answer_and_writes_the_log(bexp: Run, config: Path, worker: Worker) -> None:
+    with worker():
+        done = bexp("submit", config, "--watch")
+    assert done.code == 0
+    lines, _, answer = done.stdout.partition("\n\n")
+    assert all(LINE.fullmatch(line) for line in lines.splitlines())
+    assert any(RECOMMENDED.fullmatch(line) for line in lines.splitlines())
+    assert answer.startswith("Recommended micro_batch_size: 4 for tiny")
+    job_id = done.stderr.split()[1]
+    log = Path("local_compile_train/tiny") / f"run_{job_id}.log"
+    assert log.read_text() == lines + "\n"
+
+    again = bexp("watch", job_id)
+    assert (again.code, again.stdout) == (0, done.stdout)
+    assert log.read_text() == lines + "\n"
+
+
+def test_watch_as_json_is_one_document(bexp: Run, config: Path, worker: Worker) -> None:
+    with worker():
+        done = bexp("submit", config, "--watch", "--json")
+    document = json.loads(done.stdout)
+    assert document["job"]["state"] == "succeeded"
+    assert document["answer"]["variants"][0]["recommendation"] == document["recommendation"]
+    assert RECOMMENDED.search(done.stderr)
+
+
+def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) -> None:
+    job_id = bexp("submit", config).stdout.strip()
+    before = bexp("best", job_id)
+    assert (before.code, before.stdout) == (1, "")
+    assert before.stderr == "bexp: no recommendation: the exploration is queued\n"
+    with worker():
+        bexp("watch", job_id)
+    done = bexp("best", job_id)
+    assert (done.code, done.stdout, done.stderr) == (0, "4\n", "")
+    everything = json.loads(bexp("best", job_id, "--json").stdout)
+    assert everything["recommendation"]["candidate"]["bta_tile"] == 2
+
+
+def test_list_is_a_table_with_the_state(bexp: Run, config: Path, worker: Worker) -> None:
+    with worker():
+        bexp("submit", config, "--watch")
+    waiting = bexp("submit", config).stdout.strip()
+    rows = [row.split() for row in bexp("list", "--limit", "2").stdout.splitlines()]
+    assert rows[0] == ["ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED"]
+    assert rows[1][:5] == [waiting, "queued", "tiny", "-", "-"]
+    assert rows[2][1:5] == ["succeeded", "tiny", "4", "87"]
+    only = json.loads(bexp("list", "--state", "queued", "--json").stdout)
+    assert {job["state"] for job in only} == {"queued"}
+
+
+def test_cancel_ends_it_and_watch_says_so(bexp: Run, config: Path) -> None:
+    job_id = bexp("submit", config).stdout.strip()
+    done = bexp("cancel", job_id)
+    assert (done.code, done.stdout) == (0, "")
+    assert done.stderr == f"exploration {job_id} is cancelled\n"
+    watched = bexp("watch", job_id)
+    assert watched.code == 1
+    assert "BEXP404" in watched.stdout
+
+
+@pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED])
+def test_nothing_fits_is_exit_1_with_the_reason(bexp: Run, config: Path, worker: Worker, state: JobState) -> None:
+    variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="needs 9 GiB")
+    with worker(Answer(variants=(variant,)), state, EventCode.NOTHING_FITS, "No recommendation: needs 9 GiB"):
+        done = bexp("submit", config, "--watch")
+    assert done.code == 1
+    assert "No candidate fits: needs 9 GiB" in done.stdout
+
+
+def test_a_worker_that_failed_is_exit_3(bexp: Run, config: Path, worker: Worker) -> None:
+    with worker(None, JobState.FAILED, EventCode.FAILED, "Exploration failed: no device"):
+        done = bexp("submit", config, "--watch")
+    assert done.code == 3
+    assert done.stderr.endswith("bexp: Exploration failed: no device\n")
+
+
+@pytest.mark.parametrize("command", ["watch", "best", "cancel"])
+@pytest.mark.parametrize("job_id", ["0123456789abcdef", "../../etc/passwd", "é"])
+def test_an_unknown_id_is_exit_2(bexp: Run, command: str, job_id: str) -> None:
+    done = bexp(command, job_id)
+    assert (done.code, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
