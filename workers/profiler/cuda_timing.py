@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.profiler.passes import BlockPasses
+from workers.profiler.passes import Passes
 from workers.profiler.timing import PassSample, Timing, TimingBudget, collector_paused, summarize
 
 MAX_QUEUED_LAUNCHES = 800
@@ -52,7 +52,7 @@ class CudaTimer:
         self._cycles_per_second = self._measure_clock()
         self._engine_seconds = self._measure_engine()
 
-    def warm_up(self, passes: BlockPasses) -> None:
+    def warm_up(self, passes: Passes) -> None:
         """Run until two successive runs agree within 5%: autotuning, plans and allocations are done then."""
         started = time.perf_counter()
         previous = None
@@ -63,7 +63,7 @@ class CudaTimer:
                 return
             previous = sample.device
 
-    def time(self, passes: BlockPasses) -> Timing:
+    def time(self, passes: Passes) -> Timing:
         """Repeat within the budget."""
         with collector_paused():
             started = time.perf_counter()
@@ -83,7 +83,7 @@ class CudaTimer:
                     samples += self._run(passes, repeats=batch, sleep_seconds=SLEEP_MARGIN * batch * issue + 2e-4)
         return summarize(samples)
 
-    def _run(self, passes: BlockPasses, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
+    def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
         """Issue `repeats` after a sleep of the device, then wait for them all."""
         torch.cuda.synchronize(self._device)
         if sleep_seconds > 0:
@@ -97,7 +97,7 @@ class CudaTimer:
             samples.append(PassSample(forward, backward, host))
         return samples
 
-    def _issue(self, passes: BlockPasses) -> tuple[_Events, float]:
+    def _issue(self, passes: Passes) -> tuple[_Events, float]:
         events = _Events(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
         self._flush.zero_()
         passes.prepare_forward()

@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from explorer.components import BlockRecompute
+from workers.layers.block import ResidualBlock
+
+
+class Passes(Protocol):
+    """What a timer runs: a forward and, in training, a backward, each with its untimed preparation."""
+
+    training: bool
+
+    def prepare_forward(self) -> None:
+        """Untimed."""
+
+    def forward(self) -> None:
+        """Timed."""
+
+    def prepare_backward(self) -> None:
+        """Untimed."""
+
+    def backward(self) -> None:
+        """Timed."""
 
 
 class BlockPasses:
     """A block with its inputs, ready to run again and again.
 
     In training, floating-point inputs require gradients, parameter gradients exist already and are accumulated into
-    (as in every micro-step but the first), and the gradient that comes in is random and contiguous. A block whose
-    output is a scalar is a loss. In eval mode there is only the forward.
+    (as in every micro-step but the first), and the gradient that comes in is random and contiguous. Gradients in a
+    format other than the parameters' are accumulated in tensors of their own, as `TrainingOptimizer` does it. A block
+    whose output is a scalar is a loss. In eval mode there is only the forward.
     """
 
-    def __init__(self, block: nn.Module, inputs: tuple[Tensor, ...], *, training: bool) -> None:
+    def __init__(
+        self, block: nn.Module, inputs: tuple[Tensor, ...], *, training: bool, gradient_dtype: torch.dtype
+    ) -> None:
         self.block = block
         self.training = training
         self._inputs = tuple(x.detach().requires_grad_(training) if x.is_floating_point() else x for x in inputs)
         self._output: Tensor | None = None
         self._gradient: Tensor | None = None
         block.train(training)
-        if training:
-            for parameter in block.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        self._main_gradients: list[Tensor] = []
+        for parameter in block.parameters() if training else ():
+            if parameter.dtype is gradient_dtype:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                main = torch.zeros_like(parameter, dtype=gradient_dtype)
+                self._main_gradients.append(main)
+                parameter.register_post_accumulate_grad_hook(_accumulate_into(main))
 
     def existing_tensors(self) -> list[Tensor]:
         """What is alive before the forward."""
         state = [*self.block.parameters(), *self.block.buffers(), *self._inputs]
         gradients = [p.grad for p in state if p.grad is not None]
-        return [*state, *gradients]
+        return [*state, *gradients, *self._main_gradients]
 
     def prepare_forward(self) -> None:
         """Leave the inputs where the previous block's output would be: just written."""
@@ -70,6 +100,28 @@ class BlockPasses:
         self._gradient = None
         with torch.set_grad_enabled(self.training):
             return self.block(*self._inputs)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def not_recomputed(block: nn.Module) -> Iterator[None]:
+    """The block without recomputation of the whole of it; its tiles and its attention core keep theirs."""
+    whole = isinstance(block, ResidualBlock) and block.recompute is BlockRecompute.FULL
+    if isinstance(block, ResidualBlock) and whole:
+        block.recompute = BlockRecompute.NONE
+    try:
+        yield
+    finally:
+        if isinstance(block, ResidualBlock) and whole:
+            block.recompute = BlockRecompute.FULL
+
+
+def _accumulate_into(main: Tensor) -> Callable[[Tensor], None]:
+    def accumulate(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            main.add_(parameter.grad)
+            parameter.grad = None
+
+    return accumulate
 
 
 def join_gradient(output: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from workers.profiler.passes import BlockPasses
+from workers.profiler.passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Timing:
 class BlockTimer(Protocol):
     """How a device times the passes of a block."""
 
-    def warm_up(self, passes: BlockPasses) -> None:
+    def warm_up(self, passes: Passes) -> None:
         """Run until the passes are as fast as they get."""
 
-    def time(self, passes: BlockPasses) -> Timing:
+    def time(self, passes: Passes) -> Timing:
         """Repeat the passes and time them."""
 
 
@@ -125,14 +125,14 @@ class HostTimer:
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.5)
     MAX_WARM_UP_SECONDS = 0.5
 
-    def warm_up(self, passes: BlockPasses) -> None:
+    def warm_up(self, passes: Passes) -> None:
         """One run, and another if it was short: threads, caches and oneDNN's primitives are there after it."""
         started = time.perf_counter()
         _time_once(passes)
         if time.perf_counter() - started < self.MAX_WARM_UP_SECONDS / 2:
             _time_once(passes)
 
-    def time(self, passes: BlockPasses) -> Timing:
+    def time(self, passes: Passes) -> Timing:
         """Repeat within the budget."""
         samples: list[PassSample] = []
         with collector_paused():
@@ -142,7 +142,7 @@ class HostTimer:
         return summarize(samples)
 
 
-def _time_once(passes: BlockPasses) -> PassSample:
+def _time_once(passes: Passes) -> PassSample:
     passes.prepare_forward()
     started = time.perf_counter()
     passes.forward()

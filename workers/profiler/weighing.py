@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.profiler.meters import byte_meter
-from workers.profiler.passes import BlockPasses, join_gradient
+from workers.profiler.passes import BlockPasses, join_gradient, not_recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,13 @@ class Weight:
 
 
 def weigh(passes: BlockPasses, device: torch.device) -> Weight:
-    """Run one forward and backward under a meter. On CUDA the libraries' workspaces must exist already."""
+    """Run one forward and backward under a meter, without recomputation of the whole block.
+
+    On CUDA the libraries' workspaces must exist already.
+    """
     gc.collect()
     passes.prepare_forward()
-    with byte_meter(device, passes.existing_tensors()) as meter:
+    with not_recomputed(passes.block), byte_meter(device, passes.existing_tensors()) as meter:
         meter.reset_peak()
         base = meter.level()
         output = passes.weighable_forward()

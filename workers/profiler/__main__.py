@@ -1,0 +1,52 @@
+"""`python -m workers.profiler`: started by `workers.launcher`, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import socket
+
+from explorer.frozen import Frozen
+from workers.profiler.lifeline import die_with_parent, read_orders
+from workers.protocol import Hello, Refused, encode
+
+
+def main() -> int:
+    """Own the device until the parent is gone, or until this process is no longer fit to."""
+    parser = argparse.ArgumentParser(prog="python -m workers.profiler")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    arguments = parser.parse_args()
+
+    die_with_parent(arguments.parent)
+    os.set_inheritable(arguments.socket, False)
+    connection = socket.socket(fileno=arguments.socket)
+    orders = read_orders(connection)
+
+    def send(message: Frozen) -> None:
+        connection.sendall(encode(message))
+
+    # torch takes seconds to import: only now that this process cannot be left behind.
+    import torch  # noqa: PLC0415
+
+    from workers.profiler.bench import Bench  # noqa: PLC0415
+    from workers.profiler.session import Session  # noqa: PLC0415
+
+    try:
+        bench = Bench(torch.device(arguments.device))
+    except (RuntimeError, AssertionError) as error:  # what torch raises without CUDA, or without this device
+        send(Refused(reason=f"{arguments.device} cannot be used: {str(error).splitlines()[0]}"))
+        return 1
+    gc.collect()
+    gc.freeze()  # the hundreds of thousands of objects that torch brings need no second look between timings
+    session = Session(bench, send)
+    send(Hello(pid=os.getpid()))
+    while session.answer(orders.get()):
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,70 @@
+"""The device in this process: its timer, its random numbers, and its memory between trials."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from workers.profiler import host
+from workers.profiler.cuda_timing import CudaTimer
+from workers.profiler.timing import BlockTimer, HostTimer
+
+TOLERATED_LEFTOVER_BYTES = 1 << 20
+
+
+class Bench:
+    """One device, made ready for trials."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.timer: BlockTimer
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self.timer = CudaTimer(device)
+        else:
+            torch.set_num_threads(host.usable_cores())
+            self.timer = HostTimer()
+        self._baseline_bytes = self._settled_bytes()
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Random numbers of the device."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def limit_memory(self, limit_bytes: int, context_bytes: int) -> None:
+        """Fail allocations beyond a limit as out of memory. The runtime's context counts towards it."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            share = max(1.0, limit_bytes - context_bytes) / total
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+        else:
+            host.limit_data(limit_bytes)
+
+    def settle(self, *, release: bool) -> int:
+        """Collect what a trial left; returns the bytes that it leaves nevertheless.
+
+        `release` also gives cached memory back to the device: after a trial that ran out of it, and before one whose
+        reserved memory is to be seen.
+        """
+        left = self._settled_bytes() - self._baseline_bytes
+        if self.device.type == "cuda":
+            if release or left > TOLERATED_LEFTOVER_BYTES:
+                torch.cuda.empty_cache()
+        else:
+            host.trim()
+        return left if left > TOLERATED_LEFTOVER_BYTES else 0
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _settled_bytes(self) -> int:
+        gc.collect()
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.device)
+        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear_workspaces is not None:  # cuBLAS keeps one for every stream it has seen
+            clear_workspaces()
+        return torch.cuda.memory_allocated(self.device)

@@ -1,0 +1,46 @@
+"""Measures one block of a model: its seconds, and the bytes that its passes need."""
+
+from __future__ import annotations
+
+from explorer.components import Component
+from explorer.measurements import ComponentMeasurement
+from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
+from workers.kernels.dtypes import torch_dtype
+from workers.layers.factory import build_block, example_inputs
+from workers.profiler.bench import Bench
+from workers.profiler.passes import BlockPasses
+from workers.profiler.phases import PhaseClock
+from workers.profiler.weighing import weigh
+
+
+def measure_block(
+    bench: Bench, model: ModelSpec, component: Component, request: ExplorationRequest, clock: PhaseClock
+) -> ComponentMeasurement:
+    """Build the block of `component`, weigh it, and time it.
+
+    Weighing is untimed and not recomputed as a whole; timing runs the block as the component says.
+    """
+    training = request.mode == "train"
+    with clock.phase("build"):
+        generator = bench.generator(request.seed)
+        block = build_block(model, component, request, bench.device, generator=generator)
+        inputs = example_inputs(model, component, bench.device, generator)
+        gradient_dtype = torch_dtype(request.training.optimizer.gradient_dtype(model.dtype))
+        passes = BlockPasses(block, inputs, training=training, gradient_dtype=gradient_dtype)
+    with clock.phase("warm_up"):
+        bench.timer.warm_up(passes)
+        weight = weigh(passes, bench.device)
+    with clock.phase("timed"):
+        timing = bench.timer.time(passes)
+    return ComponentMeasurement(
+        component=component,
+        device_seconds=timing.device_seconds,
+        host_seconds=timing.host_seconds,
+        forward_device_seconds=timing.forward_device_seconds,
+        standard_error_seconds=timing.standard_error_seconds,
+        repeats=timing.repeats,
+        saved_bytes=weight.saved,
+        forward_peak_bytes=weight.forward_peak,
+        backward_peak_bytes=weight.backward_peak,
+    )

@@ -1,0 +1,137 @@
+"""Answers the parent's orders, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from explorer.components import Component, ComponentKind
+from explorer.frozen import Frozen
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
+from explorer.trials import TrialKind, TrialPlan
+from workers.kernels.attention import attention_backend
+from workers.kernels.experts.registry import expert_backend
+from workers.profiler.bench import Bench
+from workers.profiler.compilation import missing_compiler
+from workers.profiler.component_trial import measure_block
+from workers.profiler.failures import UnsupportedTrialError, classify, is_poisoned
+from workers.profiler.hardware import measure_hardware
+from workers.profiler.optimizer_trial import measure_optimizer
+from workers.profiler.phases import PhaseClock
+from workers.profiler.report import report_device
+from workers.profiler.whole_model_trial import run_whole_model
+from workers.protocol import (
+    Begin,
+    ComponentMeasured,
+    ComponentStarted,
+    HardwareReply,
+    MeasureHardware,
+    Order,
+    ReportReply,
+    RunTrial,
+    TrialFinished,
+)
+
+
+class Session:
+    """The state of a profiler process: its bench and the job it works on."""
+
+    def __init__(self, bench: Bench, send: Callable[[Frozen], None]) -> None:
+        self._bench = bench
+        self._send = send
+        self._request: ExplorationRequest | None = None
+        self._reasons: dict[tuple[ComponentKind, str, ModelSpec], str | None] = {}
+
+    def answer(self, order: Order) -> bool:
+        """Do what is ordered; returns False when this process is not fit for another order."""
+        if isinstance(order, MeasureHardware):
+            self._send(HardwareReply(hardware=measure_hardware(self._bench.device)))
+        elif isinstance(order, Begin):
+            self._begin(order)
+        elif isinstance(order, RunTrial):
+            return self._run_trial(order.plan)
+        return True
+
+    def _begin(self, order: Begin) -> None:
+        request, hardware = order.request, order.hardware
+        self._request = request
+        self._reasons.clear()
+        report = report_device(request.model, hardware, self._bench.device)
+        self._bench.settle(release=True)
+        limit = hardware.memory_limit_bytes
+        if request.memory_limit_gib is not None:
+            limit = min(int(request.memory_limit_gib * 2**30), hardware.memory_bytes)
+        self._bench.limit_memory(limit, hardware.context_bytes)
+        self._send(ReportReply(report=report))
+
+    def _run_trial(self, plan: TrialPlan) -> bool:
+        assert self._request is not None, "a job has begun"
+        clock = PhaseClock()
+        measured: list[ComponentMeasurement] = []
+        whole_model: WholeModelMeasurement | None = None
+        failed: Component | None = None
+        outcome, reason = Outcome.OK, None
+        try:
+            self._check_execution(self._request)
+            if plan.kind is TrialKind.WHOLE_MODEL:
+                self._check_backends(plan)
+                whole_model = run_whole_model(self._bench, plan.model, plan.candidate, self._request, clock)
+            for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
+                failed = component
+                self._send(ComponentStarted(component=component))
+                measured.append(self._measure(plan, component, self._request, clock))
+                self._send(ComponentMeasured(measurement=measured[-1]))
+                failed = None
+        except Exception as error:  # noqa: BLE001 - whatever a candidate's kernels raise is the trial's outcome
+            outcome, reason = classify(error)
+        poisoned = outcome is not Outcome.OK and is_poisoned(self._bench.device)
+        if not poisoned:
+            exhausted = outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
+            poisoned = self._bench.settle(release=exhausted) > 0
+        measurement = Measurement(
+            candidate=plan.candidate,
+            outcome=outcome,
+            reason=reason,
+            components=tuple(measured),
+            failed_component=failed,
+            whole_model=whole_model,
+            phases=clock.seconds(),
+        )
+        self._send(TrialFinished(measurement=measurement, seconds=clock.elapsed_seconds, poisoned=poisoned))
+        return not poisoned
+
+    def _measure(
+        self, plan: TrialPlan, component: Component, request: ExplorationRequest, clock: PhaseClock
+    ) -> ComponentMeasurement:
+        if component.kind is ComponentKind.OPTIMIZER:
+            return measure_optimizer(self._bench, plan.model, component, plan.candidate, request, clock)
+        if component.backend is not None:
+            self._check_backend(component.kind, component.backend, plan.model)
+        return measure_block(self._bench, plan.model, component, request, clock)
+
+    def _check_execution(self, request: ExplorationRequest) -> None:
+        if request.execution == "compile" and (reason := missing_compiler(self._bench.device.type)) is not None:
+            raise UnsupportedTrialError(reason)
+
+    def _check_backends(self, plan: TrialPlan) -> None:
+        self._check_backend(ComponentKind.ATTENTION, plan.candidate.attention_backend, plan.model)
+        if plan.candidate.expert_backend is not None:
+            self._check_backend(ComponentKind.MOE_FFN, plan.candidate.expert_backend, plan.model)
+
+    def _check_backend(self, kind: ComponentKind, name: str, model: ModelSpec) -> None:
+        key = (kind, name, model)
+        if key not in self._reasons:
+            self._reasons[key] = self._unsupported_reason(kind, name, model, self._bench.device)
+        if (reason := self._reasons[key]) is not None:
+            raise UnsupportedTrialError(reason)
+
+    @staticmethod
+    def _unsupported_reason(kind: ComponentKind, name: str, model: ModelSpec, device: torch.device) -> str | None:
+        try:
+            backend = attention_backend(name) if kind is ComponentKind.ATTENTION else expert_backend(name)
+        except ValueError as error:
+            return str(error)
+        return backend.unsupported_reason(model, device)
