@@ -167,7 +167,8 @@ class Belief:
             return None
         missing_AK = self._missing()[self._alive]
         cost_A = missing_AK @ (TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * self.surrogate.device_mean_K)
-        return int(self._alive[int(np.argmax(gain_A / cost_A))])
+        rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=open_A)
+        return int(self._alive[int(np.argmax(rate_A))])
 
     def mean_tokens_per_second(self) -> Floats:
         """Expected tokens/s of every candidate, shape (C,)."""
@@ -182,7 +183,8 @@ class Belief:
         self._saved_C, self._transient_C = self.table.activation_bytes(*bytes_3K)
         self._fits_C: Mask = np.asarray(self._required(self._saved_C + self._transient_C) <= self.limit_bytes)
         self._known_C: Mask = np.logical_not(self._missing().any(axis=1))
-        rejected_C = np.array([c in self.rejected for c in self.table.candidates], dtype=np.bool_)
+        rejected_C = np.zeros(len(self.table.candidates), dtype=np.bool_)
+        rejected_C[[self.table.row[c] for c in self.rejected if c in self.table.row]] = True
         self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())
         fit_std_C = (self.table.uses_CK * self.surrogate.bytes_std_K[None, :]).max(axis=1)
         self._alive = self._contenders(self.open_rows())

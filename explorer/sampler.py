@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna.trial import Trial as OptunaTrial
 
 from explorer.belief import Belief
-from explorer.candidates import Candidate
+from explorer.candidates import Candidate, Recompute
 from explorer.measurements import Measurement, Outcome
 from explorer.trials import Trial, TrialKind
 
@@ -32,11 +32,12 @@ class ComponentSampler(BaseSampler):
 
     def __init__(self, belief: Belief) -> None:
         self._belief = belief
+        self._space = distributions(belief.table.candidates)
         self._seen: set[int] = set()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """The dimensions, with every value that occurs in the space."""
-        return distributions(self._belief.table.candidates)
+        return self._space
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -67,7 +68,7 @@ def distributions(candidates: Sequence[Candidate]) -> dict[str, BaseDistribution
     """Optuna's view of a space: one categorical distribution a dimension."""
 
     def values(name: str) -> list[Any]:
-        found = {to_params(c)[name] for c in candidates}
+        found = {_plain(getattr(c, name)) for c in candidates}
         return sorted(found, key=lambda v: (v is not None, v))
 
     return {name: CategoricalDistribution(values(name)) for name in DIMENSIONS}
@@ -75,8 +76,11 @@ def distributions(candidates: Sequence[Candidate]) -> dict[str, BaseDistribution
 
 def to_params(candidate: Candidate) -> dict[str, Any]:
     """A candidate's dimensions as Optuna parameters."""
-    found = candidate.model_dump(mode="json")
-    return {name: found[name] for name in DIMENSIONS}
+    return {name: _plain(getattr(candidate, name)) for name in DIMENSIONS}
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Recompute) else value
 
 
 def to_candidate(params: dict[str, Any], num_query_groups: int) -> Candidate:

@@ -61,4 +61,5 @@ def explore(
 
 
 def _in_memory(name: str, sampler: BaseSampler) -> Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would announce every trial on stderr
     return optuna.create_study(study_name=name or None, sampler=sampler, direction="maximize")

@@ -105,7 +105,8 @@ class VariantSearch:
         limit = memory_limit(request, hardware)
         fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
         legal = [c for c in fitting if c in members]
-        self._bases = [c for c in bases if c in set(fitting)]
+        self._plainest = bases[0]
+        self._bases = [c for c in bases if c in fitting]
         self._base: Candidate | None = None
         self._last_line = ""
         self._table: SpaceTable | None = None
@@ -214,7 +215,7 @@ class VariantSearch:
         events = [trial_event(trial, len(missing), measured - started)]
         if self._base is None and ok and candidate in self._bases:
             self._base = candidate
-            events.append(base_event(candidate, self._bases))
+            events.append(base_event(candidate, is_plainest=candidate == self._plainest))
         yield self._progress(trial, events)
         if asked is not None:
             tell(self._study, asked, trial)

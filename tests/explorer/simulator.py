@@ -1,0 +1,120 @@
+"""A device that exists only in arithmetic: hidden efficiencies over the roofline, noise, and a memory of its own."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from explorer.components import Component, ComponentKind
+from explorer.footprint import predict_component_bytes
+from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
+from explorer.models import DType, ModelSpec
+from explorer.requests import ExplorationRequest
+from explorer.roofline import predict_component_seconds
+from explorer.table import SpaceTable
+from explorer.trials import TrialKind, TrialPlan
+
+GIB = 2**30
+ATTENTION_SPEED = {"cudnn": 0.8, "flash": 0.55, "efficient": 0.3, "math": 0.5}
+EXPERT_SPEED = {"grouped_mm": 0.7, "loop": 0.35, "bmm": 0.5}
+
+
+def report(*, memory_gib: float = 132.0, experts: bool = True) -> DeviceReport:
+    """An H200-like device."""
+    return DeviceReport(
+        hardware=HardwareSpec(
+            device_kind="cuda",
+            device_name="simulated",
+            memory_bytes=round(memory_gib * GIB),
+            memory_limit_bytes=round(memory_gib * GIB),
+            context_bytes=GIB // 2,
+            matmul_flops_per_second={DType.BFLOAT16: 774e12, DType.FLOAT32: 50e12},
+            memory_bandwidth_bytes_per_second=4.3e12,
+            launch_seconds=5e-6,
+            versions=SoftwareVersions(python="3.12", torch="2.11"),
+        ),
+        attention_backends=tuple(BackendSupport(name=name, usable=True) for name in ATTENTION_SPEED),
+        expert_backends=tuple(BackendSupport(name=name, usable=True) for name in EXPERT_SPEED) if experts else (),
+        default_attention="cudnn",
+        default_experts="grouped_mm" if experts else None,
+    )
+
+
+class SimulatedDevice:
+    """Measures plans. `activations` scales real over predicted activation bytes."""
+
+    def __init__(
+        self, request: ExplorationRequest, seed: int = 0, noise: float = 0.002, activations: float = 1.1
+    ) -> None:
+        self.request = request
+        self.hardware = report().hardware
+        self.noise = noise
+        self.activations = activations
+        self.rng = np.random.default_rng(seed)
+        self.plans: list[TrialPlan] = []
+        self.whole_model_outcomes: list[Outcome] = []
+
+    def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
+        """True device and host seconds."""
+        predicted = predict_component_seconds(component, model, self.request, self.hardware)
+        speed = {**ATTENTION_SPEED, **EXPERT_SPEED}.get(component.backend or "", 0.65)
+        batch = component.bta_tile or component.micro_batch_size
+        own = 1 + 0.01 * (zlib.crc32(component.key.encode()) % 100 / 50 - 1)
+        if component.kind is ComponentKind.OPTIMIZER:
+            return predicted.device / 0.8, predicted.host
+        ramp = batch / (batch + 0.7) * (1 - 0.03 * np.log2(max(1.0, component.micro_batch_size / 8)))
+        return predicted.device / (speed * ramp) * own, predicted.host * 1.3
+
+    def weigh(self, component: Component, model: ModelSpec) -> tuple[int, int, int]:
+        """True bytes."""
+        sizes = predict_component_bytes(component, model, self.request)
+        return tuple(round(self.activations * b) for b in (sizes.saved, sizes.forward_peak, sizes.backward_peak))  # type: ignore[return-value]
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        """Measure a plan as the profiler would."""
+        self.plans.append(plan)
+        if plan.kind is TrialKind.WHOLE_MODEL:
+            return self._whole_model(plan)
+        found = []
+        for component in plan.components:
+            device, host = self.seconds(component, plan.model)
+            device *= 1 + self.noise * float(self.rng.standard_normal())
+            saved, forward, backward = self.weigh(component, plan.model)
+            found.append(
+                ComponentMeasurement(
+                    component=component,
+                    device_seconds=device,
+                    host_seconds=host,
+                    forward_device_seconds=device / 3,
+                    standard_error_seconds=device * self.noise,
+                    repeats=10,
+                    saved_bytes=saved,
+                    forward_peak_bytes=forward,
+                    backward_peak_bytes=backward,
+                )
+            )
+        phases = PhaseSeconds(timed=sum(12 * c.device_seconds for c in found), build=0.1 * len(found))
+        return Measurement(candidate=plan.candidate, outcome=Outcome.OK, components=tuple(found), phases=phases)
+
+    def true_tokens_per_second(self, table: SpaceTable) -> np.ndarray:
+        """Noise-free throughput of every candidate, shape (C,)."""
+        pairs = [self.seconds(c, table.model) for c in table.components]
+        device = np.array([[d for d, _ in pairs]])
+        host = np.array([h for _, h in pairs])
+        return np.asarray(table.tokens_per_second(device, host)[0])
+
+    def _whole_model(self, plan: TrialPlan) -> Measurement:
+        outcome = self.whole_model_outcomes.pop(0) if self.whole_model_outcomes else Outcome.OK
+        if outcome is not Outcome.OK:
+            return Measurement(candidate=plan.candidate, outcome=outcome, reason="simulated")
+        whole = WholeModelMeasurement(
+            micro_step_seconds=1.0,
+            optimizer_seconds=0.1,
+            standard_error_seconds=0.001,
+            peak_bytes=GIB,
+            reserved_bytes=GIB,
+            repeats=3,
+        )
+        return Measurement(candidate=plan.candidate, outcome=Outcome.OK, whole_model=whole)
