@@ -61,7 +61,7 @@ class Child:
         if self._has_ended():
             status = self._process.wait()
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            raise ServiceError("\n".join([f"the embedded {self.name} {how}; its log ends with", *self._tail()]))
+            raise ServiceError("\n".join([f"the embedded {self.name} {how}; {self.log} ends with", *self._tail()]))
 
     def tell(self, line: str) -> None:
         """Write a line to its stdin."""
@@ -94,8 +94,11 @@ class Child:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _tail(self) -> list[str]:
-        text = self.log.read_text(errors="replace")
-        return [f"  {line.rstrip()}" for line in text.splitlines() if line.strip()][-TAIL_LINES:] or ["  (it is empty)"]
+        """The last lines of the log; of a traceback only the error."""
+        lines = [line.rstrip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        if any(line.startswith("Traceback (most recent call last)") for line in lines):
+            lines = [line for line in lines if not line.startswith((" ", "Traceback"))][-1:]
+        return lines[-TAIL_LINES:] or ["(nothing)"]
 
 
 class EmbeddedService:

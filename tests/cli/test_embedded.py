@@ -1,0 +1,106 @@
+"""The embedded service: it says why it does not start, and never outlives its command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from api.client import Client, ServiceError
+from api.embedded import Child, EmbeddedService
+from storage.database import Database
+from storage.jobs import JobState, get_job
+from tests.cli.samples import REQUEST
+
+COMMAND = """
+import os, sys, time
+from api.client import Client
+from api.embedded import EmbeddedService
+from explorer.requests import ExplorationRequest
+with EmbeddedService(sys.argv[1], with_worker=False) as service, Client(service.url) as client:
+    job = client.submit(ExplorationRequest.model_validate_json(sys.stdin.read()))
+    service.adopt(job.id)
+    print(job.id, flush=True)
+    time.sleep(60)
+"""
+
+
+def await_gone(processes: list[psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert not alive
+
+
+def test_entering_serves_and_leaving_ends_it(sqlite_url: str) -> None:
+    with EmbeddedService(sqlite_url, with_worker=False) as service:
+        logs = service.log_directory
+        children = psutil.Process().children()
+        with Client(service.url) as client:
+            assert client.list().jobs == ()
+    with Client(service.url) as client:
+        assert not client.is_alive()
+    await_gone(children, 0)
+    assert not logs.exists()
+
+
+def test_a_service_that_cannot_start_says_why_in_one_line() -> None:
+    with (
+        pytest.raises(
+            ServiceError, match=r"(?s)the embedded API ended with status 1; .*api\.log ends with.*/proc/bexp"
+        ) as raised,
+        EmbeddedService("sqlite:////proc/bexp/bexp.db", with_worker=False),
+    ):
+        pass
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_a_killed_command_leaves_no_process_and_cancels_its_exploration(
+    sqlite_url: str, open_url: Callable[[str], Database]
+) -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, sqlite_url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert command.stdin is not None
+    assert command.stdout is not None
+    with command.stdin, command.stdout:
+        command.stdin.write(REQUEST.model_dump_json())
+        command.stdin.close()
+        job_id = command.stdout.readline().strip()
+        children = psutil.Process(command.pid).children(recursive=True)
+        assert children
+        command.kill()
+        command.wait()
+    await_gone(children, 10)
+    assert get_job(open_url(sqlite_url), job_id).state is JobState.CANCELLED
+
+
+def test_ending_a_child_ends_its_group(tmp_path: Path) -> None:
+    script = "sleep 60 & echo $!; trap 'exit 0' TERM; while true; do sleep 0.1; done"
+    child = Child("shell", ["bash", "-c", script], tmp_path / "log", environment=dict(os.environ))
+    deadline = time.monotonic() + 5
+    while not child.log.read_text().strip() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    grandchild = psutil.Process(int(child.log.read_text()))
+    child.check()
+    child.ask_to_end()
+    child.end(5.0)
+    await_gone([grandchild], 2)
+    with pytest.raises(ServiceError, match="the embedded shell ended with status 0"):
+        child.check()
+
+
+def test_a_child_that_ignores_the_request_is_killed(tmp_path: Path) -> None:
+    child = Child("shell", ["bash", "-c", "trap '' TERM; sleep 60"], tmp_path / "log", environment=dict(os.environ))
+    process = psutil.Process(child.pid)
+    time.sleep(0.2)
+    child.ask_to_end()
+    child.end(0.3)
+    assert not process.is_running()
+    with pytest.raises(ServiceError, match=signal.SIGKILL.name):
+        child.check()

@@ -1,0 +1,141 @@
+"""Whatever goes wrong is a few lines on stderr and an exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from storage.queue import Queue
+from storage.tokens import list_tokens
+from tests.cli.conftest import Finished, Run
+from tests.cli.samples import TINY
+
+
+def changed(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}))
+    return path
+
+
+def assert_usage(done: Finished, *parts: str) -> None:
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("bexp: ")
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize("command", ["explore", "submit"])
+def test_a_configuration_that_breaks_rules_names_field_and_rule(bexp: Run, tmp_path: Path, command: str) -> None:
+    model = {**TINY["model"], "num_attention_heads": 5}
+    path = changed(tmp_path, model=model, tolerance=float("nan"))
+    assert_usage(bexp(command, path), "tolerance", "finite")
+    path = changed(tmp_path, model=model)
+    assert_usage(bexp(command, path), "model", "hidden_size (64) must be a multiple of num_attention_heads (5)")
+    path = changed(tmp_path, micro_batch_sizes=4)
+    assert_usage(bexp(command, path), "micro_batch_sizes")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a: [1", "not valid YAML"),
+        (b"", "is empty"),
+        (b"- 1\n", "mapping"),
+        (b"\xff\xfe\x00\x00", "not a text file"),
+        (b"a: &x 1\nb: *x\n", "anchor"),
+        (b"architectures: [ViTModel]\nmodel_type: vit\n", "language model"),
+    ],
+)
+def test_a_file_that_is_none(bexp: Run, tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    assert_usage(bexp("submit", path), expected)
+
+
+def test_a_missing_file_and_a_folder(bexp: Run, tmp_path: Path) -> None:
+    assert_usage(bexp("submit", tmp_path / "none.yaml"), "No such file or directory", "none.yaml")
+    assert_usage(bexp("submit", tmp_path), "Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--micro-batch-size", "many", "--micro-batch-size 'many'"),
+        ("--micro-batch-size", "8-2", "min (8) exceeds max (2)"),
+        ("--device", "tpu", "--device 'tpu'"),
+        ("--batch-size", "0", "batch_size: "),
+        ("--memory-limit-gib", "nan", "memory_limit_gib: "),
+        ("--confidence-target", "100", "budget.confidence_target: "),
+    ],
+)
+def test_an_option_out_of_range_names_it(bexp: Run, tmp_path: Path, option: str, value: str, expected: str) -> None:
+    assert_usage(bexp("submit", changed(tmp_path), option, value), expected)
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["submit"], ["list", "--state", "odd"], ["submit", "a", "--x"]])
+def test_a_wrong_command_line_is_exit_2(bexp: Run, arguments: list[str]) -> None:
+    done = bexp(*arguments)
+    assert (done.code, done.stdout) == (2, "")
+
+
+def test_nobody_at_the_url_is_exit_3(bexp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("BEXP_API_URL", f"http://127.0.0.1:{port}")
+    for arguments in (["submit", str(changed(tmp_path))], ["list"], ["best", "0123456789abcdef"]):
+        done = bexp(*arguments)
+        assert (done.code, done.stdout) == (3, "")
+        assert done.stderr.startswith(f"bexp: no service answers at http://127.0.0.1:{port}\n")
+
+
+def test_a_port_that_is_none_is_exit_2(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_PORT", "odd")
+    assert_usage(bexp("list"), "BEXP_PORT")
+
+
+@pytest.mark.parametrize("url", ["mysql://localhost/x", "nonsense", "sqlite:///:memory:"])
+def test_a_database_that_is_not_supported_is_exit_2(bexp: Run, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", url)
+    assert_usage(bexp("db", "upgrade"), "database")
+
+
+def test_a_database_that_does_not_answer_is_exit_3(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", "postgresql://nobody:secret@127.0.0.1:9/none")
+    done = bexp("db", "upgrade")
+    assert (done.code, done.stdout) == (3, "")
+    assert done.stderr.startswith("bexp: the database failed")
+    assert "secret" not in done.stderr
+
+
+def test_a_database_that_cannot_be_written_is_exit_3(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", "sqlite:////proc/bexp/bexp.db")
+    assert bexp("db", "upgrade").code == 3
+
+
+def test_a_log_file_that_cannot_be_written_is_no_reason_to_stop(bexp: Run, tmp_path: Path) -> None:
+    Path("local_compile_train").write_text("a file in the way")
+    job_id = bexp("submit", changed(tmp_path)).stdout.strip()
+    bexp("cancel", job_id)
+    done = bexp("watch", job_id)
+    assert done.code == 1
+    assert "no log file: " in done.stderr
+
+
+def test_tokens(bexp: Run, queue: Queue) -> None:
+    secret = bexp("token", "create", "ci").stdout.strip()
+    assert secret.startswith("bexp_")
+    assert [token.name for token in list_tokens(queue.database)] == ["ci"]
+    assert_usage(bexp("token", "create", "ci"), "'ci' exists")
+    assert_usage(bexp("token", "create", "a b"), "letters")
+    listed = json.loads(bexp("token", "list", "--json").stdout)
+    assert [token["name"] for token in listed] == ["ci"]
+    assert secret not in json.dumps(listed)
+    assert bexp("token", "revoke", "ci").code == 0
+    assert_usage(bexp("token", "revoke", "ci"), "no token named 'ci'")
+    assert bexp("token", "list").stdout == ""
