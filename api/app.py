@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import Depends, FastAPI
 from pydantic.json_schema import models_json_schema
 
+from api import examples
 from api.auth import authorize
 from api.metrics import LatencyMiddleware, Metrics
 from api.problems import Problem, install_problem_handlers
@@ -24,6 +26,10 @@ tiling on attention, recomputation, attention and expert kernels - and stream re
 
 Every error is a problem document (RFC 9457).
 """
+
+COMMON_PROBLEMS = examples.problems(
+    "/v1/explorations", HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.SERVICE_UNAVAILABLE
+)
 
 
 def create_app(settings: ServiceSettings) -> FastAPI:
@@ -49,27 +55,37 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
     for module in (explorations, results, logs, schemas):
-        app.include_router(module.router, dependencies=[Depends(authorize)])
+        app.include_router(module.router, dependencies=[Depends(authorize)], responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
     _describe(app)
     return app
 
 
 def _describe(app: FastAPI) -> None:
-    """Add to the OpenAPI document what routes refer to by name."""
+    """Make the OpenAPI document say what this application does, where FastAPI takes its own defaults for granted."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = generate()
+            schemas = document["components"]["schemas"]
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
             _, definitions = models_json_schema(
                 [(Problem, "serialization"), (ExplorationRequest, "validation")],
                 ref_template="#/components/schemas/{model}",
             )
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
             for name, schema in definitions["$defs"].items():
                 schemas.setdefault(name, schema)
+            for item in document["paths"].values():
+                for operation in item.values():
+                    _drop_default_error(operation["responses"])
         assert app.openapi_schema is not None
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _drop_default_error(responses: dict[str, Any]) -> None:
+    if "application/json" in responses.get("422", {}).get("content", {}):
+        del responses["422"]

@@ -73,8 +73,8 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ServeError(f"cannot listen on {host}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host is that long
+        raise ServeError(f"cannot listen on {host}: {getattr(error, 'strerror', None) or 'not a host'}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -56,7 +56,10 @@ def readyz(service: ServiceDep) -> Health:
     response_class=Response,
     dependencies=[Depends(authorize)],
     summary="Counts for Prometheus",
-    responses={200: examples.example(examples.METRICS, "text/plain")},
+    responses={
+        200: examples.example(examples.METRICS, "text/plain"),
+        **examples.problems("/metrics", HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.SERVICE_UNAVAILABLE),
+    },
 )
 def read_metrics(service: ServiceDep) -> Response:
     """Explorations by state, the age of the oldest queued one, live workers, trials by outcome, request latency."""

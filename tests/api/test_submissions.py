@@ -111,7 +111,6 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
         (change("model.num_query_groups", 3), "model.num_query_groups"),
         (change("model.num_query_groups", [4, 3]), "num_query_groups"),
         (change("bta.max_tile", 5), "bta.max_tile"),
-        (change("bta", {"enable": False, "tiles": [2]}), "bta.tiles"),
         (change("micro_batch_size", "auto") | {"batch_size": 10, "num_devices": 4}, "micro_batch_size"),
         (change("micro_batch_size", "biggest"), "micro_batch_size"),
         (change("micro_batch_size", 0), "micro_batch_size"),

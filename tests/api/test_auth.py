@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from fastapi.testclient import TestClient
+
+from api.app import create_app
+from api.examples import REQUEST
+from api.settings import ServiceSettings
+from storage.database import Database
+from storage.tokens import create_token, revoke_token
+from tests.api.test_submissions import assert_problem
+
+PROTECTED = [
+    ("GET", "/v1/explorations"),
+    ("POST", "/v1/explorations"),
+    ("GET", "/v1/explorations/0"),
+    ("POST", "/v1/explorations/0/cancel"),
+    ("GET", "/v1/explorations/0/events"),
+    ("GET", "/v1/explorations/0/log"),
+    ("GET", "/v1/explorations/0/recommendation"),
+    ("GET", "/v1/explorations/0/trials"),
+    ("GET", "/v1/schema"),
+    ("GET", "/metrics"),
+]
+
+
+@pytest.fixture
+def guarded(settings: ServiceSettings) -> Iterator[TestClient]:
+    """An application that other machines reach, under whatever name."""
+    app = create_app(replace(settings, require_token=True))
+    with TestClient(app, base_url="http://bexp.example.org", raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("method", "path"), PROTECTED)
+def test_every_route_asks_for_a_token(guarded: TestClient, method: str, path: str) -> None:
+    response = guarded.request(method, path)
+    assert_problem(response, 401)
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_the_list_of_protected_routes_is_complete(guarded: TestClient) -> None:
+    document = guarded.get("/openapi.json").json()
+    found = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    listed = {(method, path.replace("/0", "/{exploration_id}")) for method, path in PROTECTED}
+    assert found - listed == {("GET", "/healthz"), ("GET", "/readyz")}
+
+
+def test_health_is_open(guarded: TestClient) -> None:
+    assert guarded.get("/healthz").status_code == 200
+    assert guarded.get("/readyz").status_code == 200
+
+
+def test_a_token_opens_until_it_is_revoked(guarded: TestClient, sqlite_database: Database) -> None:
+    secret = create_token(sqlite_database, "ci")
+    for scheme in ("Bearer", "bearer"):
+        headers = {"Authorization": f"{scheme} {secret}"}
+        assert guarded.post("/v1/explorations", json=REQUEST, headers=headers).status_code == 202
+    revoke_token(sqlite_database, "ci")
+    response = guarded.get("/v1/explorations", headers=headers)
+    assert_problem(response, 401)
+    assert "invalid_token" in response.headers["WWW-Authenticate"]
+
+
+@pytest.mark.parametrize("value", ["", "Bearer ", "Basic YTpi", "Bearer x", "Bearer bexp_x", b"Bearer bexp_\xff"])
+def test_what_is_no_token_is_refused(guarded: TestClient, sqlite_database: Database, value: str | bytes) -> None:
+    create_token(sqlite_database, "ci")
+    header = value.encode() if isinstance(value, str) else value
+    assert_problem(guarded.get("/v1/explorations", headers=[(b"Authorization", header)]), 401)
+
+
+def test_a_refused_body_is_not_read(guarded: TestClient) -> None:
+    response = guarded.post("/v1/explorations", content=b"{" * 300_000, headers={"Content-Type": "application/json"})
+    assert_problem(response, 401)
+
+
+@pytest.mark.parametrize("host", ["localhost:8642", "127.0.0.1", "[::1]:8642", "127.1.2.3"])
+def test_without_tokens_loopback_names_are_served(client: TestClient, host: str) -> None:
+    assert client.get("/v1/explorations", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", "", "[::1", "127.0.0.1.nip.io"])
+def test_without_tokens_a_foreign_name_is_refused(client: TestClient, host: str) -> None:
+    assert_problem(client.get("/v1/explorations", headers={"Host": host}), 403)
+
+
+def test_without_tokens_other_origins_are_refused(client: TestClient) -> None:
+    for origin in ("https://evil.example", "null", "file://"):
+        assert_problem(client.post("/v1/explorations/0/cancel", headers={"Origin": origin}), 403)
+    assert client.get("/v1/explorations", headers={"Origin": "http://localhost:3000"}).status_code == 200

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
+from api.app import create_app
+from api.settings import ServiceSettings
+from storage.leases import Lease
+from storage.queue import Queue
+from storage.tables import jobs
+from storage.workers import WorkerInfo, register_worker
+from tests.api.conftest import wait_until
+from tests.api.test_submissions import assert_problem
+from tests.contracts.samples import make_progress, make_request
+
+
+def read_metrics(client: TestClient) -> dict[str, float]:
+    response = client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_a_database_without_the_schema_is_alive_and_not_ready(tmp_path: Path) -> None:
+    settings = ServiceSettings(f"sqlite:///{tmp_path / 'empty.db'}", waiting_check_seconds=0.01)
+    with TestClient(create_app(settings), base_url="http://localhost", raise_server_exceptions=False) as client:
+        assert client.get("/healthz").json() == {"status": "alive"}
+        response = client.get("/readyz")
+        assert_problem(response, 503)
+        assert "bexp db upgrade" in response.json()["detail"]
+        for path in ("/v1/explorations", "/v1/explorations/0", "/metrics"):
+            response = client.get(path)
+            assert_problem(response, 503)
+            assert response.headers["Retry-After"]
+
+
+def test_a_database_that_cannot_be_reached_is_a_problem() -> None:
+    settings = ServiceSettings("postgresql://nobody@127.0.0.1:1/none")
+    with TestClient(create_app(settings), base_url="http://localhost", raise_server_exceptions=False) as client:
+        assert client.get("/healthz").status_code == 200
+        assert_problem(client.get("/readyz"), 503)
+        assert_problem(client.get("/v1/explorations"), 503)
+        assert_problem(client.get("/v1/explorations/0/events"), 503)
+
+
+def test_an_absent_worker_does_not_take_the_api_away(client: TestClient) -> None:
+    assert client.get("/readyz").json() == {"status": "ready"}
+    assert read_metrics(client)['bexp_workers{device_kind="cpu"}'] == 0
+
+
+def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queue: Queue, lease: Lease) -> None:
+    queue.enqueue(make_request())
+    queue.record(lease, make_progress(0))
+    register_worker(queue.database, WorkerInfo("worker-1", "host", 1, "cuda", "NVIDIA H200", 1, "f"))
+    client.get(f"/v1/explorations/{lease.job_id}")
+    client.get("/v1/explorations/unknown/trials")
+    client.get("/favicon.ico")
+    found = read_metrics(client)
+    assert found['bexp_jobs{state="queued"}'] == 1
+    assert found['bexp_jobs{state="running"}'] == 1
+    assert found["bexp_oldest_queued_seconds"] > 0
+    assert found['bexp_workers{device_kind="cuda"}'] == 1
+    assert found['bexp_trials{outcome="ok"}'] == 1
+    count = 'bexp_http_request_seconds_count{method="GET",route="%s",status="%s"}'
+    assert found[count % ("/v1/explorations/{exploration_id}", 200)] == 1
+    assert found[count % ("/v1/explorations/{exploration_id}/trials", 404)] == 1
+    assert found[count % ("unmatched", 404)] == 1
+
+
+def test_two_applications_count_apart(settings: ServiceSettings, client: TestClient) -> None:
+    client.get("/healthz")
+    with TestClient(create_app(settings), base_url="http://localhost") as other:
+        assert not any("/healthz" in name for name in read_metrics(other))
+
+
+def test_a_job_that_nobody_can_run_is_told_so(settings: ServiceSettings, queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    with queue.database.begin() as connection:
+        connection.execute(sa.update(jobs).values(queued_at=datetime.now(UTC) - timedelta(minutes=1)))
+    app = create_app(replace(settings, waiting_check_seconds=0.05))
+    with TestClient(app, base_url="http://localhost") as client:
+        wait_until(lambda: client.get(f"/v1/explorations/{job.id}").json()["waiting_reason"] is not None)
+        log = client.get(f"/v1/explorations/{job.id}/log").text
+        assert re.search(r"BEXP105 .*Waiting for a worker", log)

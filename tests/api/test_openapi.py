@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, TypeAdapter
+
+from api import examples, resources
+from api.problems import Problem
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
+
+
+def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{method} {path}", operation)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    ]
+
+
+@pytest.fixture
+def document(client: TestClient) -> dict[str, Any]:
+    described: dict[str, Any] = client.get("/openapi.json").json()
+    return described
+
+
+def test_every_route_has_a_summary_and_examples(document: dict[str, Any]) -> None:
+    for name, operation in operations(document):
+        assert operation["summary"], name
+        for status, response in operation["responses"].items():
+            if status in {"204", "304"}:
+                continue
+            assert response.get("content"), f"{name} {status}"
+            for media_type, content in response["content"].items():
+                assert "example" in content, f"{name} {status} {media_type}"
+        for content in operation.get("requestBody", {}).get("content", {}).values():
+            assert "example" in content, name
+
+
+def test_errors_are_described_as_problems(document: dict[str, Any]) -> None:
+    for name, operation in operations(document):
+        for status, response in operation["responses"].items():
+            if int(status) >= 400:
+                assert set(response["content"]) == {"application/problem+json"}, f"{name} {status}"
+                example = Problem.model_validate(response["content"]["application/problem+json"]["example"])
+                assert example.status == int(status)
+
+
+def test_protected_routes_describe_what_they_refuse(document: dict[str, Any]) -> None:
+    for name, operation in operations(document):
+        if "security" in operation:
+            assert {"401", "403"} <= set(operation["responses"]), name
+
+
+def test_every_reference_resolves(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+
+    def check(node: Any) -> None:
+        if isinstance(node, dict):
+            if isinstance(reference := node.get("$ref"), str):
+                assert reference.removeprefix("#/components/schemas/") in schemas, reference
+            for value in node.values():
+                check(value)
+        elif isinstance(node, list):
+            for value in node:
+                check(value)
+
+    check(document)
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (resources.Exploration, examples.EXPLORATION),
+        (resources.Exploration, examples.QUEUED),
+        (resources.ExplorationPage, examples.PAGE),
+        (resources.RecommendationResource, examples.RECOMMENDATION),
+        (resources.EventPage, examples.EVENTS),
+        (resources.TrialPage, examples.TRIALS),
+    ],
+)
+def test_the_examples_are_what_the_service_answers(model: type[BaseModel], example: dict[str, Any]) -> None:
+    assert TypeAdapter(model).validate_python(example, extra="forbid").model_dump(mode="json") == example
+
+
+def test_the_example_requests_are_one() -> None:
+    assert parse_request(load_document(examples.REQUEST_YAML)) == parse_request(examples.REQUEST)
+
+
+def test_the_schema_accepts_what_the_service_accepts(client: TestClient) -> None:
+    schema = client.get("/v1/schema").json()
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(examples.REQUEST)
+    assert not validator.is_valid(examples.REQUEST | {"colour": "red"})
+    assert not validator.is_valid(examples.REQUEST | {"batch_size": 0})
+
+
+def test_no_page_loads_anything_from_elsewhere(client: TestClient) -> None:
+    for path in ("/docs", "/redoc"):
+        assert client.get(path).status_code == 404

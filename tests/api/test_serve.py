@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api.examples import REQUEST
+from api.serve import HOW_TO_ADMIT, ServeError, bind
+from storage.database import open_database
+from storage.tokens import create_token
+
+SCRIPT = """\
+import sys
+from api.serve import serve
+from api.settings import ServiceSettings
+host, url = sys.argv[1:]
+serve(ServiceSettings(url), host, 0, on_ready=lambda url: print(url, flush=True))
+"""
+
+
+@contextmanager
+def started(host: str, database_url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A service in a process of its own, and the URL that it announced."""
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, host, database_url]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, env=dict(os.environ)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_path: Path, how: signal.Signals) -> None:
+    with started("127.0.0.1", f"sqlite:///{tmp_path / 'new' / 'bexp.db'}") as (process, url):
+        assert httpx.get(f"{url}/readyz").json() == {"status": "ready"}
+        job_id = httpx.post(f"{url}/v1/explorations", json=REQUEST).json()["id"]
+        with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=10) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("BEXP101")
+            process.send_signal(how)
+            assert [line for line in lines if not line.startswith("BEXP1")] == []
+        _, stderr = process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert stderr == ""
+
+
+def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(tmp_path: Path) -> None:
+    database_url = f"sqlite:///{tmp_path / 'bexp.db'}"
+    with started("0.0.0.0", database_url) as (process, url):
+        local = url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{local}/healthz").status_code == 200
+        assert httpx.get(f"{local}/v1/explorations").status_code == 401
+        database = open_database(database_url)
+        secret = create_token(database, "test")
+        database.dispose()
+        headers = {"Authorization": f"Bearer {secret}"}
+        assert httpx.get(f"{local}/v1/explorations", headers=headers).status_code == 200
+        process.terminate()
+        _, stderr = process.communicate(timeout=10)
+    assert stderr.strip() == HOW_TO_ADMIT
+    with started("0.0.0.0", database_url) as (process, _):
+        process.terminate()
+        assert process.communicate(timeout=10)[1] == ""
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match=f"127.0.0.1:{port}"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 300])
+def test_a_host_that_is_not_here_is_named(host: str) -> None:
+    with pytest.raises(ServeError, match=host):
+        bind(host, 0)

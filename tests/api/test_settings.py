@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from api.settings import DEFAULT_API_URL, is_loopback, read_environment
+
+
+def test_nothing_need_be_set() -> None:
+    environment = read_environment({"HOME": "/home/ada"})
+    assert environment.api_url == DEFAULT_API_URL
+    assert environment.api_token is None
+    assert environment.database_url.startswith("sqlite:////")
+    assert environment.database_url.endswith("/.local/share/bexp/bexp.db")
+
+
+def test_the_environment_is_read() -> None:
+    environment = read_environment(
+        {
+            "BEXP_DATABASE_URL": "postgresql://db/bexp",
+            "BEXP_API_URL": "https://bexp.example.org",
+            "BEXP_API_TOKEN": "bexp_x",
+            "BEXP_HOST": "0.0.0.0",
+            "BEXP_PORT": "80",
+        }
+    )
+    assert environment.database_url == "postgresql://db/bexp"
+    assert environment.api_url == "https://bexp.example.org"
+    assert environment.api_token == "bexp_x"
+    assert (environment.host, environment.port) == ("0.0.0.0", 80)
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert read_environment({"BEXP_API_URL": "", "BEXP_API_TOKEN": ""}) == read_environment({})
+
+
+@pytest.mark.parametrize(("home", "url"), [("/data", "sqlite:////data/bexp/bexp.db"), ("relative", None)])
+def test_the_database_is_in_the_data_directory(home: str, url: str | None) -> None:
+    found = read_environment({"XDG_DATA_HOME": home}).database_url
+    assert found == (url or read_environment({}).database_url)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "x", "٣", "1e3"])
+def test_an_odd_port_is_refused(port: str) -> None:
+    with pytest.raises(ValueError, match="BEXP_PORT"):
+        read_environment({"BEXP_PORT": port})
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("LOCALHOST.", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example.org", False),
+        ("127.0.0.1.nip.io", False),
+        ("", False),
+    ],
+)
+def test_loopback_is_told_from_the_rest(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
