@@ -1,0 +1,64 @@
+"""What the kernels should compute, written as plainly as possible in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ACTIVATIONS = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "relu": lambda x: x.clamp(min=0),
+}
+
+
+def leaves(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Copies in `dtype` that ask for their gradients."""
+    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+
+
+def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    assert actual is not None
+    assert expected is not None
+    assert actual.shape == expected.shape
+    difference = (actual.detach().double().cpu() - expected.detach().double().cpu()).norm()
+    return float(difference / expected.detach().double().cpu().norm().clamp(min=1e-30))
+
+
+def activation(x: Tensor, name: str, gated: bool) -> Tensor:
+    """`act(x)`, or `act(first half) * second half`."""
+    if not gated:
+        return _ACTIVATIONS[name](x)
+    width = x.shape[-1] // 2
+    return _ACTIVATIONS[name](x[..., :width]) * x[..., width:]
+
+
+def experts(x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, name: str) -> Tensor:
+    """Each token through each of its experts, one after the other."""
+    gated = w_in.shape[2] == 2 * w_out.shape[1]
+    tokens = []
+    for t in range(x.shape[0]):
+        total = torch.zeros_like(x[t])
+        for k in range(routes.shape[1]):
+            e = int(routes[t, k])
+            total = total + weights[t, k] * (activation(x[t] @ w_in[e], name, gated) @ w_out[e])
+        tokens.append(total)
+    return torch.stack(tokens)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention; q (B, H, S, D), k and v (B, G, S, D)."""
+    heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    outs = []
+    for head in range(heads):
+        group = head // (heads // groups)
+        scores = q[:, head] @ k[:, group].transpose(-1, -2) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(hidden, -math.inf)
+        scores = torch.exp(scores - scores.amax(-1, keepdim=True))
+        outs.append(scores / scores.sum(-1, keepdim=True) @ v[:, group])
+    return torch.stack(outs, dim=1)
