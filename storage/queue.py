@@ -244,21 +244,25 @@ class Queue:
         with self.database.begin() as connection:
             self._store(connection, lease, step, **self._end_values(state, error))
 
-    def release(self, lease: Lease) -> None:
-        """Put a job back that its worker, shutting down, cannot finish; its trials stay, the attempt is not counted.
+    def release(self, lease: Lease, *, trouble: str | None = None) -> None:
+        """Put a job back that its worker cannot finish; its trials stay.
+
+        A worker that merely shuts down gives no `trouble`, and the attempt is not counted. One that had trouble says
+        which: that becomes an event, and the attempt counts.
 
         Raises:
             LeaseLostError: the lease is gone.
         """
+        drafts = [] if trouble is None else [EventDraft(code=EventCode.WARNING, message=f"Put back: {trouble}")]
         values: dict[str, Any] = {
             "state": JobState.QUEUED.value,
             "owner": None,
             "lease_expires_at": None,
             "queued_at": self.database.clock(),
-            "num_releases": jobs.c.num_releases + 1,
+            "num_releases": jobs.c.num_releases + (trouble is None),
         }
         with self.database.begin() as connection:
-            self._write(connection, lease, **values)
+            self._write(connection, lease, drafts, **values)
 
     def request_cancel(self, job_id: str) -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as that worker sees it; a finished one stays.
@@ -322,7 +326,7 @@ class Queue:
                 if row.cancel_requested:
                     self._end_unowned(connection, here, JobState.CANCELLED)
                 else:
-                    error = f"given up: the worker was lost {self.max_attempts} times"
+                    error = f"given up after {self.max_attempts} attempts that ended with the worker or its device"
                     self._end_unowned(connection, here, JobState.FAILED, error)
 
     def _end_unowned(

@@ -389,8 +389,18 @@ def test_a_job_whose_workers_keep_dying_is_given_up(database: Database) -> None:
     assert claim_next(queue) is None
     failed = get_job(database, job.id)
     assert failed.state is JobState.FAILED
-    assert failed.error == "given up: the worker was lost 2 times"
+    assert failed.error == "given up after 2 attempts that ended with the worker or its device"
     assert codes(database, job.id) == [101, 102, 106, 403]
+
+
+def test_a_job_that_is_put_back_with_trouble_says_so_and_is_given_up_in_the_end(database: Database) -> None:
+    queue = Queue(database, max_attempts=2)
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        queue.release(claim_one(queue).lease, trouble="the device fell off the bus")
+    assert claim_next(queue) is None
+    assert get_job(database, job.id).state is JobState.FAILED
+    assert codes(database, job.id) == [101, 102, 302, 106, 302, 403]
 
 
 # Hardware

@@ -1,0 +1,113 @@
+"""`python -m workers` runs a worker; `python -m workers doctor` tells what a worker here could use."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import sqlalchemy as sa
+
+from storage.database import Database, open_database
+from storage.queue import Queue
+from storage.schema import upgrade
+from workers.device_lock import DeviceBusyError
+from workers.device_sets import default_devices, parse_devices
+from workers.devices import visible_devices
+from workers.launcher import Profiler, ProfilerError
+from workers.runner import DATABASE_TROUBLE
+from workers.settings import Settings, read_settings
+from workers.worker import Worker
+
+_log = logging.getLogger("workers")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m workers", description="Claim explorations and run them.")
+    commands = parser.add_subparsers(dest="command", metavar="doctor")
+    doctor = commands.add_parser("doctor", help="tell which devices and back ends are usable, and why others are not")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--device", help="cpu, cuda:0 or cuda:0-3; default: the first GPU, else the CPU")
+    parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
+    parser.add_argument("--once", action="store_true", help="end after one job")
+    parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
+    options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        from workers.doctor import main as examine  # noqa: PLC0415 - it imports torch, which a worker never does
+
+        return examine(json=options.json)
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    _log.setLevel(logging.INFO)
+    settings = read_settings()
+    try:
+        given = options.device
+        devices = parse_devices(given) if given else default_devices(visible_devices(settings.environment))
+        database = open_database(options.database_url or settings.database_url)
+        workers = [_build_worker(database, device, settings) for device in devices]
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        upgrade(database)
+        return _serve(workers, 1 if options.once else options.max_jobs, end_with_stdin=options.end_with_stdin)
+    except sa.exc.SQLAlchemyError as error:
+        _log.error("the database cannot be used: %s", error)
+        return 1
+    finally:
+        database.dispose()
+
+
+def _build_worker(database: Database, device: str, settings: Settings) -> Worker:
+    return Worker(Queue(database), Profiler(device, environment=settings.environment, on_wait=_log.info), device)
+
+
+def _serve(workers: Sequence[Worker], max_jobs: int | None, *, end_with_stdin: bool) -> int:
+    """Run each worker in a thread of its own until all have ended; 1 if the device of any failed."""
+    ending = threading.Event()
+    failed = threading.Event()
+
+    def run(worker: Worker) -> None:
+        try:
+            worker.run(max_jobs=max_jobs)
+        except (ProfilerError, DeviceBusyError, *DATABASE_TROUBLE) as error:
+            _log.error("worker %s ends: %s", worker.id, error)
+            failed.set()
+
+    def end(*_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second signal ends the process the hard way
+            signal.signal(number, signal.SIG_DFL)
+        ending.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    threads = [threading.Thread(target=run, args=(worker,), name=worker.id) for worker in workers]
+    for thread in threads:
+        thread.start()
+    if end_with_stdin:
+        threading.Thread(target=_wait_for_stdin, args=(ending,), name="stdin", daemon=True).start()
+    while any(thread.is_alive() for thread in threads) and not ending.wait(0.1):
+        pass
+    for worker, thread in zip(workers, threads, strict=True):
+        worker.stop()
+        while thread.is_alive():
+            thread.join(1.0)
+            worker.stop()  # again, in case it was just starting its profiler and took no notice
+    return int(failed.is_set())
+
+
+def _wait_for_stdin(ending: threading.Event) -> None:
+    with suppress(OSError, ValueError):
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    ending.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The devices that a worker is told to own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_DEVICES = re.compile(r"cpu|cuda(?::(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?)?")
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """`cpu`, `cuda:0`, or `cuda:0-3` for four devices; `cuda` is `cuda:0`.
+
+    Raises:
+        ValueError: `text` is something else.
+    """
+    match = _DEVICES.fullmatch(text)
+    if match is None:
+        raise ValueError(f"device '{text}' is none of cpu, cuda:0 and cuda:0-3")
+    if text == "cpu":
+        return ("cpu",)
+    first = int(match["first"] or 0)
+    last = int(match["last"] or first)
+    if last < first:
+        raise ValueError(f"device '{text}' counts backwards")
+    return tuple(f"cuda:{i}" for i in range(first, last + 1))
+
+
+def default_devices(visible: Sequence[str]) -> tuple[str, ...]:
+    """The first GPU, or the CPU of a host without one."""
+    return (next((device for device in visible if device != "cpu"), "cpu"),)

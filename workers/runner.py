@@ -1,0 +1,235 @@
+"""Runs one claimed job: every step of its exploration is stored before the next begins."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import StrEnum
+from typing import Protocol
+
+import sqlalchemy as sa
+from optuna.exceptions import StorageInternalError
+
+from explorer.events import EventCode, EventDraft
+from explorer.hardware import DeviceReport, HardwareSpec
+from explorer.measurements import Measurement
+from explorer.progress import Progress
+from explorer.requests import ExplorationRequest
+from explorer.search import explore
+from explorer.trials import Measure, Trial, TrialPlan
+from explorer.variant import OpenStudy
+from storage.jobs import JobState
+from storage.leases import Claim, HardwareMismatchError, LeaseLostError
+from storage.queue import Queue
+from storage.studies import study_opener
+from workers.accounting import JobAccount
+from workers.launcher import ProfilerError, ProfilerInterruptedError
+from workers.lease_keeper import Interruption, LeaseKeeper
+
+DATABASE_TROUBLE = (
+    sa.exc.OperationalError,
+    sa.exc.InterfaceError,
+    sa.exc.TimeoutError,
+    StorageInternalError,
+)
+"""The database cannot be reached, or is too busy: nothing is wrong with the job."""
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceProfiler(Protocol):
+    """What a job needs of `workers.launcher.Profiler`; see there for what each call raises."""
+
+    @property
+    def restarts(self) -> int: ...  # noqa: D102
+
+    def start(self) -> None: ...  # noqa: D102
+
+    def hardware(self) -> HardwareSpec: ...  # noqa: D102
+
+    def begin(self, request: ExplorationRequest) -> DeviceReport: ...  # noqa: D102
+
+    def measure(self, plan: TrialPlan) -> Measurement: ...  # noqa: D102
+
+    def interrupt(self) -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Explore(Protocol):
+    """The signature of `explorer.search.explore`."""
+
+    def __call__(  # noqa: D102
+        self,
+        request: ExplorationRequest,
+        report: DeviceReport,
+        measure: Measure,
+        *,
+        history: Sequence[Trial] = (),
+        open_study: OpenStudy | None = None,
+    ) -> Iterator[Progress]: ...
+
+
+class JobEnd(StrEnum):
+    """How a worker parts with a job."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    RELEASED = "released"
+    LOST = "lost"
+
+
+class _ShutdownError(Exception):
+    """The worker is told to end."""
+
+
+def run_job(
+    claim: Claim,
+    queue: Queue,
+    profiler: DeviceProfiler,
+    *,
+    stopping: threading.Event,
+    explore: Explore = explore,
+) -> JobEnd:
+    """Run a job to its end, or until it is cancelled, its lease is lost, or `stopping` is set.
+
+    Whoever sets `stopping` interrupts the profiler after that, so that a trial ends at once.
+
+    Raises:
+        ProfilerError: the device cannot be used; the job has been put back.
+        sqlalchemy.exc.SQLAlchemyError: the database cannot be used; the lease is left to expire.
+    """
+    lease = claim.lease
+    with LeaseKeeper(queue, lease, profiler.interrupt) as keeper:
+        run = _Run(claim, queue, profiler, keeper, stopping)
+        try:
+            return run.explore(explore)
+        except (ProfilerInterruptedError, _ShutdownError, LeaseLostError):
+            return _part(claim, queue, keeper)
+        except ProfilerError as error:
+            with suppress(LeaseLostError):
+                queue.release(lease, trouble=str(error))
+            raise
+        except HardwareMismatchError as error:
+            queue.release(lease, trouble=str(error))
+            return JobEnd.RELEASED
+        except DATABASE_TROUBLE:
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of the search must end this job, not the worker
+            _log.exception("exploration %s failed", lease.job_id)
+            return _fail(claim, queue, f"internal error: {type(error).__name__}: {error}")
+
+
+class _Run:
+    def __init__(
+        self,
+        claim: Claim,
+        queue: Queue,
+        profiler: DeviceProfiler,
+        keeper: LeaseKeeper,
+        stopping: threading.Event,
+    ) -> None:
+        job = claim.job
+        assert job.started_at is not None
+        self._claim = claim
+        self._queue = queue
+        self._profiler = profiler
+        self._keeper = keeper
+        self._stopping = stopping
+        self._account = JobAccount((job.started_at - job.created_at).total_seconds())
+        self._replacements: list[EventDraft] = []
+
+    def explore(self, explore: Explore) -> JobEnd:
+        claim, account = self._claim, self._account
+        report = self._begin()
+        with account.spend("storage"):
+            report = self._queue.pin(claim.lease, report)
+            studies = study_opener(self._queue.database, claim.job.id)
+        try:
+            steps = explore(claim.job.request, report, self._measure, history=claim.history, open_study=studies)
+            while True:
+                with account.spend("suggest"):
+                    step = next(steps, None)
+                assert step is not None, "an exploration ends with an answer"
+                self._check()
+                if step.answer is not None:
+                    return self._finish(step)
+                with account.spend("storage"):
+                    self._queue.record(claim.lease, self._with_replacements(step))
+        finally:
+            studies.close()
+
+    def _begin(self) -> DeviceReport:
+        request = self._claim.job.request
+        with self._account.begin():
+            try:
+                self._profiler.start()
+                return self._profiler.begin(request)
+            except ProfilerError as error:  # it may have died while it waited for a job
+                _log.warning("the profiler is started again: %s", error)
+                self._check()
+                self._profiler.start()
+                return self._profiler.begin(request)
+
+    def _measure(self, plan: TrialPlan) -> Measurement:
+        self._check()
+        restarts = self._profiler.restarts
+        started = time.perf_counter()
+        measurement = self._profiler.measure(plan)
+        self._account.add_trial(time.perf_counter() - started, measurement.phases)
+        if self._profiler.restarts > restarts:
+            reason = measurement.reason or "it could not go on"
+            self._replacements.append(
+                EventDraft(
+                    code=EventCode.PROFILER_REPLACED,
+                    message=f"The profiler process is replaced after trial {plan.number}: {reason}",
+                    data={"trial": plan.number, "reason": reason},
+                )
+            )
+        return measurement
+
+    def _with_replacements(self, step: Progress) -> Progress:
+        drafts, self._replacements = self._replacements, []
+        return replace(step, events=(*drafts, *step.events))
+
+    def _check(self) -> None:
+        """Between trials too, a job goes on only while it may."""
+        if self._keeper.reason is not None or self._stopping.is_set():
+            raise _ShutdownError
+
+    def _finish(self, step: Progress) -> JobEnd:
+        assert step.answer is not None
+        answer = step.answer.model_copy(update={"timings": self._account.timings()})
+        found = answer.recommendation is not None
+        self._queue.finish(
+            self._claim.lease,
+            JobState.SUCCEEDED if found else JobState.FAILED,
+            error=None if found else "no feasible candidate",
+            last=replace(self._with_replacements(step), answer=answer),
+        )
+        return JobEnd.SUCCEEDED if found else JobEnd.FAILED
+
+
+def _part(claim: Claim, queue: Queue, keeper: LeaseKeeper) -> JobEnd:
+    """Give up a job that must not go on."""
+    try:
+        if keeper.reason is Interruption.CANCELLED or queue.watch(claim.lease).cancel_requested:
+            queue.confirm_cancel(claim.lease)
+            return JobEnd.CANCELLED
+        queue.release(claim.lease)
+    except LeaseLostError:
+        return JobEnd.LOST
+    return JobEnd.RELEASED
+
+
+def _fail(claim: Claim, queue: Queue, error: str) -> JobEnd:
+    try:
+        queue.finish(claim.lease, JobState.FAILED, error=error)
+    except LeaseLostError:
+        return JobEnd.LOST
+    return JobEnd.FAILED

@@ -1,0 +1,24 @@
+"""What a worker is told from outside: the one module here that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from storage.database import default_database_url
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """BEXP_DATABASE_URL, and the environment that profiler processes inherit."""
+
+    database_url: str
+    environment: Mapping[str, str]
+
+
+def read_settings(variables: Mapping[str, str] | None = None) -> Settings:
+    """Read `variables` (default: the process's); an empty one counts as not set."""
+    given = dict(os.environ if variables is None else variables)
+    url = given.get("BEXP_DATABASE_URL") or default_database_url(given.get("XDG_DATA_HOME", ""))
+    return Settings(database_url=url, environment=given)
