@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -58,12 +60,19 @@ class CudaMeter:
 
 
 class HostMeter:
-    """The storages that operations create, beside those that exist already."""
+    """The storages that operations create, beside those that exist already.
+
+    Compiled code allocates without telling, and torch gives up compiling for good what it has once met under a
+    dispatch mode: while the meter runs, everything runs eagerly. What the compiler saves by fusing is not seen.
+    """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         self._storages = LiveStorages(existing)
+        self._eager = ExitStack()
 
     def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and importing it takes seconds
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         self._storages.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -71,6 +80,7 @@ class HostMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._storages.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._eager.close()
 
     def level(self) -> int:
         """Bytes created and not freed."""

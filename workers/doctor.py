@@ -1,0 +1,119 @@
+"""`bexp doctor`: which devices and back ends are usable here, and why the others are not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from explorer.frozen import Frozen
+from explorer.hardware import BackendSupport, DeviceReport
+from explorer.models import ModelSpec, MoESpec
+from explorer.requests import ExplorationRequest
+from workers.device_lock import DeviceBusyError
+from workers.devices import visible_devices
+from workers.launcher import Profiler, ProfilerError
+from workers.profiler.compilation import missing_compiler
+
+LOCK_TIMEOUT_SECONDS = 2.0
+
+DENSE = ModelSpec(
+    name="dense-reference",
+    num_layers=2,
+    hidden_size=512,
+    ffn_hidden_size=1024,
+    num_attention_heads=8,
+    num_query_groups=2,
+    vocab_size=4096,
+    seq_length=256,
+)
+MOE = DENSE.model_copy(
+    update={"name": "moe-reference", "moe": MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=256)}
+)
+
+
+class DeviceDiagnosis(Frozen):
+    """One device. `report` is null where the device cannot be used now, and `reason` says why.
+
+    `compile_reason` says why torch.compile cannot be used; null if it can.
+    """
+
+    device: str
+    usable: bool
+    reason: str | None = None
+    report: DeviceReport | None = None
+    compile_reason: str | None = None
+
+
+class Diagnosis(Frozen):
+    """Every device of this host."""
+
+    devices: tuple[DeviceDiagnosis, ...]
+
+
+def main(json_output: bool) -> int:
+    """Try each visible device; returns 0 if one is usable, else 1."""
+    diagnosis = diagnose(os.environ)
+    if json_output:
+        sys.stdout.write(diagnosis.model_dump_json(indent=2) + "\n")
+    else:
+        _print(diagnosis, Console())
+    return 0 if any(device.usable for device in diagnosis.devices) else 1
+
+
+def diagnose(environment: Mapping[str, str]) -> Diagnosis:
+    """Start a profiler on each visible device and ask what it can do for a small dense and a small MoE model."""
+    return Diagnosis(devices=tuple(_diagnose_device(device, environment) for device in visible_devices(environment)))
+
+
+def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagnosis:
+    try:
+        with Profiler(device, environment=environment, lock_timeout_seconds=LOCK_TIMEOUT_SECONDS) as profiler:
+            report = profiler.begin(ExplorationRequest(model=MOE))
+    except (ProfilerError, DeviceBusyError) as error:
+        return DeviceDiagnosis(device=device, usable=False, reason=str(error))
+    return DeviceDiagnosis(
+        device=device,
+        usable=True,
+        report=report,
+        compile_reason=missing_compiler(report.hardware.device_kind),
+    )
+
+
+def _print(diagnosis: Diagnosis, console: Console) -> None:
+    for device in diagnosis.devices:
+        title = f"[bold]{device.device}[/bold]"
+        if device.report is None:
+            console.print(f"{title}  not usable: {device.reason}", highlight=False)
+            continue
+        hardware = device.report.hardware
+        console.print(f"{title}  {hardware.describe()}", highlight=False)
+        table = Table(show_header=False, box=None, padding=(0, 2))
+        for name, value in _facts(device, device.report):
+            table.add_row(name, value)
+        console.print(table)
+
+
+def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str, str]]:
+    hardware = report.hardware
+    versions = {name: value for name, value in hardware.versions if value is not None}
+    yield "versions", ", ".join(f"{name} {value}" for name, value in versions.items())
+    peaks = hardware.matmul_flops_per_second.items()
+    yield "matmul", ", ".join(f"{dtype} {peak / 1e12:.3g} TFLOP/s" for dtype, peak in peaks)
+    yield "memory bandwidth", f"{hardware.memory_bandwidth_bytes_per_second / 1e9:.4g} GB/s (read + write)"
+    yield "launch", f"{hardware.launch_seconds * 1e6:.2g} us an operation"
+    yield "memory limit", f"{hardware.memory_limit_bytes / 2**30:.1f} of {hardware.memory_bytes / 2**30:.1f} GiB"
+    for label, backends in (("attention", report.attention_backends), ("experts", report.expert_backends)):
+        default = report.default_attention if label == "attention" else report.default_experts
+        for backend in backends:
+            yield f"{label} {backend.name}", _describe(backend, default=backend.name == default)
+    yield "torch.compile", device.compile_reason or "usable"
+
+
+def _describe(backend: BackendSupport, *, default: bool) -> str:
+    if not backend.usable:
+        return f"not usable: {backend.reason}"
+    return "usable, the default" if default else "usable"
