@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 from api.settings import ServiceSettings
 from explorer.events import Event, EventCode, EventDraft, recommendation_event
 from explorer.progress import Progress
+from storage.events import read_events
 from storage.jobs import Job, JobState
 from storage.leases import Lease
 from storage.queue import Queue
@@ -189,10 +190,7 @@ def test_a_client_that_leaves_is_noticed_though_nothing_happens(served: Served, 
 def test_watchers_of_one_job_share_its_poll(
     served: Served, queue: Queue, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from api import streams
-
     polled: list[str] = []
-    read_events = streams.read_events
 
     def count(*arguments: Any, limit: int, **options: Any) -> list[Event]:
         if limit == 1:
@@ -209,7 +207,7 @@ def test_watchers_of_one_job_share_its_poll(
     for thread in threads:
         thread.start()
     wait_until(lambda: served.num_watchers == 8)
-    monkeypatch.setattr(streams, "read_events", count)
+    monkeypatch.setattr("api.streams.read_events", count)
     time.sleep(0.5)
     # A tick of 0.02 s polls the one job once.
     assert 1 <= len(polled) <= 30

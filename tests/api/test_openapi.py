@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter

@@ -1,0 +1,57 @@
+"""One way through the service on each database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi.testclient import TestClient
+
+from api.app import create_app
+from api.examples import REQUEST
+from api.settings import ServiceSettings
+from storage.database import Database
+from storage.jobs import JobState
+from storage.queue import Queue
+from tests.contracts.samples import make_progress, make_report
+
+
+def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], Database]) -> None:
+    queue = Queue(open_url(database_url))
+    settings = ServiceSettings(database_url, poll_seconds=0.02)
+    with TestClient(create_app(settings), base_url="http://localhost", raise_server_exceptions=False) as client:
+        assert client.get("/readyz").status_code == 200
+        headers = {"Idempotency-Key": "once"}
+        here = client.post("/v1/explorations", json=REQUEST, headers=headers).headers["Location"]
+        assert client.post("/v1/explorations", json=REQUEST, headers=headers).headers["Location"] == here
+        assert client.post("/v1/explorations", json=REQUEST | {"seed": 1}, headers=headers).status_code == 422
+        client.post("/v1/explorations", json=REQUEST)
+
+        fingerprint = make_report().hardware.fingerprint
+        claim = queue.claim("worker", device_kind="cpu", num_devices=1, fingerprint=fingerprint)
+        assert claim is not None
+        assert here.endswith(claim.job.id)
+        queue.record(claim.lease, make_progress(0))
+        queue.finish(claim.lease, JobState.SUCCEEDED)
+
+        assert client.get(here).json()["state"] == "succeeded"
+        assert client.get(f"{here}/recommendation").json()["recommendation"]["confidence"] == 45
+        assert len(client.get(f"{here}/trials").json()["items"]) == 1
+        assert client.get(f"{here}/events").text.count("\ndata: ") == 4
+        assert client.get(f"{here}/log?follow=true").text.count("\n") == 4
+        assert 'bexp_jobs{state="succeeded"} 1.0' in client.get("/metrics").text
+
+        page = client.get("/v1/explorations?limit=1").json()
+        last = client.get("/v1/explorations", params={"cursor": page["next_cursor"]}).json()
+        assert [item["links"]["self"] for item in last["items"]] == [here]
+        # PostgreSQL takes no NUL and no number beyond its columns.
+        for path, status in [
+            ("/v1/explorations/%00", 404),
+            ("/v1/explorations?cursor=%00", 422),
+            (f"{here}/trials?cursor={1 << 40}", 422),
+            (f"{here}/trials?cursor={(1 << 31) - 1}", 200),
+            (f"{here}/log?after={1 << 40}", 422),
+            (f"{here}/events?after={(1 << 31) - 1}", 204),
+        ]:
+            assert client.get(path).status_code == status, path
+        for document in (REQUEST | {"model": REQUEST["model"] | {"name": "a\0b"}}, REQUEST | {"a\0b": 1}):
+            assert client.post("/v1/explorations", json=document).status_code == 422
