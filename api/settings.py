@@ -38,7 +38,7 @@ class ServiceSettings:
     max_body_bytes: int = 256 * 1024
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
-    waiting_check_seconds: float = 5.0
+    waiting_check_seconds: float = 2.0
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
