@@ -1,10 +1,11 @@
 # `make demo` explores a small model on this machine; `make test` runs every check. Both set up .venv first.
+# Another interpreter: make PYTHON=python3.12 (after `make clean`, if .venv exists already).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check setup clean
+.PHONY: demo test setup clean
 
 demo: $(STAMP)
 	$(BIN)/bexp explore examples/tiny-moe.yaml
@@ -18,14 +19,17 @@ test: $(STAMP)
 
 setup: $(STAMP)
 
+# A .venv whose pip does not run is what an interrupted set-up left: it is built anew.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "bexp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || \
+	  { echo "bexp needs Python 3.11 or 3.12, but $(PYTHON) is: $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
-	  { echo "python3-venv is missing. On Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	  { echo "python3-venv is missing. On Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }
+	@echo "Setting up $(VENV); the first time, this downloads PyTorch and takes minutes."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
+	  --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
