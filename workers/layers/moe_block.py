@@ -70,8 +70,8 @@ class MoEFFN(ResidualBlock):
         return out.view_as(x_BSD)
 
     def compile_core(self) -> None:
-        """Compile the branch; a back end that waits for the device stays eager inside."""
-        if not self.backend.traceable:
+        """Compile the branch; a back end that cannot be traced stays eager inside."""
+        if self.w_in.dtype not in self.backend.traceable_dtypes:
             self.run_experts = left_eager(self.backend.forward)
         super().compile_core()
 

@@ -37,12 +37,12 @@ class ExpertFFN(Protocol):
 class ExpertBackend:
     """One implementation of an expert FFN.
 
-    `unsupported_reason` is null where it serves the model on the device. `traceable` says that it never waits for the
-    device, so that torch.compile can take it in; another is left as it is inside a compiled block.
+    `unsupported_reason` is null where it serves the model on the device. In `traceable_dtypes` torch.compile can take
+    it in, since it never waits for the device; in others it stays eager inside a compiled block.
     """
 
     name: str
     stock: bool
     unsupported_reason: Callable[[ModelSpec, torch.device], str | None]
     forward: ExpertFFN
-    traceable: bool = False
+    traceable_dtypes: frozenset[torch.dtype] = frozenset()

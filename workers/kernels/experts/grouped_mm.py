@@ -16,6 +16,7 @@ from workers.kernels.probe import failure_of
 
 _STRIDE_BYTES = 16
 _MAX_GROUPS = 1023
+_TRACEABLE = frozenset({torch.bfloat16})  # torch traces no other, although it runs them
 
 
 def _gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
@@ -50,4 +51,4 @@ def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
     return failure_of(lambda: F.grouped_mm(x, w, offs=ends), device)
 
 
-GROUPED_MM = ExpertBackend("grouped_mm", True, _unsupported_reason, _forward, traceable=True)
+GROUPED_MM = ExpertBackend("grouped_mm", True, _unsupported_reason, _forward, _TRACEABLE)
