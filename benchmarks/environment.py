@@ -1,0 +1,39 @@
+"""What a result was measured with, and how it is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "nvidia-cudnn-cu13", "optuna", "numpy", "sqlalchemy", "fastapi", "pydantic")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Date, host and versions; the device itself is in each result's HardwareSpec."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Replace `path` in one step, so that an interrupted run leaves the last whole state."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(results, indent=1) + "\n")
+    draft.replace(path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,128 @@
+"""Whole explorations through REST and a real worker: from submit to the final answer.
+
+    python -m benchmarks.explorations examples/olmoe-1b-7b.yaml ... --device cuda:0 --out results/NAME.json
+
+Starts the API and one worker on a fresh SQLite database, submits each configuration when the one before has ended, and
+follows the event stream as any client does. The worker keeps a profiler process ready for the next job, as it does in
+service; `process_start` and `queue` say what a job had to wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from api.client import Client, Job, Result
+from api.embedded import EmbeddedService
+from benchmarks.environment import describe_environment, write_results
+from explorer.events import Event, EventCode, render_line
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
+from explorer.requests import ExplorationRequest
+from explorer.trials import Trial, TrialKind
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the configurations and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("configs", nargs="+", type=Path)
+    parser.add_argument("--device", default=None, help="cpu, cuda:0, ...; default: what `bexp worker` takes")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
+    )
+    options = parser.parse_args(arguments)
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/bexp.db"
+        with EmbeddedService(url, with_worker=True, device=options.device) as service, Client(service.url) as client:
+            for path in options.configs:
+                for seed in range(options.repeat):
+                    request = parse_request(load_document(path.read_text())).model_copy(update={"seed": seed})
+                    runs.append(explore(service, client, path.stem, request))
+                    write_results(options.out, {"environment": describe_environment(), "runs": runs})
+    print_table(runs)
+    return 0 if all(run["state"] == "succeeded" for run in runs) else 1
+
+
+def explore(service: EmbeddedService, client: Client, name: str, request: ExplorationRequest) -> dict[str, Any]:
+    """Submit, follow to the end, and collect everything that the service says of the job."""
+    started = time.perf_counter()
+    job = client.submit(request)
+    lines, first_recommendation, confident = [], None, None
+    for event in client.events(job.id):
+        seconds = time.perf_counter() - started
+        service.check()
+        lines.append(render_line(event))
+        print(f"{seconds:6.1f} s  {lines[-1]}", flush=True)
+        if event.code is EventCode.RECOMMENDATION:
+            first_recommendation = first_recommendation or seconds
+            if confident is None and _confidence(event) >= request.budget.confidence_target:
+                confident = seconds
+    seconds = time.perf_counter() - started
+    job, result, trials = client.get(job.id), client.recommendation(job.id), client.trials(job.id)
+    return {
+        "name": name,
+        "request": request.model_dump(mode="json"),
+        "state": job.state,
+        "submit_to_final_seconds": seconds,
+        "submit_to_first_recommendation_seconds": first_recommendation,
+        "submit_to_confidence_target_seconds": confident,
+        "overheads": overheads(job, result, trials),
+        "lines": lines,
+        "answer": result.answer.model_dump(mode="json") if result and result.answer else None,
+        "trials": [trial.model_dump(mode="json") for trial in trials],
+    }
+
+
+def overheads(job: Job, result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
+    """Seconds that are not measuring: suggest, storage and messages a trial, idle profiler, process starts."""
+    timings = result.answer.timings if result and result.answer else {}
+    components = [t for t in trials if t.kind is TrialKind.COMPONENTS]
+    found: dict[str, Any] = {
+        "num_trials": len(trials),
+        "num_whole_model_trials": len(trials) - len(components),
+        "process_starts": sum(t.measurement.phases.process_start > 0 for t in trials),
+        "timings": timings,
+    }
+    if components:
+        found["suggest_median_seconds"] = statistics.median(t.suggest_seconds for t in components)
+        found["messaging_median_seconds"] = statistics.median(t.measurement.phases.messaging for t in components)
+        found["storage_mean_seconds"] = timings.get("storage", 0.0) / len(trials)
+        found["suggest_mean_seconds"] = timings.get("suggest", 0.0) / len(trials)
+    if timings.get("total"):
+        found["profiler_idle_share"] = timings["profiler_idle"] / timings["total"]
+    return found
+
+
+def print_table(runs: list[dict[str, Any]]) -> None:
+    """One line a run."""
+    heads = f"{'model':<22}{'state':<11}{'final s':>8}{'m':>5}{'x base':>8}{'conf':>6}{'trials':>8}"
+    print(f"\n{heads}{'step err':>10}{'peak err':>10}")
+    for run in runs:
+        found = (run["answer"] or {"variants": [{}]})["variants"][0].get("recommendation")
+        if found is None:
+            print(f"{run['name']:<22}{run['state']:<11}{run['submit_to_final_seconds']:>8.1f}")
+            continue
+        check = found["whole_model"] or {}
+        errors = "".join(
+            f"{100 * check[key]:>9.1f}%" if check else f"{'-':>10}" for key in ("step_error", "peak_error")
+        )
+        print(
+            f"{run['name']:<22}{run['state']:<11}{run['submit_to_final_seconds']:>8.1f}"
+            f"{found['candidate']['micro_batch_size']:>5}{found['performance']:>8.2f}{found['confidence']:>6}"
+            f"{run['overheads']['num_trials']:>8}{errors}"
+        )
+
+
+def _confidence(event: Event) -> int:
+    return int(event.data["recommendation"]["confidence"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Composed steps against whole models: how far the sum of components is from the model that they make up.
+
+    python -m benchmarks.fidelity examples/llama-3.2-1b.yaml ... --device cuda:0 --out results/NAME.json
+
+For each configuration, candidates over micro-batch, tile and recomputation are measured by component, composed, and
+then run whole: all layers, embedding, loss, two accumulated micro-steps and the optimizer. Errors are
+(composed - whole) / whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment, write_results
+from explorer.answers import check_whole_model
+from explorer.belief import Belief
+from explorer.candidates import Candidate, Recompute
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
+from explorer.hardware import DeviceReport
+from explorer.measurements import Outcome
+from explorer.requests import ExplorationRequest
+from explorer.table import SpaceTable
+from explorer.trials import Trial, TrialKind, TrialPlan
+from workers.launcher import Profiler
+
+TIMEOUT_SECONDS = 180.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check every configuration and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("configs", nargs="+", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for path in options.configs:
+        request = parse_request(load_document(path.read_text()))
+        profiler = Profiler(options.device)
+        try:
+            profiler.start()
+            rows += check(path.stem, request, profiler, options.micro_batch_sizes)
+        finally:
+            profiler.close()
+        write_results(options.out, {"environment": describe_environment(), "rows": rows})
+    print_table(rows)
+    return 0
+
+
+def candidates(request: ExplorationRequest, report: DeviceReport, micro_batch_sizes: list[int]) -> list[Candidate]:
+    """Each micro-batch plain; the largest also tiled, with selective, partial and full recomputation."""
+    model = request.model
+    plain = {
+        "attention_backend": report.default_attention,
+        "expert_backend": report.default_experts,
+        "num_query_groups": model.query_groups,
+    }
+    found = [Candidate(micro_batch_size=m, **plain) for m in micro_batch_sizes]
+    largest = max(micro_batch_sizes)
+    if request.mode == "train":
+        policies = (Recompute.SELECTIVE, Recompute.PARTIAL_50, Recompute.FULL)
+        found += [Candidate(micro_batch_size=largest, recompute=policy, **plain) for policy in policies]
+        found.append(Candidate(micro_batch_size=largest, bta_tile=max(1, largest // 4), **plain))
+    return found
+
+
+def check(
+    name: str, request: ExplorationRequest, profiler: Profiler, micro_batch_sizes: list[int]
+) -> list[dict[str, Any]]:
+    """Measure, compose and run every candidate of one configuration that fits."""
+    report = profiler.begin(request)
+    chosen = candidates(request, report, micro_batch_sizes)
+    table = SpaceTable(chosen, request.model, request)
+    belief = Belief(table, chosen, request, report.hardware)
+    rows = []
+    for row, candidate in enumerate(chosen):
+        plan = TrialPlan(
+            number=row,
+            kind=TrialKind.COMPONENTS,
+            model=request.model,
+            candidate=candidate,
+            components=table.missing(row, belief.surrogate.known_K),
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
+        belief.learn([profiler.measure(plan)])
+        if not (belief.is_known(row) and belief.fits(row)):
+            print(f"{name}: {candidate.describe()}: does not fit", flush=True)
+            continue
+        whole = profiler.measure(plan.model_copy(update={"kind": TrialKind.WHOLE_MODEL, "components": ()}))
+        trial = Trial(number=row, kind=TrialKind.WHOLE_MODEL, measurement=whole)
+        found = check_whole_model(belief, row, trial)
+        seconds = belief.seconds(row)
+        entry = {
+            "name": name,
+            "candidate": candidate.model_dump(mode="json"),
+            "hardware": report.hardware.model_dump(mode="json"),
+            "outcome": whole.outcome.value,
+            "reason": whole.reason,
+            "composed": {
+                "micro_step_seconds": seconds.micro_step,
+                "optimizer_seconds": seconds.optimizer,
+                "peak_bytes": belief.bytes(row).peak,
+                "required_bytes": belief.bytes(row).required,
+            },
+            "components": [belief.measured[c].model_dump(mode="json") for c in table.decompositions[row].components],
+            "check": found.model_dump(mode="json") if found else None,
+        }
+        rows.append(entry)
+        _print_row(entry)
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Median and largest error."""
+    checked = [row["check"] for row in rows if row["outcome"] == Outcome.OK]
+    for what in ("step_error", "peak_error"):
+        errors = [abs(found[what]) for found in checked]
+        if errors:
+            print(
+                f"{what}: median {statistics.median(errors):.1%}, max {max(errors):.1%} over {len(errors)} candidates"
+            )
+
+
+def _print_row(entry: dict[str, Any]) -> None:
+    candidate = Candidate.model_validate(entry["candidate"])
+    found = entry["check"]
+    if found is None:
+        print(f"{entry['name']}: {candidate.describe()}: {entry['outcome']}: {entry['reason']}", flush=True)
+        return
+    whole = found["measurement"]
+    print(
+        f"{entry['name']}: {candidate.describe()}: micro-step {1e3 * entry['composed']['micro_step_seconds']:.1f} ms "
+        f"composed, {1e3 * whole['micro_step_seconds']:.1f} whole; optimizer "
+        f"{1e3 * entry['composed']['optimizer_seconds']:.2f}, {1e3 * whole['optimizer_seconds']:.2f} ms; "
+        f"step {found['step_error']:+.1%}, peak {found['peak_error']:+.1%}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
