@@ -25,11 +25,20 @@ from api.client import Client, ServiceError
 START_SECONDS = 60.0
 GRACE_SECONDS = 8.0
 TAIL_LINES = 8
+VERBOSE = ("Traceback (most recent call last)", "usage: ")
 
 
 def child_environment(database_url: str) -> dict[str, str]:
     """This process's environment with the database in it: on a command line, others could read its password."""
     return {**os.environ, "BEXP_DATABASE_URL": database_url}
+
+
+class ChildEndedError(ServiceError):
+    """A child ended by itself; `status` is its exit status, negative for a signal."""
+
+    def __init__(self, message: str, status: int) -> None:
+        self.status = status
+        super().__init__(message)
 
 
 class Child:
@@ -57,11 +66,12 @@ class Child:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise ServiceError, with the end of the log, if the process has ended."""
+        """Raise ChildEndedError, with the end of the log, if the process has ended."""
         if self._has_ended():
             status = self._process.wait()
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            raise ServiceError("\n".join([f"the embedded {self.name} {how}; {self.log} ends with", *self._tail()]))
+            message = "\n".join([f"the embedded {self.name} {how}; {self.log} ends with", *self._tail()])
+            raise ChildEndedError(message, status)
 
     def tell(self, line: str) -> None:
         """Write a line to its stdin."""
@@ -94,10 +104,10 @@ class Child:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _tail(self) -> list[str]:
-        """The last lines of the log; of a traceback only the error."""
+        """The last lines of the log; of a traceback or a usage message only the error."""
         lines = [line.rstrip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        if any(line.startswith("Traceback (most recent call last)") for line in lines):
-            lines = [line for line in lines if not line.startswith((" ", "Traceback"))][-1:]
+        if any(line.startswith(VERBOSE) for line in lines):
+            lines = [line for line in lines if not line.startswith((" ", *VERBOSE))][-1:]
         return lines[-TAIL_LINES:] or ["(nothing)"]
 
 
@@ -137,7 +147,7 @@ class EmbeddedService:
         self._children[0].tell(job_id)
 
     def check(self) -> None:
-        """Raise ServiceError if a child has ended."""
+        """Raise ChildEndedError if a child has ended."""
         for child in self._children:
             child.check()
 
@@ -155,7 +165,7 @@ class EmbeddedService:
             command = [sys.executable, "-m", "api.embedded_api", str(listener.fileno())]
             self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
         if self._with_worker:
-            command = [sys.executable, "-m", "workers"]
+            command = [sys.executable, "-m", "workers", "--end-with-stdin"]
             command += ["--device", self._device] if self._device is not None else []
             self._children.append(self._child("worker", command))
         self._await_api()

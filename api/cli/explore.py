@@ -10,12 +10,13 @@ import typer
 
 from api.cli import options
 from api.cli.connection import environment, shown_url
-from api.cli.errors import say
+from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.results import conclude
 from api.client import Client, Job, ProblemError, ServiceError
-from api.embedded import EmbeddedService
+from api.embedded import ChildEndedError, EmbeddedService
 from explorer.events import Event
+from explorer.requests import ExplorationRequest
 
 CANCEL_SECONDS = 5.0
 
@@ -56,6 +57,15 @@ def explore(
             "seed": seed,
         },
     )
+    try:
+        code = _explore(request, device, as_json=as_json)
+    except ChildEndedError as error:
+        wrong = error.status == ExitCode.USAGE  # as argparse ends a worker whose --device does not exist
+        raise CommandError(ExitCode.USAGE if wrong else ExitCode.SERVICE, *str(error).splitlines()) from None
+    raise typer.Exit(code)
+
+
+def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
     database_url = environment().database_url
     with (
         EmbeddedService(database_url, with_worker=True, device=device) as service,
@@ -66,8 +76,7 @@ def explore(
         say(f"exploration {job.id}, kept in {shown_url(database_url)}")
         _mention_queue(client, job)
         last = _follow_or_cancel(client, job, service, as_json=as_json)
-        code = conclude(client, job.id, last, as_json=as_json)
-    raise typer.Exit(code)
+        return conclude(client, job.id, last, as_json=as_json)
 
 
 def _mention_queue(client: Client, job: Job) -> None:

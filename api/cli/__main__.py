@@ -1,0 +1,5 @@
+"""`python -m api.cli` is `bexp`."""
+
+from api.cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""`bexp explore`, as typed by a person who has nothing else installed or running."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+
+import psutil
+import pytest
+
+from tests.acceptance.conftest import Machine, await_gone, profilers_of, wait_for
+
+pytestmark = pytest.mark.slow
+
+LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
+RECOMMENDATION = re.compile(
+    r"BEXP202 \d\d:\d\d:\d\d GMT  Current recommended micro_batch_size: (\d+), "
+    r"estimated performance: \d+\.\d\dx base, confidence score: \d\d? \(out of 100\)"
+)
+
+
+def test_explore_prints_lines_and_the_answer_and_keeps_both(machine: Machine) -> None:
+    printed = machine.run("explore", machine.configure(), "--device", "cpu")
+    lines, _, answer = printed.partition("\n\n")
+    assert all(LINE.fullmatch(line) for line in lines.splitlines())
+    recommended = [match[1] for match in map(RECOMMENDATION.fullmatch, lines.splitlines()) if match]
+    assert lines.startswith("BEXP101")
+    assert lines.splitlines()[-1].startswith("BEXP401")
+    assert answer.startswith(f"Recommended micro_batch_size: {recommended[-1]} for tiny")
+
+    (log,) = (machine.folder / "local_compile_train" / "tiny").iterdir()
+    assert log.read_text() == lines + "\n"
+
+    job_id = log.stem.removeprefix("run_")
+    assert machine.run("best", job_id) == recommended[-1] + "\n"
+    (listed,) = json.loads(machine.run("list", "--json"))
+    assert (listed["id"], listed["state"]) == (job_id, "succeeded")
+    assert str(listed["micro_batch_size"]) == recommended[-1]
+
+
+def test_what_does_not_fit_is_exit_1_and_names_a_way_out(machine: Machine) -> None:
+    printed = machine.run("explore", machine.configure(), "--memory-limit-gib", "0.001", "--device", "cpu", code=1)
+    assert "BEXP402" in printed
+    assert "No candidate fits: " in printed
+
+
+def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine) -> None:
+    command = machine.start("explore", machine.configure(), "--max-seconds", "60", "--device", "cpu")
+    wait_for(lambda: "BEXP102" in machine.out(command), 40, "the job's start")
+    children = psutil.Process(command.pid).children(recursive=True)
+    assert profilers_of(psutil.Process(command.pid))
+    command.send_signal(signal.SIGINT)
+    assert command.wait(12) == 130
+    await_gone(children, 0)
+    (listed,) = json.loads(machine.run("list", "--json"))
+    assert listed["state"] == "cancelled"
+    assert "Traceback" not in machine.err(command)
+
+
+def test_a_killed_command_takes_worker_and_profiler_with_it(machine: Machine) -> None:
+    command = machine.start("explore", machine.configure(), "--max-seconds", "60", "--device", "cpu")
+    wait_for(lambda: "BEXP102" in machine.out(command), 40, "the job's start")
+    children = psutil.Process(command.pid).children(recursive=True)
+    command.kill()
+    command.wait()
+    await_gone(children, 15)
+    (listed,) = json.loads(machine.run("list", "--json"))
+    assert listed["state"] == "cancelled"
+
+
+def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
+    command = machine.start("explore", machine.configure(), "--max-seconds", "60", "--device", "cpu")
+    wait_for(lambda: "BEXP102" in machine.out(command), 40, "the job's start")
+    children = psutil.Process(command.pid).children(recursive=True)
+    (worker,) = (child for child in children if child.cmdline()[-1] == "cpu" and "workers" in child.cmdline())
+    worker.kill()
+    assert command.wait(12) == 3
+    assert "bexp: the embedded worker was ended by SIGKILL" in machine.err(command)
+    await_gone(children, 5)
+
+
+def test_a_device_that_does_not_exist_is_exit_2(machine: Machine) -> None:
+    command = machine.start("explore", machine.configure(), "--device", "cuda:99")
+    assert command.wait(30) == 2
+    assert "device 'cuda:99' does not exist" in machine.err(command)
+    assert "usage" not in machine.err(command)
