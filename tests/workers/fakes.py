@@ -1,0 +1,99 @@
+"""A profiler without a device, and an exploration of three trials."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from explorer.events import EventCode, EventDraft
+from explorer.hardware import DeviceReport, HardwareSpec
+from explorer.measurements import Measurement, Outcome, PhaseSeconds
+from explorer.progress import Progress
+from explorer.recommendations import Answer, VariantAnswer
+from explorer.requests import ExplorationRequest
+from explorer.trials import Measure, Trial, TrialKind, TrialPlan
+from explorer.variant import OpenStudy
+from tests.contracts.samples import make_candidate, make_recommendation, make_report
+from workers.launcher import ProfilerError, ProfilerInterruptedError
+
+NUM_TRIALS = 3
+
+
+class FakeProfiler:
+    """Measures in no time, unless a trial of `hanging` is asked for: that one waits to be interrupted."""
+
+    def __init__(self, *, hanging: Sequence[int] = (), outcomes: Sequence[Outcome] = ()) -> None:
+        self.restarts = 0
+        self.calls: list[str] = []
+        self.measured: list[int] = []
+        self.is_hanging = threading.Event()
+        self.failures: list[str] = []
+        self._hanging = set(hanging)
+        self._outcomes = dict(enumerate(outcomes))
+        self._interrupted = threading.Event()
+        self.before_measure: Callable[[TrialPlan], None] = lambda plan: None
+
+    def start(self) -> None:
+        self.calls.append("start")
+        self._interrupted.clear()
+
+    def hardware(self) -> HardwareSpec:
+        return make_report().hardware
+
+    def begin(self, request: ExplorationRequest) -> DeviceReport:
+        self.calls.append("begin")
+        if self.failures:
+            raise ProfilerError(self.failures.pop(0))
+        return make_report()
+
+    def measure(self, plan: TrialPlan) -> Measurement:
+        if self._interrupted.is_set():
+            raise ProfilerInterruptedError
+        self.before_measure(plan)
+        if plan.number in self._hanging:
+            self.is_hanging.set()
+            assert self._interrupted.wait(30)
+            raise ProfilerInterruptedError
+        self.measured.append(plan.number)
+        outcome = self._outcomes.get(plan.number, Outcome.OK)
+        reason = None
+        if outcome is not Outcome.OK:
+            self.restarts += 1
+            reason = "it was too large"
+        phases = PhaseSeconds(process_start=5.0, build=0.25, timed=0.5)
+        return Measurement(candidate=plan.candidate, outcome=outcome, reason=reason, phases=phases)
+
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
+        self._interrupted.set()
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def fake_explore(
+    request: ExplorationRequest,
+    report: DeviceReport,
+    measure: Measure,
+    *,
+    history: Sequence[Trial] = (),
+    open_study: OpenStudy | None = None,
+) -> Iterator[Progress]:
+    """Three trials, numbered on from the history, and an answer; nothing is found when `seed` is 13."""
+    for number in range(len(history), NUM_TRIALS):
+        plan = TrialPlan(
+            number=number,
+            kind=TrialKind.COMPONENTS,
+            model=request.model,
+            candidate=make_candidate(number + 1),
+            timeout_seconds=1.0,
+        )
+        trial = Trial(number=number, kind=plan.kind, measurement=measure(plan))
+        event = EventDraft(code=EventCode.TRIAL, message=f"trial {number}", data={"number": number})
+        yield Progress((event,), trial=trial, recommendation=make_recommendation(number + 1))
+    found = None if request.seed == 13 else make_recommendation(NUM_TRIALS)
+    code = EventCode.SUCCEEDED if found else EventCode.NOTHING_FITS
+    variant = VariantAnswer(num_query_groups=4, num_parameters=10, recommendation=found)
+    yield Progress(
+        (EventDraft(code=code, message="the end"),), recommendation=found, answer=Answer(variants=(variant,))
+    )
