@@ -202,7 +202,9 @@ class Profiler:
         """The process, started anew if there is none, and told of the job."""
         self._check_interrupted()
         if self._process is not None:
-            return self._process
+            if self._process.alive:
+                return self._process
+            self._replace()  # it ended while nobody asked anything of it
         if not self._lock.acquire(
             timeout_seconds=self._lock_timeout_seconds, on_wait=self._on_wait, cancelled=self._interrupted.is_set
         ):

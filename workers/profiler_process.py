@@ -65,6 +65,11 @@ class ProfilerProcess:
         """Process id, and the id of its group."""
         return self._popen.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._popen.poll() is None
+
     def send(self, order: Frozen) -> None:
         """Write one order.
 

@@ -49,7 +49,7 @@ def test_saved_tensors_count_until_backward_frees_them() -> None:
         z = y.sum()
         del y
         assert storages.allocated_bytes == 4 * KIB + 4
-        z.backward()  # type: ignore[no-untyped-call]
+        z.backward()
         del z
         assert storages.allocated_bytes == 4 * KIB, "the gradient of x"
     assert x.grad is not None

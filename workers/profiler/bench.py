@@ -23,7 +23,9 @@ class Bench:
             torch.cuda.set_device(device)
             self.timer = CudaTimer(device)
         else:
-            torch.set_num_threads(host.usable_cores())
+            torch.set_num_threads(
+                min(torch.get_num_threads(), host.usable_cores())
+            )  # OMP_NUM_THREADS may ask for fewer
             self.timer = HostTimer()
         self._baseline_bytes = self._settled_bytes()
 
