@@ -153,6 +153,11 @@ def test_tied_embeddings_share_one_tensor() -> None:
     assert module.head.w_vocab is module.embedding.w_tokens
 
 
+def test_layers_share_their_rotary_tables() -> None:
+    tables = {b.data_ptr() for name, b in decoder(small_model()).named_buffers(remove_duplicate=False)}
+    assert len(tables) == 2  # cosines and sines
+
+
 def test_every_expert_layer_has_the_same_routes() -> None:
     module = decoder(small_model(**MODELS["moe"]))
     routes = [layer.get_submodule("ffn").routes for layer in module.layers]

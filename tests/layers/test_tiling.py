@@ -75,7 +75,7 @@ def test_one_tiles_activations_exist_at_a_time(recompute: BlockRecompute) -> Non
         size = out.shape[0]
         alive["tiles"] += size
         peak = max(peak, alive["tiles"])
-        weakref.finalize(out.untyped_storage(), lambda: alive.subtract(tiles=size))
+        weakref.finalize(out.untyped_storage(), lambda: alive.subtract({"tiles": size}))
         return out
 
     module.attend = spy

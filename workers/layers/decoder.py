@@ -9,6 +9,7 @@ from explorer.candidates import Candidate, Recompute, recomputed_layers
 from explorer.components import BlockRecompute, Component, ComponentKind
 from explorer.models import LayerKind, ModelSpec
 from explorer.requests import ExplorationRequest
+from workers.layers.attention_block import AttentionBlock
 from workers.layers.block import ResidualBlock
 from workers.layers.embedding import Embedding
 from workers.layers.factory import build_block
@@ -43,8 +44,9 @@ class DecoderModel(nn.Module):
     """The model of `candidate` as a trainer would run it.
 
     It is built of the blocks that the profiler times, by the same factory. A layer that the candidate recomputes keeps
-    its input alone. Every expert block has the same routes, drawn as for its component. `model` is the variant that
-    the candidate is for; mode, loss, routing, execution and seed are the request's.
+    its input alone. Its attention blocks share their rotary tables, its expert blocks their routes, drawn as for a
+    component. `model` is the variant that the candidate is for; mode, loss, routing, execution and seed are the
+    request's.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class DecoderModel(nn.Module):
         assert isinstance(head, Head)
         self.head = head
         self.train(training)
+        self._share_rotary()
         if model.moe is not None and device.type != "meta":
             self._share_routes(device_routes(model, request.routing, m * model.seq_length, request.seed, device))
 
@@ -102,6 +105,11 @@ class DecoderModel(nn.Module):
             x_BSD = layer(x_BSD)
         loss: Tensor = self.head(x_BSD, targets_BS)
         return loss
+
+    def _share_rotary(self) -> None:
+        blocks = [module for module in self.modules() if isinstance(module, AttentionBlock)]
+        for block in blocks:
+            block.rotary = blocks[0].rotary
 
     def _share_routes(self, routes_TK: Tensor) -> None:
         for module in self.modules():

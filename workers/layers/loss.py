@@ -56,6 +56,7 @@ class _ChunkedCrossEntropy(Function):
             log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
             total -= log_probabilities.gather(1, targets).sum()
             if not any(needs):
+                del logits, log_probabilities
                 continue
             # d(sum of losses)/d(logits) = softmax - one_hot; the mean is taken in backward, so that half precision
             # does not have to hold numbers as small as 1 / T.
@@ -68,6 +69,7 @@ class _ChunkedCrossEntropy(Function):
                 grad_weight.addmm_(grad_logits.t(), h)
             if grad_bias is not None:
                 grad_bias += probabilities.sum(dim=0)
+            del logits, grad_logits, log_probabilities, probabilities  # before the next chunk's come into being
         ctx.num_tokens = num_tokens
         ctx.gradients = (grad_h, grad_weight, None if grad_bias is None or bias_V is None else grad_bias)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
