@@ -154,7 +154,7 @@ class Profiler:
         report = self._begin(process, request, hardware)
         limit = hardware.memory_limit_bytes
         if request.memory_limit_gib is not None:
-            limit = int(request.memory_limit_gib * 2**30)
+            limit = min(int(request.memory_limit_gib * 2**30), hardware.memory_bytes)
         self._job = _Job(request, limit, process.private_bytes())
         return report
 

@@ -159,6 +159,19 @@ def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_w
     assert works(profiler)
 
 
+def test_a_process_that_outgrows_its_limit_unnoticed_by_the_allocator_is_killed(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    assert profiler._job is not None
+    profiler._job.memory_limit_bytes = 0  # the process itself was told another one
+    restarts = profiler.restarts
+    result = slow_trial(profiler)
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    assert "memory limit" in (result.reason or "")
+    assert profiler.restarts == restarts + 1
+    profiler.begin(REQUEST)
+    assert works(profiler)
+
+
 def test_a_killed_process_is_a_crash_and_is_replaced(profiler: Profiler) -> None:
     profiler.begin(REQUEST)
     restarts, pid = profiler.restarts, profiler.pid

@@ -73,6 +73,11 @@ class BlockPasses:
                 with torch.no_grad():
                     x.mul_(1.0)
 
+    def release(self) -> None:
+        """Free what a pass may have left: the output and the incoming gradient."""
+        self._output = None
+        self._gradient = None
+
     def forward(self) -> None:
         """Run the block."""
         with torch.set_grad_enabled(self.training):
@@ -96,8 +101,6 @@ class BlockPasses:
 
     def weighable_forward(self) -> Tensor:
         """The forward's output, joined to a gradient that comes into being in backward only."""
-        self.prepare_forward()
-        self._gradient = None
         with torch.set_grad_enabled(self.training):
             return self.block(*self._inputs)  # type: ignore[no-any-return]
 

@@ -31,6 +31,7 @@ def weigh(passes: BlockPasses, device: torch.device) -> Weight:
     On CUDA the libraries' workspaces must exist already.
     """
     gc.collect()
+    passes.release()
     passes.prepare_forward()
     with not_recomputed(passes.block), byte_meter(device, passes.existing_tensors()) as meter:
         meter.reset_peak()

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from explorer.components import Component, ComponentKind
+from explorer.measurements import ComponentMeasurement
+from explorer.models import DType, ModelSpec
+from explorer.parameters import count_embedding, count_head, count_layer
+from explorer.requests import ExplorationRequest
+from tests.profiler.samples import MODEL, candidate
+from workers.profiler.bench import Bench
+from workers.profiler.optimizer_trial import _parameters, _parts, measure_optimizer
+from workers.profiler.passes import Passes
+from workers.profiler.phases import PhaseClock
+from workers.profiler.timing import Timing
+
+OPTIMIZER = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_query_groups=2)
+
+
+class OneSecond:
+    """A timer for which every part of the model takes a second, and that runs it once."""
+
+    def warm_up(self, passes: Passes) -> None:
+        passes.prepare_forward()
+        passes.forward()
+
+    def time(self, passes: Passes) -> Timing:
+        return Timing(1.0, 0.5, 1.0, 0.1, 7)
+
+
+def measure(model: ModelSpec) -> ComponentMeasurement:
+    bench = Bench(torch.device("cpu"))
+    bench.timer = OneSecond()
+    return measure_optimizer(bench, model, OPTIMIZER, candidate(), ExplorationRequest(model=model), PhaseClock())
+
+
+def test_layers_count_as_often_as_the_model_has_them() -> None:
+    found = measure(MODEL)
+    assert found.device_seconds == 4.0, "one for the ends, one dense layer, two expert layers"
+    assert found.host_seconds == 2.0
+    assert found.standard_error_seconds == pytest.approx(0.1 * (1 + 1 + 4) ** 0.5)
+
+
+def test_a_step_allocates_what_it_converts() -> None:
+    assert measure(MODEL).backward_peak_bytes < 1024, "float32 is stepped where it lies"
+    half = MODEL.model_copy(update={"dtype": DType.BFLOAT16})
+    largest = 4 * max(count_embedding(half) + count_head(half), *(count_layer(half, k) for k in set(half.layer_kinds)))
+    assert measure(half).backward_peak_bytes == pytest.approx(largest, rel=0.01), "its gradients in float32"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parts_hold_every_parameter_once(tied: bool) -> None:
+    model = MODEL.model_copy(update={"tie_embeddings": tied})
+    bench, request = Bench(torch.device("cpu")), ExplorationRequest(model=model)
+    sizes = [
+        sum(parameter.numel() for parameter in _parameters(bench, model, part, request))
+        for part in _parts(model, candidate())
+    ]
+    dense, moe = dict.fromkeys(model.layer_kinds)
+    assert sizes == [
+        count_embedding(model) + count_head(model),
+        count_layer(model, dense),
+        count_layer(model, moe),
+    ]

@@ -1,0 +1,48 @@
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from workers import doctor
+from workers.doctor import Diagnosis, diagnose
+from workers.launcher import ProfilerError
+
+
+@pytest.fixture(autouse=True)
+def a_host_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without GPUs, and with device locks that no other process here holds."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("workers.devices._gpu_uuids", list)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_the_cpu_is_diagnosed_with_its_back_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = diagnose(os.environ)
+    (cpu,) = found.devices
+    assert cpu.device == "cpu"
+    assert cpu.usable, cpu.reason
+    assert cpu.report is not None
+    assert {backend.name for backend in cpu.report.expert_backends} >= {"loop", "grouped_mm", "bmm"}
+
+    monkeypatch.setattr(doctor, "diagnose", lambda environment: found)
+    assert doctor.main(json_output=True) == 0
+    assert Diagnosis.model_validate(json.loads(capsys.readouterr().out)) == found
+    assert doctor.main(json_output=False) == 0
+    printed = capsys.readouterr().out
+    assert cpu.report.hardware.device_name in printed
+    assert "needs a CUDA device" in " ".join(printed.split())
+
+
+def test_a_device_that_cannot_be_used_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> None:
+        raise ProfilerError("the driver is too old")
+
+    monkeypatch.setattr("workers.launcher.Profiler.start", fail)
+    assert doctor.main(json_output=False) == 1
+    assert "the driver is too old" in capsys.readouterr().out
