@@ -73,6 +73,10 @@ class Child:
             message = "\n".join([f"the embedded {self.name} {how}; {self.log} ends with", *self._tail()])
             raise ChildEndedError(message, status)
 
+    def last_line(self) -> str:
+        """What it said last."""
+        return self._tail()[-1]
+
     def tell(self, line: str) -> None:
         """Write a line to its stdin."""
         with suppress(OSError):
@@ -145,6 +149,10 @@ class EmbeddedService:
     def adopt(self, job_id: str) -> None:
         """Have this exploration cancelled if the command is killed."""
         self._children[0].tell(job_id)
+
+    def last_words(self) -> str:
+        """What the worker said last."""
+        return self._children[-1].last_line()
 
     def check(self) -> None:
         """Raise ChildEndedError if a child has ended."""

@@ -19,6 +19,7 @@ from explorer.events import Event
 from explorer.requests import ExplorationRequest
 
 CANCEL_SECONDS = 5.0
+START_SECONDS = 10.0
 
 WorkerDevice = Annotated[str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3", help="What to explore on.")]
 
@@ -88,12 +89,30 @@ def _mention_queue(client: Client, job: Job) -> None:
 
 def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_json: bool) -> Event:
     try:
-        return follow(client, job, to_stderr=as_json, check=service.check)
+        return follow(client, job, to_stderr=as_json, check=_Watchdog(client, job, service))
     except BaseException:
         # Nobody else will run it: whatever stopped the command stops the exploration.
         with suppress(ProblemError, ServiceError):
             _cancel(client, job.id)
         raise
+
+
+class _Watchdog:
+    """Sees to it that the children live, and says once why a job does not start."""
+
+    def __init__(self, client: Client, job: Job, service: EmbeddedService) -> None:
+        self._client = client
+        self._job_id = job.id
+        self._service = service
+        self._speak_at = time.monotonic() + START_SECONDS
+
+    def __call__(self) -> None:
+        self._service.check()
+        if time.monotonic() < self._speak_at:
+            return
+        self._speak_at = float("inf")
+        if self._client.get(self._job_id).state == "queued":
+            say(f"not started after {START_SECONDS:.0f} s; the worker says: {self._service.last_words()}")
 
 
 def _cancel(client: Client, job_id: str) -> None:

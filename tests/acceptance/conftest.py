@@ -38,7 +38,12 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
-        self.environment |= {"XDG_DATA_HOME": str(folder / "data"), "COLUMNS": "100"}
+        self.environment |= {
+            "XDG_DATA_HOME": str(folder / "data"),
+            "TMPDIR": str(folder),  # the locks of devices: other machines are none of this one's concern
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
         self.database_url = f"sqlite:///{folder / 'data' / 'bexp' / 'bexp.db'}"
         self._started: list[subprocess.Popen[str]] = []
 
@@ -69,7 +74,7 @@ class Machine:
     def run(self, *arguments: str | Path, code: int = 0) -> str:
         """Run a command to its end and return what it printed."""
         process = self.start(*arguments)
-        assert process.wait(60) == code, self.err(process)
+        assert process.wait(90) == code, self.err(process)
         return self.out(process)
 
     def configure(self, **changes: object) -> Path:
