@@ -44,7 +44,9 @@ class Checkout:
         self.python.chmod(0o755)
 
     def make(self, *arguments: str, python: str | None = None) -> subprocess.CompletedProcess[str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "PYTHON"))}
+        clean = {
+            key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "PYTHON", "OMP"))
+        }
         command = ["make", "--no-print-directory", f"PYTHON={python or self.python}", *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=clean, capture_output=True, text=True, timeout=30, check=False
@@ -131,6 +133,14 @@ def test_the_demo_explores_the_tiny_example(checkout: Checkout) -> None:
     (path,) = re.findall(r"bexp explore (\S+)", checkout.make("--dry-run", "demo").stdout)
     assert "tiny" in path
     assert (ROOT / path).exists()
+
+
+def test_threads_wait_without_spinning_unless_told_otherwise(checkout: Checkout) -> None:
+    checkout.python.write_text(f'#!/bin/sh\necho "$OMP_WAIT_POLICY" >> {checkout.log}\nexit 1\n')
+    checkout.make("demo")
+    assert checkout.count("PASSIVE") > 0
+    checkout.make("demo", "OMP_WAIT_POLICY=ACTIVE")
+    assert checkout.count("ACTIVE") > 0
 
 
 def test_the_first_target_is_the_demo(checkout: Checkout) -> None:
