@@ -259,7 +259,7 @@ class Queue:
             "owner": None,
             "lease_expires_at": None,
             "queued_at": self.database.clock(),
-            "num_releases": jobs.c.num_releases + (trouble is None),
+            "num_releases": jobs.c.num_releases + int(trouble is None),
         }
         with self.database.begin() as connection:
             self._write(connection, lease, drafts, **values)
@@ -414,14 +414,3 @@ def _claim_event(job: Job, owner: str, description: str | None, num_trials: int)
     stored = f"{num_trials} stored trial{'' if num_trials == 1 else 's'}"
     data["num_trials"] = num_trials
     return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)
-
-
-__all__ = [
-    "Claim",
-    "HardwareMismatchError",
-    "HeartbeatStatus",
-    "IdempotencyConflictError",
-    "Lease",
-    "LeaseLostError",
-    "Queue",
-]

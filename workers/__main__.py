@@ -19,6 +19,7 @@ from storage.schema import upgrade
 from workers.device_lock import DeviceBusyError
 from workers.device_sets import default_devices, parse_devices
 from workers.devices import visible_devices
+from workers.doctor import main as diagnose
 from workers.launcher import Profiler, ProfilerError
 from workers.runner import DATABASE_TROUBLE
 from workers.settings import Settings, read_settings
@@ -40,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
     options = parser.parse_args(arguments)
     if options.command == "doctor":
-        from workers.doctor import main as examine  # noqa: PLC0415 - it imports torch, which a worker never does
-
-        return examine(json=options.json)
+        return diagnose(options.json)
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     _log.setLevel(logging.INFO)

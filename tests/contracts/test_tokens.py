@@ -29,11 +29,12 @@ def test_the_secret_is_not_stored(database: Database) -> None:
     assert len(secret) - len(row.prefix) >= 32
 
 
-@pytest.mark.parametrize("ending", ["x", "", "é", "\0", "\ud800", " "])
-def test_a_wrong_secret_is_nobody(database: Database, ending: str) -> None:
+def test_a_wrong_secret_is_nobody(database: Database) -> None:
     secret = create_token(database, "laptop")
-    assert verify_token(database, secret[:-1] + ending) is None
-    assert verify_token(database, ending) is None
+    for ending in ("x", "", "é", "\0", "\ud800", " "):
+        wrong = secret[:-1] + ending
+        assert verify_token(database, wrong if wrong != secret else wrong[:-1] + "y") is None
+        assert verify_token(database, ending) is None
 
 
 def test_names_are_unique_and_plain(database: Database) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def test_writers_that_read_first_wait_for_each_other(sqlite_database: Database) 
         list(pool.map(add, range(20)))
     with sqlite_database.read() as connection:
         assert connection.exec_driver_sql("SELECT value FROM counter").scalar_one() == 20
+
+
+def test_reads_are_transactions_too(sqlite_database: Database) -> None:
+    """So that several statements see one state; the driver by itself would not begin one."""
+    with sqlite_database.read() as connection:
+        driver = connection.connection.dbapi_connection
+        assert isinstance(driver, sqlite3.Connection)
+        assert driver.in_transaction
 
 
 def test_a_reader_does_not_wait_for_a_writer(sqlite_database: Database) -> None:

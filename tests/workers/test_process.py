@@ -58,6 +58,7 @@ class Workers:
     def __init__(self, database: Database, folder: Path) -> None:
         # The device's lock lies in the temporary directory: with one of its own, a test waits for nobody.
         self._environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder)}
+        self._environment["OMP_NUM_THREADS"] = "1"  # spinning threads of two tests at once slow each other down
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
