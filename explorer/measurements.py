@@ -29,7 +29,7 @@ class ComponentMeasurement(Frozen):
     """One component, timed back to back (forward, backward, no synchronisation between) and weighed.
 
     `device_seconds` is the median time of one forward + backward with the host far enough ahead not to matter,
-    `host_seconds` the host's time to issue it; whichever sum is larger decides a layer's time. For the optimizer both
+    `host_seconds` the host's time to issue it; whichever sum over the model is larger decides. For the optimizer both
     are of one step over the whole model. `forward_device_seconds` is the forward part of `device_seconds`.
 
     Bytes are `max_memory_allocated` differences, parameters and gradients excluded: `saved_bytes` is what a forward

@@ -64,16 +64,16 @@ class SpaceTable:
     def micro_step_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Seconds of a forward and backward pass over the whole model, shape (N, C).
 
-        Within a layer the host runs ahead of the device, so a layer takes the larger of its device and host time.
+        The host issues work ahead of the device, about a thousand launches deep, and blocks that keep the device busy
+        for long (the head above all) give it that lead. So the pass takes the larger of its device and its host time.
         """
-        total: Floats = np.zeros((device_NK.shape[0], len(self._embedding_C[rows])))
-        for end in (self._embedding_C[rows], self._head_C[rows]):
-            total += np.maximum(device_NK[:, end], host_K[end])
+        device = device_NK[:, self._embedding_C[rows]] + device_NK[:, self._head_C[rows]]
+        host = host_K[self._embedding_C[rows]] + host_K[self._head_C[rows]]
         for g in range(self._count_CG.shape[1]):
             attention, ffn, count = self._attention_CG[rows, g], self._ffn_CG[rows, g], self._count_CG[rows, g]
-            device = device_NK[:, attention] + device_NK[:, ffn]
-            total += count * np.maximum(device, host_K[attention] + host_K[ffn])
-        return total
+            device += count * (device_NK[:, attention] + device_NK[:, ffn])
+            host = host + count * (host_K[attention] + host_K[ffn])
+        return np.asarray(np.maximum(device, host))
 
     def optimizer_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Seconds of an optimizer step, shape (N, C); sharded states divide it over the devices."""

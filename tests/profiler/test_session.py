@@ -52,7 +52,7 @@ def sent() -> list[Frozen]:
 
 @pytest.fixture
 def session(bench: UnlimitedBench, sent: list[Frozen]) -> Session:
-    session = Session(bench, sent.append)
+    session = Session(bench, None, sent.append)
     assert session.answer(Begin(request=REQUEST, hardware=HARDWARE))
     assert isinstance(sent.pop(), ReportReply)
     return session
@@ -115,7 +115,7 @@ def test_compiling_without_a_compiler_is_unsupported(
     bench: UnlimitedBench, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    session = Session(bench, sent.append)
+    session = Session(bench, None, sent.append)
     session.answer(Begin(request=REQUEST.model_copy(update={"execution": "compile"}), hardware=HARDWARE))
     session.answer(RunTrial(plan=plan(candidate())))
     finished = sent[-1]
@@ -125,7 +125,7 @@ def test_compiling_without_a_compiler_is_unsupported(
 
 
 def test_the_request_may_lower_the_memory_limit_but_not_raise_it(bench: UnlimitedBench, sent: list[Frozen]) -> None:
-    session = Session(bench, sent.append)
+    session = Session(bench, None, sent.append)
     for gib, expected in ((None, 1 << 33), (1.0, 1 << 30), (100.0, 1 << 34)):
         session.answer(Begin(request=REQUEST.model_copy(update={"memory_limit_gib": gib}), hardware=HARDWARE))
         assert bench.limited == expected

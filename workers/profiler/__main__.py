@@ -32,16 +32,19 @@ def main() -> int:
     import torch  # noqa: PLC0415
 
     from workers.profiler.bench import Bench  # noqa: PLC0415
+    from workers.profiler.hardware import used_bytes  # noqa: PLC0415
     from workers.profiler.session import Session  # noqa: PLC0415
 
+    device = torch.device(arguments.device)
+    used_before = used_bytes(device) if device.type == "cuda" else None
     try:
-        bench = Bench(torch.device(arguments.device))
+        bench = Bench(device)
     except (RuntimeError, AssertionError) as error:  # what torch raises without CUDA, or without this device
         send(Refused(reason=f"{arguments.device} cannot be used: {str(error).splitlines()[0]}"))
         return 1
     gc.collect()
     gc.freeze()  # the hundreds of thousands of objects that torch brings need no second look between timings
-    session = Session(bench, send)
+    session = Session(bench, used_before, send)
     send(Hello(pid=os.getpid()))
     while session.answer(orders.get()):
         pass

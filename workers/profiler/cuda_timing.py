@@ -16,6 +16,13 @@ MAX_QUEUED_LAUNCHES = 800
 FASTEST_LAUNCH_SECONDS = 2.5e-6
 """No host issues an eager operation faster, so issue time over this bounds the number of launches."""
 SLEEP_MARGIN = 1.5
+DEVICE_BOUND = 1.2
+"""Device over issue time from which on the host stays ahead by itself."""
+HEAT_SECONDS = 0.15
+"""How long a block runs before it is timed: power limits act within a tenth of a second."""
+CHAIN_LENGTH = 4
+"""Blocks in a row for the host's time: enough that entering the autograd engine hardly counts."""
+HOST_REPEATS = 3
 BLOCKED_SHARE = 0.9
 """A host that needed this share of the device's sleep to issue a repeat was waiting for the device."""
 
@@ -31,10 +38,12 @@ class _Events:
 class CudaTimer:
     """Times the passes of a block back to back.
 
-    The device is first put to sleep, so that the host is ahead when the repeats begin and its launches are queued:
-    events then give the device's own time, and the wall clock the host's. Repeats are issued in batches small enough
-    for the launch queue. A block that waits for the device (a loop over experts that reads their counts, say) cannot
-    be told apart from its host; it is timed without sleep, and both times are what passed on the device.
+    A block that keeps the device busy for longer than the host needs to issue it is run without a pause, and timed once
+    it has run for a while: a device at its power limit runs slower than one that has just rested, and in training it
+    never rests. For a block that the host cannot issue fast enough, the device is first put to sleep, so that launches
+    are queued: events then give the device's own time. The host's time is that of several blocks in a row, as a model
+    has them. A block that waits for the device (a loop over experts that reads their counts, say) cannot be told apart
+    from its host; both times are what passed on the device.
 
     Before each pass the second-level cache is overwritten, since in a model the weights and saved activations of one
     layer are long gone from it when their turn comes; then the pass's input is written once more, since that is what
@@ -66,22 +75,56 @@ class CudaTimer:
     def time(self, passes: Passes) -> Timing:
         """Repeat within the budget."""
         with collector_paused():
-            started = time.perf_counter()
             (plain,) = self._run(passes, repeats=1, sleep_seconds=0.0)
-            issue = plain.host
-            sleep = SLEEP_MARGIN * issue + 1e-3
+            sleep = SLEEP_MARGIN * plain.host + 1e-3
             (ahead,) = self._run(passes, repeats=1, sleep_seconds=sleep)
-            waits = ahead.host >= BLOCKED_SHARE * sleep
-            issue = min(issue, ahead.host)
-            batch = max(1, min(8, int(MAX_QUEUED_LAUNCHES * FASTEST_LAUNCH_SECONDS / issue)))
-            samples: list[PassSample] = []
-            while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
-                if waits:
-                    found = self._run(passes, repeats=1, sleep_seconds=0.0)
-                    samples += [PassSample(s.forward, s.backward, s.device) for s in found]
-                else:
-                    samples += self._run(passes, repeats=batch, sleep_seconds=SLEEP_MARGIN * batch * issue + 2e-4)
-        return summarize(samples)
+            issue = min(plain.host, ahead.host)
+            if ahead.host >= BLOCKED_SHARE * sleep:
+                samples = self._time_running(passes, plain.device)
+                return summarize([PassSample(s.forward, s.backward, s.device) for s in samples])
+            host = self._time_host(passes, issue)
+            if ahead.device >= DEVICE_BOUND * issue:
+                samples = self._time_running(passes, ahead.device)
+            else:
+                samples = self._time_queued(passes, issue)
+            return summarize([PassSample(s.forward, s.backward, host) for s in samples])
+
+    def _time_running(self, passes: Passes, device_seconds: float) -> list[PassSample]:
+        """Repeats without a pause of the device; of each batch, the first is not timed: the host is not ahead yet."""
+        self._run(passes, repeats=max(1, int(HEAT_SECONDS / device_seconds)), sleep_seconds=0.0)
+        batch = 1 + max(1, min(8, int(HEAT_SECONDS / device_seconds)))
+        samples: list[PassSample] = []
+        started = time.perf_counter()
+        while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
+            samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[1:]
+        return samples
+
+    def _time_queued(self, passes: Passes, issue_seconds: float) -> list[PassSample]:
+        """Repeats in batches small enough for the launch queue, which fills while the device sleeps."""
+        batch = max(1, min(8, int(MAX_QUEUED_LAUNCHES * FASTEST_LAUNCH_SECONDS / issue_seconds)))
+        sleep = SLEEP_MARGIN * batch * issue_seconds + 2e-4
+        samples: list[PassSample] = []
+        started = time.perf_counter()
+        while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
+            samples += self._run(passes, repeats=batch, sleep_seconds=sleep)
+        return samples
+
+    def _time_host(self, passes: Passes, issue_seconds: float) -> float:
+        """Host seconds of one block within a row of them; of a block that cannot be in a row, of it alone."""
+        length = CHAIN_LENGTH if passes.is_chainable else 1
+        if length == 1:
+            return issue_seconds
+        seconds = []
+        try:
+            for _ in range(HOST_REPEATS):
+                passes.prepare_forward()
+                torch.cuda.synchronize(self._device)
+                started = time.perf_counter()
+                passes.run_chain(length)
+                seconds.append((time.perf_counter() - started - self._engine_seconds) / length)
+        except torch.cuda.OutOfMemoryError:  # several do not fit, one did
+            return issue_seconds
+        return min(issue_seconds, statistics.median(seconds))
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
         """Issue `repeats` after a sleep of the device, then wait for them all."""

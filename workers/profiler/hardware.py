@@ -27,9 +27,12 @@ CPU_COPY_BYTES = 128 << 20
 TINY_OPERATIONS = 200
 
 
-def measure_hardware(device: torch.device) -> HardwareSpec:
-    """Time large products of random matrices, a large copy, and the launch of tiny operations: 1 to 2 s."""
-    return _measure_cuda(device) if device.type == "cuda" else _measure_cpu()
+def measure_hardware(device: torch.device, used_before: int | None) -> HardwareSpec:
+    """Time large products of random matrices, a large copy, and the launch of tiny operations: 1 to 2 s.
+
+    `used_before` are the bytes that were in use on the device before this process had a context on it.
+    """
+    return _measure_cuda(device, used_before) if device.type == "cuda" else _measure_cpu()
 
 
 def _measure_cpu() -> HardwareSpec:
@@ -47,8 +50,7 @@ def _measure_cpu() -> HardwareSpec:
     )
 
 
-def _measure_cuda(device: torch.device) -> HardwareSpec:
-    used_by_others = _used_bytes(device)
+def _measure_cuda(device: torch.device, used_by_others: int | None) -> HardwareSpec:
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     total = int(properties.total_memory)
@@ -60,7 +62,7 @@ def _measure_cuda(device: torch.device) -> HardwareSpec:
         free, total = torch.cuda.mem_get_info(device)
         used_by_others, context = 0, total - free - torch.cuda.memory_reserved(device)
     else:
-        context = (_used_bytes(device) or 0) - used_by_others - torch.cuda.memory_reserved(device)
+        context = (used_bytes(device) or 0) - used_by_others - torch.cuda.memory_reserved(device)
     return HardwareSpec(
         device_kind="cuda",
         device_name=properties.name,
@@ -151,8 +153,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _used_bytes(device: torch.device) -> int | None:
-    """Memory in use on the device by anyone; null where NVML does not say."""
+def used_bytes(device: torch.device) -> int | None:
+    """Memory in use on a CUDA device by anyone; null where NVML does not say. Makes no context."""
     try:
         return int(torch.cuda.device_memory_used(device))
     except (RuntimeError, ModuleNotFoundError, pynvml.NVMLError):

@@ -35,6 +35,7 @@ class _StepPasses:
     """An optimizer step as a forward without backward; the gradients are drawn anew each time."""
 
     training = False
+    is_chainable = False
 
     def __init__(self, optimizer: TrainingOptimizer) -> None:
         self._optimizer = optimizer
@@ -55,6 +56,9 @@ class _StepPasses:
 
     def backward(self) -> None:
         """There is none."""
+
+    def run_chain(self, length: int) -> None:
+        """A model has one optimizer step, not several in a row."""
 
 
 def measure_optimizer(

@@ -17,6 +17,7 @@ class Passes(Protocol):
     """What a timer runs: a forward and, in training, a backward, each with its untimed preparation."""
 
     training: bool
+    is_chainable: bool
 
     def prepare_forward(self) -> None:
         """Untimed."""
@@ -29,6 +30,9 @@ class Passes(Protocol):
 
     def backward(self) -> None:
         """Timed."""
+
+    def run_chain(self, length: int) -> None:
+        """Forward through `length` of the block in a row, and backward through all of them."""
 
 
 class BlockPasses:
@@ -48,6 +52,7 @@ class BlockPasses:
         self._inputs = tuple(x.detach().requires_grad_(training) if x.is_floating_point() else x for x in inputs)
         self._output: Tensor | None = None
         self._gradient: Tensor | None = None
+        self.is_chainable = isinstance(block, ResidualBlock)
         block.train(training)
         self._main_gradients: list[Tensor] = []
         for parameter in block.parameters() if training else ():
@@ -98,6 +103,16 @@ class BlockPasses:
         assert self._output is not None
         torch.autograd.backward(self._output, self._gradient)
         self._output = None
+
+    def run_chain(self, length: int) -> None:
+        """Feed the block's output to the block again; only a block whose output is shaped like its input can."""
+        self.release()
+        (x,) = self._inputs
+        with torch.set_grad_enabled(self.training):
+            for _ in range(length):
+                x = self.block(x)
+        if self.training:
+            torch.autograd.backward(x, torch.ones_like(x))
 
     def weighable_forward(self) -> Tensor:
         """The forward's output, joined to a gradient that comes into being in backward only."""

@@ -39,8 +39,9 @@ from workers.protocol import (
 class Session:
     """The state of a profiler process: its bench and the job it works on."""
 
-    def __init__(self, bench: Bench, send: Callable[[Frozen], None]) -> None:
+    def __init__(self, bench: Bench, used_before: int | None, send: Callable[[Frozen], None]) -> None:
         self._bench = bench
+        self._used_before = used_before
         self._send = send
         self._request: ExplorationRequest | None = None
         self._reasons: dict[tuple[ComponentKind, str, ModelSpec], str | None] = {}
@@ -48,7 +49,7 @@ class Session:
     def answer(self, order: Order) -> bool:
         """Do what is ordered; returns False when this process is not fit for another order."""
         if isinstance(order, MeasureHardware):
-            self._send(HardwareReply(hardware=measure_hardware(self._bench.device)))
+            self._send(HardwareReply(hardware=measure_hardware(self._bench.device, self._used_before)))
         elif isinstance(order, Begin):
             self._begin(order)
         elif isinstance(order, RunTrial):
