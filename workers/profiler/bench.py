@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 
-import pynvml
 import torch
 
 from workers.profiler import host
@@ -17,22 +16,17 @@ TOLERATED_LEFTOVER_BYTES = 256 << 20
 
 
 class Bench:
-    """One device, made ready for trials.
-
-    `foreign_bytes` of its memory were in use before this process touched it; null where nobody says.
-    """
+    """One device, made ready for trials."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.foreign_bytes = device_bytes_used(device)
         self.timer: BlockTimer
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self.timer = CudaTimer(device)
         else:
-            torch.set_num_threads(
-                min(torch.get_num_threads(), host.usable_cores())
-            )  # OMP_NUM_THREADS may ask for fewer
+            # torch starts with a thread for each CPU, or with as many as OMP_NUM_THREADS asks for.
+            torch.set_num_threads(min(torch.get_num_threads(), host.usable_cores()))
             self.timer = HostTimer()
         self._baseline_bytes = self._settled_bytes()
 
@@ -66,17 +60,6 @@ class Bench:
             host.trim()
         return left if left > TOLERATED_LEFTOVER_BYTES else 0
 
-    def context_bytes(self) -> int:
-        """Memory that the runtime holds outside the allocator: its context and the libraries' modules."""
-        if self.device.type != "cuda":
-            return 0
-        reserved = torch.cuda.memory_reserved(self.device)
-        used = device_bytes_used(self.device)
-        if used is None or self.foreign_bytes is None:
-            free, total = torch.cuda.mem_get_info(self.device)
-            return max(0, total - free - reserved)
-        return max(0, used - self.foreign_bytes - reserved)
-
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.device.type == "cuda":
@@ -91,13 +74,3 @@ class Bench:
         if clear_workspaces is not None:  # cuBLAS keeps one for every stream it has seen
             clear_workspaces()
         return torch.cuda.memory_allocated(self.device)
-
-
-def device_bytes_used(device: torch.device) -> int | None:
-    """GPU memory in use by anyone, asked of NVML so that no context is created; null where it does not say."""
-    if device.type != "cuda":
-        return None
-    try:
-        return int(torch.cuda.device_memory_used(device))
-    except (RuntimeError, ModuleNotFoundError, pynvml.NVMLError):
-        return None
