@@ -1,5 +1,6 @@
 import gc
 import math
+import time
 
 import numpy as np
 import pytest
@@ -51,6 +52,8 @@ def test_the_collector_rests_while_timing_and_runs_again() -> None:
 class SlowPasses:
     """Counts, and takes known times."""
 
+    is_chainable = False
+
     def __init__(self, *, training: bool) -> None:
         self.training = training
         self.calls: list[str] = []
@@ -71,10 +74,11 @@ class SlowPasses:
         self.calls.append("backward")
         _busy(0.006)
 
+    def run_chain(self, length: int) -> None:
+        raise AssertionError("these passes cannot be in a row")
+
 
 def _busy(seconds: float) -> None:
-    import time
-
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
