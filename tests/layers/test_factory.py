@@ -12,7 +12,6 @@ from explorer.parameters import count_attention, count_dense_ffn, count_embeddin
 from explorer.requests import ExplorationRequest
 from explorer.routing import RoutingSpec, draw_routes
 from tests.layers.models import CPU, small_model, small_moe
-from workers.layers import routes as routes_module
 from workers.layers.factory import build_block, example_inputs
 from workers.layers.moe_block import MoEFFN
 from workers.layers.routes import device_routes
@@ -94,12 +93,18 @@ def test_expert_blocks_are_routed_as_the_request_says() -> None:
     assert np.array_equal(block.routes.numpy(), wanted)
 
 
-def test_many_tokens_repeat_the_drawn_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_module, "_MAX_DRAWN_TOKENS", 16)
-    routes = device_routes(MODEL, RoutingSpec(), 40, 0, CPU)
-    assert routes.shape == (40, 2)
-    assert torch.equal(routes[:16], routes[16:32])
-    assert torch.equal(routes[:8], routes[32:])
+def test_many_tokens_repeat_the_drawn_routes() -> None:
+    routes = device_routes(MODEL, RoutingSpec(), 150_000, 0, CPU)
+    assert routes.shape == (150_000, 2)
+    assert torch.equal(routes[:65_536], routes[65_536:131_072])
+    assert not torch.equal(routes[:30_000], routes[30_000:60_000])
+    assert torch.equal(routes[131_072:], routes[:18_928])
+
+
+def test_fewer_tokens_have_the_first_routes_of_more() -> None:
+    assert torch.equal(
+        device_routes(MODEL, RoutingSpec(), 100, 0, CPU), device_routes(MODEL, RoutingSpec(), 5000, 0, CPU)[:100]
+    )
 
 
 def test_weights_are_drawn_in_the_models_dtype() -> None:
