@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
     options = parser.parse_args(arguments)
+    if options.max_jobs is not None and options.max_jobs < 1:
+        parser.error("--max-jobs must be at least 1")
     if options.command == "doctor":
         return diagnose(options.json)
 
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         upgrade(database)
-        return _serve(workers, 1 if options.once else options.max_jobs, end_with_stdin=options.end_with_stdin)
+        return serve_workers(workers, 1 if options.once else options.max_jobs, end_with_stdin=options.end_with_stdin)
     except sa.exc.SQLAlchemyError as error:
         _log.error("the database cannot be used: %s", error)
         return 1
@@ -67,7 +69,7 @@ def _build_worker(database: Database, device: str, settings: Settings) -> Worker
     return Worker(Queue(database), Profiler(device, environment=settings.environment, on_wait=_log.info), device)
 
 
-def _serve(workers: Sequence[Worker], max_jobs: int | None, *, end_with_stdin: bool) -> int:
+def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, end_with_stdin: bool = False) -> int:
     """Run each worker in a thread of its own until all have ended; 1 if the device of any failed."""
     ending = threading.Event()
     failed = threading.Event()
