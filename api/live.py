@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -16,6 +17,7 @@ from explorer.recommendations import Recommendation
 from explorer.requests import ExplorationRequest
 
 MAX_CHART_ROWS = 12
+SMALLEST_SHARE = 0.1
 PART_COLORS = {
     "parameters": "blue",
     "gradients": "cyan",
@@ -61,7 +63,10 @@ class LiveView:
                 pass
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        parts: list[RenderableType] = [self._head(), self._bar(), Text(self._status, style="dim", no_wrap=True)]
+        bar = Table.grid(expand=True)  # a bar by itself ends no line
+        bar.add_row(self._bar())
+        status = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
+        parts: list[RenderableType] = [self._head(), bar, status]
         if self._best is not None:
             parts += [Text(), *self._recommendation(self._best)]
         if self._rates or self._failures:
@@ -93,7 +98,8 @@ class LiveView:
         head = Text.assemble((name, "bold"), f"  {self._job_id}  ", (f"{self._num_trials} trials", "dim"), no_wrap=True)
         if self._ended_at is None and self._started_at is not None and self._request is not None:
             left = max(0.0, self._request.budget.max_seconds - self._elapsed())
-            head.append(f"  {_clock(self._elapsed())} passed, at most {_clock(left)} left")
+            head.append(f"  {_clock(self._elapsed())} passed, ")
+            head.append(f"at most {_clock(left)} left to explore" if left > 0 else "comparing and checking")
         return head
 
     def _bar(self) -> ProgressBar:
@@ -139,15 +145,17 @@ class LiveView:
         return table
 
     def _memory(self, best: Recommendation, width: int) -> list[RenderableType]:
-        limit = best.memory_limit_bytes
+        """The parts of the peak, against the limit where they would be seen there, else against each other."""
+        total, limit = best.memory.total, best.memory_limit_bytes
+        whole = limit if total > limit * SMALLEST_SHARE else total
         cells = max(10, width - 4)
-        bar, legend = Text(no_wrap=True), Text()
+        bar, legend = Text(no_wrap=True), []
         for name, size in memory_parts(best.memory):
-            bar.append("█" * round(size / limit * cells), style=PART_COLORS[name])
-            legend.append(f"{name} {bytes_text(size)}  ", style=PART_COLORS[name])
+            bar.append("█" * round(size / whole * cells), style=PART_COLORS[name])
+            legend.append(Text(f"{name} {bytes_text(size)}", style=PART_COLORS[name]))
         bar.append("░" * max(0, cells - len(bar)), style="dim")
-        title = f"memory at the peak: {bytes_text(best.memory.total)} of {bytes_text(limit)}"
-        return [Text(title, style="bold"), bar, legend]
+        title = f"memory at the peak: {bytes_text(total)} ({total / limit:.1%} of {bytes_text(limit)})"
+        return [Text(title, style="bold"), bar, Columns(legend, padding=(0, 2))]
 
 
 def _find_size(data: dict[str, Any]) -> int | None:
