@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from explorer.formats.document import Location
+from explorer.formats.modelzoo import DTYPES
 from explorer.formats.translation import Section, Translation
 
 RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
@@ -68,6 +69,7 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
     if "runconfig" in top and chosen.micro_batch is not None:
         _check_accumulation(run, chosen.micro_batch)
     _read_optimizer(top, init, translation)
+    _read_precision(init, translation)
     for section in (top, init):
         if section.values.get("sparsity") is not None:
             section.refuse("sparsity", "sparse weights are not supported")
@@ -145,6 +147,16 @@ def _check_accumulation(run: Section, micro_batch: Found) -> None:
         run.refuse(
             "use_cs_grad_accum", "must be true to explore the micro-batch: without gradient accumulation it is fixed"
         )
+
+
+def _read_precision(init: Section, translation: Translation) -> None:
+    """A trainer's precision goes before the model's own `fp16_type`, which Model Zoo has deprecated."""
+    precision = init.section("precision")
+    if "enabled" in precision and not precision.boolean("enabled"):
+        translation.put(("model", "dtype"), "float32", precision.at("enabled"))
+    elif "fp16_type" in precision:
+        dtype = precision.choice("fp16_type", DTYPES, "bfloat16")
+        translation.put(("model", "dtype"), dtype, precision.at("fp16_type"))
 
 
 def _read_optimizer(top: Section, init: Section, translation: Translation) -> None:

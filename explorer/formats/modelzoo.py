@@ -115,6 +115,8 @@ def _take_dtype(model: Section) -> None:
     dtype = model.choice("fp16_type", DTYPES, "bfloat16")
     mixed = model.get("mixed_precision")
     target = ("model", "dtype")
+    if model.translation.get(*target) is not None:
+        return
     if mixed is not None and not model.boolean("mixed_precision"):
         model.translation.put(target, "float32", model.at("mixed_precision"))
     else:

@@ -240,6 +240,15 @@ def test_our_own_fields_beside_a_run() -> None:
     assert (request.budget.max_trials, request.memory_limit_gib) == (3, 8)
 
 
+def test_a_trainers_precision_goes_before_the_models() -> None:
+    document = trainer()
+    for precision, dtype in (({"fp16_type": "float16"}, "float16"), ({"enabled": False}, "float32"), ({}, "bfloat16")):
+        document["trainer"]["init"]["precision"] = precision
+        assert parse_request(document).model.dtype == dtype
+    document["trainer"]["init"]["precision"] = {"fp16_type": "int8"}
+    assert "int8" in refusal(document)["trainer", "init", "precision", "fp16_type"]
+
+
 def test_precision_and_the_optimizer() -> None:
     assert parse_request(run(model={**GPT_111M, "mixed_precision": False})).model.dtype == "float32"
     assert parse_request(run(model={**GPT_111M, "fp16_type": "float16"})).model.dtype == "float16"
