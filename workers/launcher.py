@@ -41,6 +41,7 @@ OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate me
 CHILD_DEFAULTS = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbering that the device locks go by
+    "OMP_WAIT_POLICY": "PASSIVE",  # a thread that spins at a barrier keeps the core from the one it waits for
     "PYTHONFAULTHANDLER": "1",
 }
 
