@@ -19,6 +19,7 @@ from explorer.hardware import DeviceReport
 from explorer.progress import Progress
 from explorer.recommendations import Answer
 from explorer.requests import ExplorationRequest
+from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, job_from_row, select_job
@@ -31,12 +32,6 @@ from storage.workers import LIVE_WITHIN
 DEFAULT_LEASE = timedelta(seconds=30)
 DEFAULT_MAX_ATTEMPTS = 5
 WAITING_GRACE = timedelta(seconds=3)
-
-_END_EVENTS = {
-    JobState.SUCCEEDED: EventCode.SUCCEEDED,
-    JobState.FAILED: EventCode.FAILED,
-    JobState.CANCELLED: EventCode.CANCELLED,
-}
 
 
 class IdempotencyConflictError(ValueError):
@@ -117,7 +112,7 @@ class Queue:
         """
         self._end_abandoned()
         conditions = (
-            self._is_unowned(),
+            is_unowned(self.database),
             sa.not_(jobs.c.cancel_requested),
             sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == device_kind),
             jobs.c.devices_needed <= num_devices,
@@ -173,7 +168,7 @@ class Queue:
             values: dict[str, Any] = (
                 {} if job.report else {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
             )
-            self._write(connection, lease, **values)
+            write_job(self.database, connection, lease, **values)
         pinned = job.report or report
         if pinned.hardware.fingerprint != fingerprint:
             raise HardwareMismatchError(job.id, pinned.hardware.describe(), report.hardware.describe())
@@ -187,7 +182,7 @@ class Queue:
         """
         beat = (
             sa.update(jobs)
-            .where(*_fence(lease))
+            .where(*fence(lease))
             .values(lease_expires_at=self.database.clock(self.lease))
             .returning(jobs.c.cancel_requested)
         )
@@ -201,7 +196,7 @@ class Queue:
             LeaseLostError: the lease is gone.
         """
         with self.database.read() as connection:
-            query = sa.select(jobs.c.cancel_requested).where(*_fence(lease))
+            query = sa.select(jobs.c.cancel_requested).where(*fence(lease))
             return _status(lease, connection.scalars(query).one_or_none())
 
     def record(self, lease: Lease, progress: Progress) -> None:
@@ -213,7 +208,10 @@ class Queue:
             LeaseLostError: the lease is gone, and nothing was written.
         """
         assert not any(draft.code.ends_job for draft in progress.events), "an end is written by finish"
+        trial = progress.trial
         with self.database.begin() as connection:
+            if trial is not None and select_trials(connection, lease.job_id, number=trial.number) == [trial]:
+                progress = Progress()
             self._store(connection, lease, progress, lease_expires_at=self.database.clock(self.lease))
 
     def finish(
@@ -237,12 +235,11 @@ class Queue:
         last = last or Progress()
         drafts = [*last.events, *events]
         if not any(draft.code.ends_job for draft in drafts):
-            message = f"Exploration {state}" + (f": {error}" if error else "")
-            drafts.append(EventDraft(code=_END_EVENTS[state], message=message))
+            drafts.append(end_event(state, error))
         assert [draft.code.ends_job for draft in drafts].index(True) == len(drafts) - 1, "nothing follows the end"
         step = Progress(tuple(drafts), last.trial, last.recommendation, last.space, answer or last.answer)
         with self.database.begin() as connection:
-            self._store(connection, lease, step, **self._end_values(state, error))
+            self._store(connection, lease, step, **end_values(self.database, state, error))
 
     def release(self, lease: Lease, *, trouble: str | None = None) -> None:
         """Put a job back that its worker cannot finish; its trials stay.
@@ -262,7 +259,7 @@ class Queue:
             "num_releases": jobs.c.num_releases + int(trouble is None),
         }
         with self.database.begin() as connection:
-            self._write(connection, lease, drafts, **values)
+            write_job(self.database, connection, lease, drafts, **values)
 
     def request_cancel(self, job_id: str) -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as that worker sees it; a finished one stays.
@@ -272,14 +269,13 @@ class Queue:
         """
         with self.database.begin() as connection:
             job = select_job(connection, job_id, lock=True)
-            if job.state.is_final or job.cancel_requested:
-                return job
             here = jobs.c.id == job_id
-            expired = job.lease_expires_at is None or job.lease_expires_at <= self.database.now(connection)
-            if expired:
-                self._end_unowned(connection, [here], JobState.CANCELLED)
-            else:
-                self._update(connection, [here], cancel_requested=True)
+            if job.state.is_final:
+                return job
+            if job.lease_expires_at is None or job.lease_expires_at <= self.database.now(connection):
+                end_job(self.database, connection, [here], JobState.CANCELLED)
+            elif not job.cancel_requested:
+                change_job(self.database, connection, [here], cancel_requested=True)
             return select_job(connection, job_id)
 
     def confirm_cancel(self, lease: Lease) -> None:
@@ -300,110 +296,45 @@ class Queue:
             )
             changes = find_waiting(self.database, connection, overdue, live_within=live_within)
         for job_id, reason in changes:
-            conditions = [jobs.c.id == job_id, self._is_unowned(), jobs.c.waiting_reason.is_distinct_from(reason)]
+            conditions = [
+                jobs.c.id == job_id,
+                is_unowned(self.database),
+                jobs.c.waiting_reason.is_distinct_from(reason),
+            ]
             drafts = []
             if reason is not None:
                 message = f"Waiting for a worker: {reason}"
                 drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
             with self.database.begin() as connection:
-                self._update(connection, conditions, drafts, waiting_reason=reason)
-
-    def _is_unowned(self) -> sa.ColumnElement[bool]:
-        expired = (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at <= self.database.clock())
-        return sa.or_(jobs.c.state == JobState.QUEUED.value, expired)
+                change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
 
     def _is_exhausted(self) -> sa.ColumnElement[bool]:
         return jobs.c.attempt - jobs.c.num_releases >= self.max_attempts
 
     def _end_abandoned(self) -> None:
         """End the jobs whose worker was lost after a cancellation was asked for, or once too often."""
-        conditions = [self._is_unowned(), sa.or_(jobs.c.cancel_requested, self._is_exhausted())]
+        conditions = [is_unowned(self.database), sa.or_(jobs.c.cancel_requested, self._is_exhausted())]
         with self.database.read() as connection:
             found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
         for row in found:
             with self.database.begin() as connection:
                 here = [jobs.c.id == row.id, *conditions]
                 if row.cancel_requested:
-                    self._end_unowned(connection, here, JobState.CANCELLED)
+                    end_job(self.database, connection, here, JobState.CANCELLED)
                 else:
                     error = f"given up after {self.max_attempts} attempts that ended with the worker or its device"
-                    self._end_unowned(connection, here, JobState.FAILED, error)
-
-    def _end_unowned(
-        self,
-        connection: sa.Connection,
-        conditions: Sequence[sa.ColumnElement[bool]],
-        state: JobState,
-        error: str | None = None,
-    ) -> None:
-        message = f"Exploration {state}" + (f": {error}" if error else "")
-        drafts = [EventDraft(code=_END_EVENTS[state], message=message)]
-        self._update(connection, conditions, drafts, **self._end_values(state, error))
-
-    def _end_values(self, state: JobState, error: str | None) -> dict[str, Any]:
-        return {
-            "state": state.value,
-            "error": error,
-            "owner": None,
-            "lease_expires_at": None,
-            "waiting_reason": None,
-            "finished_at": self.database.clock(),
-        }
+                    end_job(self.database, connection, here, JobState.FAILED, error)
 
     def _store(self, connection: sa.Connection, lease: Lease, step: Progress, **values: Any) -> None:
-        if step.trial is not None:
-            stored = select_trials(connection, lease.job_id, after=step.trial.number - 1, limit=1)
-            if stored == [step.trial]:
-                self._write(connection, lease, **values)
-                return
         if step.space is not None:
             values["space"] = step.space
         if step.recommendation is not None:
             values["recommendation"] = step.recommendation.model_dump(mode="json")
         if step.answer is not None:
             values["answer"] = step.answer.model_dump(mode="json")
-        self._write(connection, lease, step.events, **values)
+        write_job(self.database, connection, lease, step.events, **values)
         if step.trial is not None:
             insert_trial(self.database, connection, lease.job_id, step.trial)
-
-    def _write(self, connection: sa.Connection, lease: Lease, drafts: Sequence[EventDraft] = (), **values: Any) -> None:
-        if not self._update(connection, _fence(lease), drafts, **values):
-            raise LeaseLostError(lease)
-
-    def _update(
-        self,
-        connection: sa.Connection,
-        conditions: Sequence[sa.ColumnElement[bool]],
-        drafts: Sequence[EventDraft] = (),
-        **values: Any,
-    ) -> bool:
-        """Change the one job that meets `conditions` and append `drafts` to its log; false if none does."""
-        change = (
-            sa.update(jobs)
-            .where(*conditions)
-            .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + len(drafts), **values)
-            .returning(jobs.c.id, jobs.c.last_seq)
-        )
-        row = connection.execute(change).one_or_none()
-        if row is None:
-            return False
-        insert_events(self.database, connection, row.id, row.last_seq, drafts)
-        return True
-
-
-def _fence(lease: Lease) -> list[sa.ColumnElement[bool]]:
-    return [
-        jobs.c.id == lease.job_id,
-        jobs.c.owner == lease.owner,
-        jobs.c.attempt == lease.attempt,
-        jobs.c.state == JobState.RUNNING.value,
-    ]
-
-
-def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:
-    if cancel_requested is None:
-        raise LeaseLostError(lease)
-    return HeartbeatStatus(cancel_requested)
 
 
 def _claim_event(job: Job, owner: str, description: str | None, num_trials: int) -> EventDraft:
@@ -414,3 +345,9 @@ def _claim_event(job: Job, owner: str, description: str | None, num_trials: int)
     stored = f"{num_trials} stored trial{'' if num_trials == 1 else 's'}"
     data["num_trials"] = num_trials
     return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)
+
+
+def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:
+    if cancel_requested is None:
+        raise LeaseLostError(lease)
+    return HeartbeatStatus(cancel_requested)

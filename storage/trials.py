@@ -15,15 +15,15 @@ def read_trials(database: Database, job_id: str, *, after: int = -1, limit: int 
         return select_trials(connection, job_id, after=after, limit=limit)
 
 
-def select_trials(connection: sa.Connection, job_id: str, *, after: int = -1, limit: int | None = None) -> list[Trial]:
-    """`read_trials` within a transaction, by default all of them."""
-    query = (
-        sa.select(trials.c.trial)
-        .where(trials.c.job_id == job_id, trials.c.number > after)
-        .order_by(trials.c.number)
-        .limit(limit)
-    )
-    return [Trial.model_validate(document) for document in connection.scalars(query)]
+def select_trials(
+    connection: sa.Connection, job_id: str, *, after: int = -1, number: int | None = None, limit: int | None = None
+) -> list[Trial]:
+    """`read_trials` within a transaction, by default all of them; `number` asks for one."""
+    query = sa.select(trials.c.trial).where(trials.c.job_id == job_id, trials.c.number > after)
+    if number is not None:
+        query = query.where(trials.c.number == number)
+    documents = connection.scalars(query.order_by(trials.c.number).limit(limit))
+    return [Trial.model_validate(document) for document in documents]
 
 
 def insert_trial(database: Database, connection: sa.Connection, job_id: str, trial: Trial) -> None:

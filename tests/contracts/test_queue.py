@@ -460,6 +460,24 @@ def test_a_job_whose_worker_is_lost_is_cancelled_at_once(database: Database) -> 
     assert queue.request_cancel(job.id).state is JobState.CANCELLED
 
 
+@pytest.mark.parametrize("by", ["claim", "note_waiting", "request_cancel"])
+def test_a_cancelled_job_that_its_worker_put_back_ends(database: Database, by: str) -> None:
+    """The worker may be told to end before it sees the cancellation."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.request_cancel(job.id)
+    queue.release(claim.lease)
+    if by == "claim":
+        assert claim_next(queue) is None
+    elif by == "note_waiting":
+        queue.note_waiting()
+    else:
+        queue.request_cancel(job.id)
+    assert get_job(database, job.id).state is JobState.CANCELLED
+    assert codes(database, job.id) == [101, 102, 404]
+
+
 @pytest.mark.parametrize("by", ["claim", "note_waiting"])
 def test_a_worker_lost_after_a_cancellation_leaves_no_job_running(database: Database, by: str) -> None:
     queue = Queue(database)

@@ -1,0 +1,100 @@
+"""How a job's row is changed: with its version, its events, and the fence of a lease, in one statement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from explorer.events import EventCode, EventDraft
+from storage.database import Database
+from storage.events import insert_events
+from storage.jobs import JobState
+from storage.leases import Lease, LeaseLostError
+from storage.tables import jobs
+
+Conditions = Sequence[sa.ColumnElement[bool]]
+
+_END_EVENTS = {
+    JobState.SUCCEEDED: EventCode.SUCCEEDED,
+    JobState.FAILED: EventCode.FAILED,
+    JobState.CANCELLED: EventCode.CANCELLED,
+}
+
+
+def change_job(
+    database: Database,
+    connection: sa.Connection,
+    conditions: Conditions,
+    drafts: Sequence[EventDraft] = (),
+    **values: Any,
+) -> bool:
+    """Change the one job that meets `conditions` and append `drafts` to its log; false if none does."""
+    change = (
+        sa.update(jobs)
+        .where(*conditions)
+        .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + len(drafts), **values)
+        .returning(jobs.c.id, jobs.c.last_seq)
+    )
+    row = connection.execute(change).one_or_none()
+    if row is None:
+        return False
+    insert_events(database, connection, row.id, row.last_seq, drafts)
+    return True
+
+
+def write_job(
+    database: Database, connection: sa.Connection, lease: Lease, drafts: Sequence[EventDraft] = (), **values: Any
+) -> None:
+    """`change_job` under a lease.
+
+    Raises:
+        LeaseLostError: the lease is gone, and nothing was written.
+    """
+    if not change_job(database, connection, fence(lease), drafts, **values):
+        raise LeaseLostError(lease)
+
+
+def end_job(
+    database: Database,
+    connection: sa.Connection,
+    conditions: Conditions,
+    state: JobState,
+    error: str | None = None,
+) -> None:
+    """End the job that meets `conditions`, if one does; no worker owns it."""
+    change_job(database, connection, conditions, [end_event(state, error)], **end_values(database, state, error))
+
+
+def end_event(state: JobState, error: str | None) -> EventDraft:
+    """The event that closes the log."""
+    return EventDraft(code=_END_EVENTS[state], message=f"Exploration {state}" + (f": {error}" if error else ""))
+
+
+def end_values(database: Database, state: JobState, error: str | None) -> dict[str, Any]:
+    """The columns of a job that ends."""
+    return {
+        "state": state.value,
+        "error": error,
+        "owner": None,
+        "lease_expires_at": None,
+        "waiting_reason": None,
+        "finished_at": database.clock(),
+    }
+
+
+def fence(lease: Lease) -> Conditions:
+    """Met by the job of `lease` as long as it is held."""
+    return [
+        jobs.c.id == lease.job_id,
+        jobs.c.owner == lease.owner,
+        jobs.c.attempt == lease.attempt,
+        jobs.c.state == JobState.RUNNING.value,
+    ]
+
+
+def is_unowned(database: Database) -> sa.ColumnElement[bool]:
+    """Met by jobs that wait for a worker: queued ones, and those whose worker's lease has run out."""
+    expired = (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at <= database.clock())
+    return sa.or_(jobs.c.state == JobState.QUEUED.value, expired)
