@@ -134,7 +134,7 @@ def test_full_recomputation_keeps_only_the_inputs_of_layers() -> None:
         out = x
         for layer in module.layers:
             out = layer(out)
-    assert list(kept.values()) == [x.nbytes] * 4
+    assert [nbytes for nbytes in kept.values() if nbytes] == [x.nbytes] * 4
     out.sum().backward()
 
 

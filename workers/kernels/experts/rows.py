@@ -90,8 +90,8 @@ class _Dispatch(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(row_of_pair)
         ctx.top_k = weights_TK.shape[1]
-        weights_R = weights_TK.new_zeros(token_of_row.shape[0])
-        weights_R.index_copy_(0, row_of_pair, weights_TK.reshape(-1))
+        # Out of place: the compiler of torch 2.11 loses the gradient through an in-place write into a new tensor.
+        weights_R = weights_TK.new_zeros(token_of_row.shape[0]).index_copy(0, row_of_pair, weights_TK.reshape(-1))
         return x_TD.index_select(0, token_of_row), weights_R
 
     @staticmethod
