@@ -97,7 +97,10 @@ class Profiler:
     ) -> None:
         self.device = device
         self.restarts = 0
-        self._environment = CHILD_DEFAULTS | dict(os.environ if environment is None else environment)
+        given = dict(os.environ if environment is None else environment)
+        self._environment = CHILD_DEFAULTS | given
+        if "PYTORCH_ALLOC_CONF" in given and "PYTORCH_CUDA_ALLOC_CONF" not in given:
+            del self._environment["PYTORCH_CUDA_ALLOC_CONF"]  # the newer name of the same setting
         self._lock = DeviceLock(device_key(device, self._environment), directory=lock_directory)
         self._lock_timeout_seconds = lock_timeout_seconds
         self._on_wait = on_wait

@@ -1,0 +1,108 @@
+"""A real profiler process on a CUDA device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from explorer.candidates import Candidate
+from explorer.components import Component, ComponentKind, Decomposer
+from explorer.measurements import Outcome
+from explorer.models import DType, ModelSpec, MoESpec
+from explorer.parameters import count_parameters
+from explorer.requests import ExplorationRequest
+from explorer.trials import TrialKind, TrialPlan
+from workers.devices import visible_devices
+from workers.launcher import Profiler
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("cuda:0" not in visible_devices(os.environ), reason="no CUDA device"),
+]
+
+MODEL = ModelSpec(
+    name="small",
+    num_layers=2,
+    hidden_size=1024,
+    ffn_hidden_size=2048,
+    num_attention_heads=8,
+    num_query_groups=2,
+    vocab_size=8192,
+    seq_length=1024,
+    dtype=DType.BFLOAT16,
+    moe=MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=512, first_k_dense=1),
+)
+REQUEST = ExplorationRequest(model=MODEL)
+
+
+@pytest.fixture(scope="module")
+def profiler() -> Iterator[Profiler]:
+    with Profiler("cuda:0") as shared:
+        yield shared
+
+
+def plan(
+    candidate: Candidate, *components: Component, kind: TrialKind = TrialKind.COMPONENTS, model: ModelSpec = MODEL
+) -> TrialPlan:
+    return TrialPlan(
+        number=0, kind=kind, model=model, candidate=candidate, components=components, timeout_seconds=120.0
+    )
+
+
+def candidate_for(profiler: Profiler, micro_batch_size: int, experts: str | None = None) -> Candidate:
+    report = profiler.begin(REQUEST)
+    return Candidate(
+        micro_batch_size=micro_batch_size,
+        attention_backend=report.default_attention,
+        expert_backend=experts or report.default_experts,
+        num_query_groups=2,
+    )
+
+
+def test_the_device_is_measured(profiler: Profiler) -> None:
+    hardware = profiler.hardware()
+    assert hardware.device_kind == "cuda"
+    assert 100 << 20 < hardware.context_bytes < 4 << 30
+    peaks = hardware.matmul_flops_per_second
+    assert peaks[DType.BFLOAT16] > peaks[DType.FLOAT32] > 1e12
+    assert hardware.memory_bandwidth_bytes_per_second > 1e11
+    assert hardware.versions.cuda
+    assert hardware.versions.driver
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "loop", "bmm"])
+def test_components_compose_to_less_than_they_peak_at(profiler: Profiler, experts: str) -> None:
+    chosen = candidate_for(profiler, 4, experts)
+    result = profiler.measure(plan(chosen, *Decomposer(MODEL, training=True)(chosen).components))
+    assert result.outcome is Outcome.OK, result.reason
+    assert profiler.restarts == 0, "a trial leaves the device as it found it"
+    for found in result.components:
+        assert 0 < found.forward_device_seconds <= found.device_seconds
+        assert found.standard_error_seconds < 0.2 * found.device_seconds
+        if found.component.kind is not ComponentKind.OPTIMIZER:
+            assert 0 < found.saved_bytes <= found.forward_peak_bytes
+
+
+def test_the_whole_model_runs(profiler: Profiler) -> None:
+    chosen = candidate_for(profiler, 2)
+    result = profiler.measure(plan(chosen, kind=TrialKind.WHOLE_MODEL))
+    assert result.outcome is Outcome.OK, result.reason
+    assert result.whole_model is not None
+    assert result.whole_model.peak_bytes > 16 * count_parameters(MODEL)
+    assert result.whole_model.reserved_bytes >= result.whole_model.peak_bytes
+
+
+def test_out_of_memory_is_an_outcome_and_the_process_stays(profiler: Profiler) -> None:
+    profiler.begin(REQUEST.model_copy(update={"memory_limit_gib": 2.0}))
+    pid = profiler.pid
+    chosen = Candidate(micro_batch_size=128, attention_backend="math", expert_backend="grouped_mm", num_query_groups=2)
+    (attention,) = (c for c in Decomposer(MODEL, training=True)(chosen).components if c.kind is ComponentKind.ATTENTION)
+    result = profiler.measure(plan(chosen, attention))
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    assert result.failed_component == attention
+    small = candidate_for(profiler, 1)
+    embedding = Decomposer(MODEL, training=True)(small).components[0]
+    assert profiler.measure(plan(small, embedding)).outcome is Outcome.OK
+    assert profiler.pid == pid
