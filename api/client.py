@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from api.settings import is_loopback
 from explorer.events import Event
 from explorer.recommendations import Answer, Recommendation
 from explorer.requests import ExplorationRequest
@@ -116,7 +117,10 @@ class Client:
         self._sleep = sleep
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+            beyond = not is_loopback(httpx.URL(self.url).host)  # a proxy is never on the way to this machine itself
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=beyond
+            )
         except (httpx.InvalidURL, ValueError) as error:
             raise ServiceError(f"{url!r} is not a URL of a service: {error}") from error
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
+import traceback
+from importlib import metadata
+from typing import Annotated
+
 import typer
 
 from api.cli import administration, explore, jobs, service
-from api.cli.errors import GuardedGroup
+from api.cli.errors import ExitCode, GuardedGroup, say
 
 app = typer.Typer(
     name="bexp",
     cls=GuardedGroup,
-    help="What is the best micro_batch_size? Measured on real kernels.",
     epilog=(
         "Exit codes: 0 answer, 1 no answer (nothing fits, or cancelled), 2 wrong usage, 3 the service failed. "
         "Environment: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN."
@@ -32,6 +37,28 @@ app.add_typer(administration.token_commands, name="token")
 app.add_typer(administration.database_commands, name="db")
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(metadata.version("bexp"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What is the best micro_batch_size? Measured on real kernels."""
+
+
 def main() -> None:
     """The console script."""
-    app()
+    try:
+        app()
+    except Exception as error:  # noqa: BLE001 - a defect of ours: a person gets a line, and we get the traceback
+        with tempfile.NamedTemporaryFile("w", prefix="bexp-", suffix=".traceback", delete=False) as file:
+            traceback.print_exc(file=file)
+        say(f"bexp: unexpected {type(error).__name__}: {error}")
+        say(f"  this is a defect of bexp; {file.name} holds what its developers need to know")
+        sys.exit(ExitCode.SERVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -58,6 +59,8 @@ class GuardedGroup(TyperGroup):
                 _fail(_problem_code(error), *error.lines(), *_problem_hint(error))
             except ServiceError as error:
                 _fail(ExitCode.SERVICE, *str(error).splitlines())
+            except BrokenPipeError:  # typer ends the command quietly
+                raise
             except OSError as error:
                 _fail(
                     ExitCode.SERVICE, f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
@@ -97,10 +100,10 @@ def _signals_raise() -> Iterator[None]:
     def raise_(number: int, _frame: FrameType | None) -> None:
         raise TerminatedError(number)
 
-    try:
-        before = {number: signal.signal(number, raise_) for number in (signal.SIGTERM, signal.SIGHUP)}
-    except ValueError:  # not in the main thread: someone else owns the signals
-        before = {}
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # someone else owns the signals
+    before = {number: signal.signal(number, raise_) for number in numbers}
     try:
         yield
     finally:

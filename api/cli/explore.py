@@ -69,7 +69,7 @@ def explore(
 def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
     database_url = environment().database_url
     with (
-        EmbeddedService(database_url, with_worker=True, device=device) as service,
+        EmbeddedService(database_url, with_worker=True, device=device or request.device_kind) as service,
         Client(service.url) as client,
     ):
         job = client.submit(request)
@@ -89,7 +89,7 @@ def _mention_queue(client: Client, job: Job) -> None:
 
 def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_json: bool) -> Event:
     try:
-        return follow(client, job, to_stderr=as_json, check=_Watchdog(client, job, service))
+        return follow(client, job, to_stderr=as_json, check=Watchdog(client, job, service))
     except BaseException:
         # Nobody else will run it: whatever stopped the command stops the exploration.
         with suppress(ProblemError, ServiceError):
@@ -97,7 +97,7 @@ def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_
         raise
 
 
-class _Watchdog:
+class Watchdog:
     """Sees to it that the children live, and says once why a job does not start."""
 
     def __init__(self, client: Client, job: Job, service: EmbeddedService) -> None:
@@ -107,6 +107,7 @@ class _Watchdog:
         self._speak_at = time.monotonic() + START_SECONDS
 
     def __call__(self) -> None:
+        """Look once."""
         self._service.check()
         if time.monotonic() < self._speak_at:
             return

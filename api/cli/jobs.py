@@ -11,7 +11,7 @@ from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.results import conclude, document, print_json
-from api.client import Client, Job, JobState
+from api.client import Client, Job, JobState, Result
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the exploration.")]
 
@@ -79,7 +79,9 @@ def best(job_id: JobId, as_json: options.AsJson = False) -> None:
         elif known is not None:
             typer.echo(known.candidate.micro_batch_size)
     if known is None:
-        raise CommandError(ExitCode.NO_ANSWER, f"no recommendation: the exploration is {job.state}")
+        reason = _why_nothing(job, result)
+        failed = job.state == "failed" and result is None
+        raise CommandError(ExitCode.SERVICE if failed else ExitCode.NO_ANSWER, f"no recommendation: {reason}")
     if not job.is_final:
         say(f"confidence {known.confidence} out of 100; the exploration is {job.state}")
 
@@ -133,6 +135,11 @@ def _newest(client: Client, state: JobState | None, limit: int) -> list[Job]:
         if cursor is None:
             break
     return jobs
+
+
+def _why_nothing(job: Job, result: Result | None) -> str:
+    variant = result.answer.variants[0] if result is not None and result.answer is not None else None
+    return (variant.reason if variant is not None else job.error) or f"the exploration is {job.state}"
 
 
 def _or_dash(value: int | None) -> str:

@@ -84,6 +84,20 @@ def test_submit_watch_and_resume_the_stream(machine: Machine, url: str, client: 
     await_gone(profilers, 2)
 
 
+def test_beyond_loopback_a_token_is_asked_for(machine: Machine) -> None:
+    server = machine.start("serve", "--host", "0.0.0.0", "--port", "0")
+    wait_for(lambda: "serving http" in machine.err(server), 30, "the API's start")
+    port = machine.err(server).split(":")[-1].strip()
+    machine.environment["BEXP_API_URL"] = f"http://127.0.0.1:{port}"
+    refused = machine.start("list")
+    assert refused.wait(20) == 2
+    assert "BEXP_API_TOKEN" in machine.err(refused)
+    machine.environment["BEXP_API_TOKEN"] = machine.run("token", "create", "me").strip()
+    assert machine.run("list", "--json") == "[]\n"
+    server.terminate()
+    assert server.wait(15) == 0
+
+
 def test_a_killed_worker_is_replaced_and_a_cancelled_job_stops(machine: Machine, client: Client) -> None:
     config = machine.configure(micro_batch_size="explore", bta={}, budget={"max_seconds": 40, "confidence_target": 99})
     job_id = machine.run("submit", config, "--device", "cpu").strip()

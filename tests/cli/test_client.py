@@ -113,6 +113,15 @@ def test_another_service_at_the_url_is_not_taken_for_ours() -> None:
         assert client.is_alive()
 
 
+def test_a_proxy_is_not_asked_for_this_machine(service: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with Client(service[0]) as client:
+        assert client.is_alive()
+
+
 def test_list_and_recommendation_and_trials() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/recommendation"):

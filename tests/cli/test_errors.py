@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from api.cli import main
 from storage.queue import Queue
 from storage.tokens import list_tokens
 from tests.cli.conftest import Finished, Run
@@ -125,6 +127,30 @@ def test_a_log_file_that_cannot_be_written_is_no_reason_to_stop(bexp: Run, tmp_p
     done = bexp("watch", job_id)
     assert done.code == 1
     assert "no log file: " in done.stderr
+
+
+def test_an_unexpected_error_is_a_line_and_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("api.cli.jobs.connect_or_embed", fail)
+    monkeypatch.setattr("sys.argv", ["bexp", "list"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 3
+    said = capsys.readouterr().err
+    assert said.startswith("bexp: unexpected ZeroDivisionError: oh\n")
+    assert "Traceback" not in said
+    (file,) = tmp_path.glob("*.traceback")
+    assert str(file) in said
+    assert "ZeroDivisionError" in file.read_text()
+
+
+def test_version(bexp: Run) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", bexp("--version").stdout)
 
 
 def test_tokens(bexp: Run, queue: Queue) -> None:

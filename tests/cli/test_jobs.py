@@ -138,6 +138,17 @@ def test_cancel_ends_it_and_watch_says_so(bexp: Run, config: Path) -> None:
     assert "BEXP404" in watched.stdout
 
 
+def test_ctrl_c_leaves_a_watched_job_alone(bexp: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("api.cli.jobs.follow", interrupted)
+    done = bexp("submit", config, "--watch")
+    assert done.code == 130
+    assert "the exploration goes on; `bexp watch " in done.stderr
+    assert json.loads(bexp("list", "--limit", "1", "--json").stdout)[0]["state"] == "queued"
+
+
 @pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED])
 def test_nothing_fits_is_exit_1_with_the_reason(bexp: Run, config: Path, worker: Worker, state: JobState) -> None:
     variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="needs 9 GiB")
@@ -145,6 +156,8 @@ def test_nothing_fits_is_exit_1_with_the_reason(bexp: Run, config: Path, worker:
         done = bexp("submit", config, "--watch")
     assert done.code == 1
     assert "No candidate fits: needs 9 GiB" in done.stdout
+    best = bexp("best", done.stderr.split()[1])
+    assert (best.code, best.stdout, best.stderr) == (1, "", "bexp: no recommendation: needs 9 GiB\n")
 
 
 def test_a_worker_that_failed_is_exit_3(bexp: Run, config: Path, worker: Worker) -> None:
@@ -152,6 +165,7 @@ def test_a_worker_that_failed_is_exit_3(bexp: Run, config: Path, worker: Worker)
         done = bexp("submit", config, "--watch")
     assert done.code == 3
     assert done.stderr.endswith("bexp: Exploration failed: no device\n")
+    assert bexp("best", done.stderr.split()[1]).code == 3
 
 
 @pytest.mark.parametrize("command", ["watch", "best", "cancel"])

@@ -1,0 +1,64 @@
+"""What `bexp explore` does beside following its job."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import pytest
+
+from api.cli import explore
+from api.cli.connection import shown_url
+from api.client import Client, ServiceError
+from api.embedded import EmbeddedService
+from tests.cli.samples import REQUEST
+
+
+class Service:
+    """Stands for an embedded service whose worker waits."""
+
+    def check(self) -> None:
+        pass
+
+    def last_words(self) -> str:
+        return "cpu is in use"
+
+
+def test_a_job_that_does_not_start_is_explained_once(
+    service: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explore, "START_SECONDS", 0.05)
+    with Client(service[0]) as client:
+        job = client.submit(REQUEST)
+        watchdog = explore.Watchdog(client, job, cast("EmbeddedService", Service()))
+        watchdog()
+        assert capsys.readouterr().err == ""
+        time.sleep(0.1)
+        watchdog()
+        watchdog()
+        client.cancel(job.id)
+    assert capsys.readouterr().err == "not started after 0 s; the worker says: cpu is in use\n"
+
+
+def test_a_dead_child_ends_the_watch(service: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(_: Service) -> None:
+        raise ServiceError("dead")
+
+    monkeypatch.setattr(Service, "check", dead)
+    with Client(service[0]) as client:
+        job = client.submit(REQUEST)
+        with pytest.raises(ServiceError, match="dead"):
+            explore.Watchdog(client, job, cast("EmbeddedService", Service()))()
+        client.cancel(job.id)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sqlite:////data/bexp.db", "/data/bexp.db"),
+        ("postgresql://me:se@cret@host/name", "postgresql://host/name"),
+        ("postgresql://host/name", "postgresql://host/name"),
+    ],
+)
+def test_a_password_is_not_shown(url: str, shown: str) -> None:
+    assert shown_url(url) == shown
