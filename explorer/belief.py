@@ -22,7 +22,7 @@ NUM_SAMPLES = 256
 COMPOSITION_STD = {"cuda": 0.003, "cpu": 0.01}
 """Error of a composed step that is a candidate's own; what candidates share does not change their order."""
 TRIAL_OVERHEAD_SECONDS = 0.15  # of building and warming up a component, before the first trials show it
-TIMED_PASSES = 12
+TIMED_PASSES = 8
 NEGLIGIBLE_GAIN = 1e-5  # expected relative gain of a measurement below which nothing is worth measuring
 
 Mask = npt.NDArray[np.bool_]

@@ -18,6 +18,8 @@ FASTEST_LAUNCH_SECONDS = 2.5e-6
 SLEEP_MARGIN = 1.5
 DEVICE_BOUND = 1.2
 """Device over issue time from which on the host stays ahead by itself."""
+CLEARLY_AHEAD = 0.1
+"""Host over device time below which a block neither waits for the device nor depends on the host."""
 HEAT_SECONDS = 0.15
 """How long a block runs before it is timed: power limits act within a tenth of a second."""
 CHAIN_LENGTH = 4
@@ -51,7 +53,7 @@ class CudaTimer:
     """
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.6)
-    MAX_WARM_UP_SECONDS = 1.0
+    MAX_WARM_UP_SECONDS = 0.4
     MAX_WARM_UP_RUNS = 6
 
     def __init__(self, device: torch.device) -> None:
@@ -62,41 +64,53 @@ class CudaTimer:
         self._engine_seconds = self._measure_engine()
 
     def warm_up(self, passes: Passes) -> None:
-        """Run until two successive runs agree within 5%: autotuning, plans and allocations are done then."""
+        """Run until two successive runs agree within 5%: autotuning, plans and allocations are done then.
+
+        A long block is run once: what a first run adds is a small part of it, and weighing runs it a second time.
+        """
         started = time.perf_counter()
         previous = None
         for _ in range(self.MAX_WARM_UP_RUNS):
             (sample,) = self._run(passes, repeats=1, sleep_seconds=0.0)
             settled = previous is not None and abs(sample.device - previous) <= 0.05 * previous
-            if settled or (previous is not None and time.perf_counter() - started > self.MAX_WARM_UP_SECONDS):
+            if settled or time.perf_counter() - started > self.MAX_WARM_UP_SECONDS:
                 return
             previous = sample.device
 
     def time(self, passes: Passes) -> Timing:
         """Repeat within the budget."""
         with collector_paused():
-            (plain,) = self._run(passes, repeats=1, sleep_seconds=0.0)
-            sleep = SLEEP_MARGIN * plain.host + 1e-3
+            (first,) = self._run(passes, repeats=1, sleep_seconds=0.0)
+            if first.host <= CLEARLY_AHEAD * first.device:
+                samples = self._time_running(passes, first)
+                return summarize([PassSample(s.forward, s.backward, first.host) for s in samples])
+            sleep = SLEEP_MARGIN * first.host + 1e-3
             (ahead,) = self._run(passes, repeats=1, sleep_seconds=sleep)
-            issue = min(plain.host, ahead.host)
+            issue = min(first.host, ahead.host)
             if ahead.host >= BLOCKED_SHARE * sleep:
-                samples = self._time_running(passes, plain.device)
+                samples = self._time_running(passes, first)
                 return summarize([PassSample(s.forward, s.backward, s.device) for s in samples])
             host = self._time_host(passes, issue)
             if ahead.device >= DEVICE_BOUND * issue:
-                samples = self._time_running(passes, ahead.device)
+                samples = self._time_running(passes, ahead)
             else:
                 samples = self._time_queued(passes, issue)
             return summarize([PassSample(s.forward, s.backward, host) for s in samples])
 
-    def _time_running(self, passes: Passes, device_seconds: float) -> list[PassSample]:
-        """Repeats without a pause of the device; of each batch, the first is not timed: the host is not ahead yet."""
-        self._run(passes, repeats=max(1, int(HEAT_SECONDS / device_seconds)), sleep_seconds=0.0)
-        batch = 1 + max(1, min(8, int(HEAT_SECONDS / device_seconds)))
+    def _time_running(self, passes: Passes, first: PassSample) -> list[PassSample]:
+        """Repeats without a pause of the device.
+
+        The first of a batch counts only where the host's lead does not matter: it may not be ahead yet.
+        """
+        heat = int(HEAT_SECONDS / first.device)
+        if heat:
+            self._run(passes, repeats=heat, sleep_seconds=0.0)
+        skipped = 0 if first.host <= CLEARLY_AHEAD * first.device else 1
+        batch = skipped + max(1, min(8, heat))
         samples: list[PassSample] = []
         started = time.perf_counter()
         while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
-            samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[1:]
+            samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[skipped:]
         return samples
 
     def _time_queued(self, passes: Passes, issue_seconds: float) -> list[PassSample]:
