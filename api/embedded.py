@@ -171,6 +171,7 @@ class EmbeddedService:
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             command = [sys.executable, "-m", "api.embedded_api", str(listener.fileno())]
+            command += ["with-worker"] if self._with_worker else []
             self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
         if self._with_worker:
             command = [sys.executable, "-m", "workers", "--end-with-stdin"]

@@ -1,4 +1,4 @@
-"""The API as a child of a command: `python -m api.embedded_api FD`, FD being a listening socket that it inherits.
+"""The API as a child of a command: `python -m api.embedded_api FD [with-worker]`, FD being an inherited socket.
 
 The database comes from the environment. The command writes the ids of its explorations, one a line, to the child's
 stdin. The child ends on SIGTERM; when stdin closes, because the command was killed, it first cancels the explorations
@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 
 from api.serve import serve_on
 from api.settings import ServiceSettings, read_environment
@@ -25,14 +26,17 @@ CANCEL_SECONDS = 6.0
 NEVER = 1e9
 
 
-def main(listener: socket.socket) -> None:
-    """Serve on `listener` until told to end."""
+def main(listener: socket.socket, *, with_worker: bool) -> None:
+    """Serve on the listening socket until told to end.
+
+    A command that starts a worker of its own watches it itself: no job needs to be told that it waits for one.
+    """
     database = open_database(read_environment().database_url)
     try:
         upgrade(database)
         threading.Thread(target=_end_with_parent, args=(database,), name="parent", daemon=True).start()
-        # The command watches its worker itself: no job needs to be told that it waits for one that is starting.
-        serve_on(listener, ServiceSettings(database.url, waiting_check_seconds=NEVER))
+        settings = ServiceSettings(database.url)
+        serve_on(listener, replace(settings, waiting_check_seconds=NEVER) if with_worker else settings)
     finally:
         database.dispose()
 
@@ -58,4 +62,4 @@ def _is_cancelled(queue: Queue, job_id: str) -> bool:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), with_worker="with-worker" in sys.argv[2:])

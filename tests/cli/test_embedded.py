@@ -15,6 +15,7 @@ import pytest
 
 from api.client import Client, ServiceError
 from api.embedded import Child, EmbeddedService
+from explorer.events import EventCode
 from storage.database import Database
 from storage.jobs import JobState, get_job
 from tests.cli.samples import REQUEST
@@ -49,6 +50,13 @@ def test_entering_serves_and_leaving_ends_it(sqlite_url: str) -> None:
         assert not client.is_alive()
     await_gone(children, 0)
     assert not logs.exists()
+
+
+def test_a_job_that_nobody_can_run_is_told_so(sqlite_url: str) -> None:
+    with EmbeddedService(sqlite_url, with_worker=False) as service, Client(service.url) as client:
+        job = client.submit(REQUEST)
+        waiting = next(event for event in client.events(job.id) if event.code is EventCode.WAITING)
+        assert "none is running" in waiting.message
 
 
 def test_a_service_that_cannot_start_says_why_in_one_line() -> None:
