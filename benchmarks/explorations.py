@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
                 for seed in range(options.repeat):
                     request = parse_request(load_document(path.read_text())).model_copy(update={"seed": seed})
                     runs.append(explore(service, client, path.stem, request))
-                    write_results(options.out, {"environment": describe_environment(), "runs": runs})
+                    found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
+                    write_results(options.out, found)
     print_table(runs)
     return 0 if all(run["state"] == "succeeded" for run in runs) else 1
 
@@ -69,6 +70,7 @@ def explore(service: EmbeddedService, client: Client, name: str, request: Explor
     return {
         "name": name,
         "request": request.model_dump(mode="json"),
+        "hardware": _hardware(job),
         "state": job.state,
         "submit_to_final_seconds": seconds,
         "submit_to_first_recommendation_seconds": first_recommendation,
@@ -118,6 +120,11 @@ def print_table(runs: list[dict[str, Any]]) -> None:
             f"{found['candidate']['micro_batch_size']:>5}{found['performance']:>8.2f}{found['confidence']:>6}"
             f"{run['overheads']['num_trials']:>8}{errors}"
         )
+
+
+def _hardware(job: Job) -> dict[str, Any] | None:
+    report = (job.model_extra or {}).get("report")
+    return report["hardware"] if report else None
 
 
 def _confidence(event: Event) -> int:

@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
             rows += check(path.stem, request, profiler, options.micro_batch_sizes)
         finally:
             profiler.close()
-        write_results(options.out, {"environment": describe_environment(), "rows": rows})
+        found = {"environment": describe_environment(), "hardware": rows[0]["hardware"] if rows else None, "rows": rows}
+        write_results(options.out, found)
     print_table(rows)
     return 0
 

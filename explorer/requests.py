@@ -15,6 +15,7 @@ from explorer.training import Sharding, TrainingSpec
 
 MAX_MICRO_BATCH_SIZE = 256
 MAX_NUM_QUERY_GROUPS_VARIANTS = 8
+MAX_COMBINATIONS = 2048  # of micro-batch, tile and recomputation; back ends multiply them by about ten
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
@@ -169,6 +170,12 @@ class ExplorationRequest(Frozen):
             raise ValueError("micro_batch_size leaves no value to explore")
         if not any(self.tiles_for(m) for m in self.micro_batch_sizes):
             raise ValueError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space")
+        tilings = sum(len(self.tiles_for(m)) for m in self.micro_batch_sizes)
+        if (combinations := tilings * len(self.recompute_policies)) > MAX_COMBINATIONS:
+            raise ValueError(
+                f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
+                f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
+            )
         if self.mode == "eval" and not self.recompute_policies:
             raise ValueError("recompute must allow 'none' in eval mode: nothing is recomputed without a backward pass")
         for groups in self.num_query_groups or ():

@@ -30,6 +30,11 @@ class Bench:
             self.timer = HostTimer()
         self._baseline_bytes = self._settled_bytes()
 
+    @property
+    def own_bytes(self) -> int:
+        """Allocated for measuring itself, which a training process does not need."""
+        return self._baseline_bytes
+
     def generator(self, seed: int) -> torch.Generator:
         """Random numbers of the device."""
         return torch.Generator(self.device).manual_seed(seed)

@@ -24,7 +24,7 @@ HEAT_SECONDS = 0.15
 """How long a block runs before it is timed: power limits act within a tenth of a second."""
 CHAIN_LENGTH = 4
 """Blocks in a row for the host's time: enough that entering the autograd engine hardly counts."""
-HOST_REPEATS = 3
+HOST_REPEATS = 12
 BLOCKED_SHARE = 0.9
 """A host that needed this share of the device's sleep to issue a repeat was waiting for the device."""
 
@@ -130,7 +130,7 @@ class CudaTimer:
             return issue_seconds
         seconds = []
         try:
-            for _ in range(HOST_REPEATS):
+            for _ in range(HOST_REPEATS + 2):
                 passes.prepare_forward()
                 torch.cuda.synchronize(self._device)
                 started = time.perf_counter()
@@ -138,7 +138,7 @@ class CudaTimer:
                 seconds.append((time.perf_counter() - started - self._engine_seconds) / length)
         except torch.cuda.OutOfMemoryError:  # several do not fit, one did
             return issue_seconds
-        return min(issue_seconds, statistics.median(seconds))
+        return min(issue_seconds, statistics.median(seconds[2:]))
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
         """Issue `repeats` after a sleep of the device, then wait for them all."""

@@ -135,6 +135,7 @@ def run_whole_model(
     if bench.device.type == "cuda":
         peak = max(peak, meter.peak())
         reserved = torch.cuda.max_memory_reserved(bench.device)
+    peak -= bench.own_bytes
     micro_steps = [start.seconds_until(before) / MICRO_STEPS for start, before, _ in marks]
     optimizer = [before.seconds_until(end) for _, before, end in marks]
     return WholeModelMeasurement(

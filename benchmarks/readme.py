@@ -1,0 +1,141 @@
+"""Puts the measured figures into README.md, from the raw JSON under results/ and from nowhere else.
+
+python -m benchmarks.readme            # rewrites the marked sections
+python -m benchmarks.readme --check    # fails if README.md says something else
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from explorer.candidates import Candidate
+from explorer.hardware import HardwareSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SHOWN_CODES = ("BEXP102", "BEXP202", "BEXP203", "BEXP401")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrite or check README.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(arguments)
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = fill(old)
+    if options.check:
+        if new != old:
+            print("README.md does not say what benchmarks/results/ holds: run python -m benchmarks.readme")
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+def fill(text: str) -> str:
+    """`text` with every marked section replaced by what the results say."""
+    for name, render in SECTIONS.items():
+        section = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
+        if not section.search(text):
+            raise ValueError(f"README.md has no section {name}")
+        head, tail = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        text = section.sub((head + render() + tail).replace("\\", r"\\"), text)
+    return text
+
+
+def log_of_olmoe() -> str:
+    """The lines that a person sees of one run, as they were."""
+    run = next(r for r in _load("h200-explorations")["runs"] if r["name"] == "olmoe-1b-7b")
+    lines = [line for line in run["lines"] if line.startswith(SHOWN_CODES)]
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
+def explorations() -> str:
+    """One row a model."""
+    results = _load("h200-explorations")
+    rows = [
+        "| model | submit to final | to confidence 95 | recommended | x base | confidence | over the largest that fits "
+        "| trials | composed step, peak against the whole model |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in results["runs"]:
+        found = run["answer"]["variants"][0]["recommendation"]
+        largest, check = found["largest_micro_batch"], found["whole_model"]
+        confident = run["submit_to_confidence_target_seconds"]
+        cells = [
+            run["name"],
+            f"{run['submit_to_final_seconds']:.0f} s",
+            "-" if confident is None else f"{confident:.0f} s",
+            _short(Candidate.model_validate(found["candidate"])),
+            f"{found['performance']:.2f}",
+            str(found["confidence"]),
+            "-" if largest is None else f"{largest['gain']:.2f}x",
+            str(run["overheads"]["num_trials"]),
+            "-" if check is None else f"{100 * check['step_error']:+.1f}%, {100 * check['peak_error']:+.1f}%",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    trials = [trial for run in results["runs"] for trial in run["trials"] if trial["kind"] == "components"]
+    suggest = statistics.median(trial["suggest_seconds"] for trial in trials)
+    messaging = statistics.median(trial["measurement"]["phases"]["messaging"] for trial in trials)
+    storage = statistics.mean(run["overheads"]["storage_mean_seconds"] for run in results["runs"])
+    idle = max(run["overheads"]["profiler_idle_share"] for run in results["runs"])
+    starts = max(run["overheads"]["process_starts"] for run in results["runs"])
+    rows.append(
+        f"\nA trial's overhead: suggest {1e3 * suggest:.0f} ms and messages {1e3 * messaging:.1f} ms in the median, "
+        f"storage {1e3 * storage:.0f} ms in the mean. Process starts a job: {starts}. "
+        f"The profiler was idle {100 * idle:.0f}% of a job at most. {_environment(results)}"
+    )
+    return "\n".join(rows) + "\n"
+
+
+def fidelity() -> str:
+    """Errors of composed steps, by configuration."""
+    results = _load("h200-fidelity")
+    rows = [
+        "| model | candidates | step: median, largest error | peak: median, largest error |",
+        "| --- | --- | --- | --- |",
+    ]
+    names = dict.fromkeys(row["name"] for row in results["rows"])
+    for name in names:
+        checks = [row["check"] for row in results["rows"] if row["name"] == name and row["check"]]
+        cells = []
+        for what in ("step_error", "peak_error"):
+            errors = [abs(check[what]) for check in checks]
+            cells.append(f"{100 * statistics.median(errors):.1f}%, {100 * max(errors):.1f}%")
+        rows.append(f"| {name} | {len(checks)} | {' | '.join(cells)} |")
+    rows.append(f"\n{_environment(results)}")
+    return "\n".join(rows) + "\n"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"log": log_of_olmoe, "explorations": explorations, "fidelity": fidelity}
+
+
+def _load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def _short(candidate: Candidate) -> str:
+    parts = [f"m={candidate.micro_batch_size}"]
+    parts += [f"tile {candidate.bta_tile}"] if candidate.bta_tile else []
+    parts += [f"recompute {candidate.recompute}"] if candidate.recompute != "none" else []
+    parts += [candidate.attention_backend]
+    parts += [candidate.expert_backend] if candidate.expert_backend else []
+    return ", ".join(parts)
+
+
+def _environment(results: dict[str, Any]) -> str:
+    environment = results["environment"]
+    hardware = HardwareSpec.model_validate(results["hardware"])
+    return f"Measured on {hardware.describe()}, {environment['date'][:10]}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
