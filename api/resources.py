@@ -63,7 +63,7 @@ class ExplorationSummary(BaseModel):
         return {
             "id": job.id,
             "state": job.state,
-            "model": job.request.model.name,
+            "model": job.model_name,
             "micro_batch_size": best.candidate.micro_batch_size if best else None,
             "confidence": best.confidence if best else None,
             "created_at": job.created_at,
@@ -71,7 +71,7 @@ class ExplorationSummary(BaseModel):
             "finished_at": job.finished_at,
             "cancel_requested": job.cancel_requested,
             "waiting_reason": job.waiting_reason,
-            "error": job.error,
+            "error": job.error or job.unreadable,
             "links": Links.of(job.id),
         }
 
@@ -79,7 +79,9 @@ class ExplorationSummary(BaseModel):
 class Exploration(ExplorationSummary):
     """An exploration: what was asked for, how it stands, and what came of it."""
 
-    request: ExplorationRequest
+    request: Annotated[
+        ExplorationRequest | None, Field(description="Null if another version stored it and this one cannot read it.")
+    ]
     attempt: Annotated[int, Field(description="How often a worker has taken it up.")]
     last_seq: Annotated[int, Field(description="The seq of its latest event.")]
     report: Annotated[DeviceReport | None, Field(description="The device that it runs on and what is usable there.")]

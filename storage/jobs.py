@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from explorer.hardware import DeviceReport
 from explorer.recommendations import Answer, Recommendation
@@ -49,11 +49,16 @@ class InvalidCursorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One exploration. `version` grows with every visible change; `last_seq` is its latest event."""
+    """One exploration. `version` grows with every visible change; `last_seq` is its latest event.
+
+    What another version of this program stored may break the rules of this one: such parts are null, and `unreadable`
+    names the first of them with the rule.
+    """
 
     id: str
     state: JobState
-    request: ExplorationRequest
+    request: ExplorationRequest | None
+    model_name: str
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -69,6 +74,7 @@ class Job:
     waiting_reason: str | None
     last_seq: int
     version: int
+    unreadable: str | None
 
 
 def get_job(database: Database, job_id: str) -> Job:
@@ -113,10 +119,21 @@ def select_job(connection: sa.Connection, job_id: str, *, lock: bool = False) ->
 
 def job_from_row(row: sa.Row[Any]) -> Job:
     """The job in a row that holds every column of the table."""
+    problems: list[str] = []
+
+    def parse(model: type[Model], name: str) -> Model | None:
+        document = getattr(row, name)
+        try:
+            return None if document is None else model.model_validate(document)
+        except ValidationError as error:
+            problems.append(describe_unreadable(name, error))
+            return None
+
     return Job(
         id=row.id,
         state=JobState(row.state),
-        request=ExplorationRequest.model_validate(row.request),
+        request=parse(ExplorationRequest, "request"),
+        model_name=_find_model_name(row.request),
         created_at=row.created_at,
         started_at=row.started_at,
         finished_at=row.finished_at,
@@ -124,19 +141,29 @@ def job_from_row(row: sa.Row[Any]) -> Job:
         owner=row.owner,
         lease_expires_at=row.lease_expires_at,
         cancel_requested=row.cancel_requested,
-        report=_parse(DeviceReport, row.report),
+        report=parse(DeviceReport, "report"),
         space=row.space,
-        recommendation=_parse(Recommendation, row.recommendation),
-        answer=_parse(Answer, row.answer),
+        recommendation=parse(Recommendation, "recommendation"),
+        answer=parse(Answer, "answer"),
         error=row.error,
         waiting_reason=row.waiting_reason,
         last_seq=row.last_seq,
         version=row.version,
+        unreadable=problems[0] if problems else None,
     )
 
 
-def _parse(model: type[Model], document: Any) -> Model | None:
-    return None if document is None else model.model_validate(document)
+def describe_unreadable(name: str, error: ValidationError) -> str:
+    """Why a stored document cannot be read: its first field that breaks a rule, and the rule."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(str(part) for part in (name, *first["loc"]))
+    return f"another version stored what this one cannot read: {field}: {first['msg']}"
+
+
+def _find_model_name(request: Any) -> str:
+    model = request.get("model") if isinstance(request, dict) else None
+    name = model.get("name") if isinstance(model, dict) else None
+    return name if isinstance(name, str) else "unknown"
 
 
 def _cursor_after(job: Job) -> str:

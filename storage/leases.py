@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from explorer.requests import ExplorationRequest
 from explorer.trials import Trial
 from storage.jobs import Job
 
@@ -22,6 +23,7 @@ class Claim:
     """A job to run, and what earlier leases have measured of it."""
 
     job: Job
+    request: ExplorationRequest
     lease: Lease
     history: tuple[Trial, ...]
 

@@ -13,16 +13,18 @@ from datetime import timedelta
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 
 from explorer.events import EventCode, EventDraft
 from explorer.hardware import DeviceReport
 from explorer.progress import Progress
 from explorer.recommendations import Answer
 from explorer.requests import ExplorationRequest
+from explorer.trials import Trial
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
 from storage.database import Database
 from storage.events import insert_events
-from storage.jobs import Job, JobState, job_from_row, select_job
+from storage.jobs import Job, JobState, describe_unreadable, job_from_row, select_job
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.tables import UTCDateTime, jobs
 from storage.trials import insert_trial, select_trials
@@ -108,7 +110,7 @@ class Queue:
         """Take the oldest job that this worker can run, or none.
 
         A job can be claimed that is queued, or whose worker's lease has run out. `description` of the hardware goes
-        into the event.
+        into the event. A job that another version stored and this one cannot read is ended, and the next one taken.
         """
         self._end_abandoned()
         conditions = (
@@ -119,9 +121,6 @@ class Queue:
             sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == fingerprint),
             sa.not_(self._is_exhausted()),
         )
-        with self.database.read() as connection:  # an idle worker takes no write lock
-            if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
-                return None
         oldest = (
             sa.select(jobs.c.id)
             .where(*conditions)
@@ -145,15 +144,17 @@ class Queue:
             )
             .returning(*jobs.c)
         )
-        with self.database.begin() as connection:
-            row = connection.execute(take).one_or_none()
-            if row is None:
-                return None
-            job = job_from_row(row)
-            history = tuple(select_trials(connection, job.id))
-            draft = _claim_event(job, owner, description, len(history))
-            insert_events(self.database, connection, job.id, job.last_seq, [draft])
-        return Claim(job, Lease(job.id, owner, job.attempt), history)
+        while True:
+            with self.database.read() as connection:  # an idle worker takes no write lock
+                if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
+                    return None
+            with self.database.begin() as connection:
+                row = connection.execute(take).one_or_none()
+                if row is None:
+                    return None
+                claim = self._open_claim(connection, job_from_row(row), owner, description)
+            if claim is not None:
+                return claim
 
     def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
         """Bind the job to the hardware of its first claim; return the report that it was bound with.
@@ -307,6 +308,22 @@ class Queue:
                 drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
             with self.database.begin() as connection:
                 change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
+
+    def _open_claim(self, connection: sa.Connection, job: Job, owner: str, description: str | None) -> Claim | None:
+        """The claim of a job that `owner` has just taken; null, and the job is ended, if it cannot be read."""
+        lease = Lease(job.id, owner, job.attempt)
+        history: tuple[Trial, ...] = ()
+        unreadable = job.unreadable
+        try:
+            history = tuple(select_trials(connection, job.id))
+        except ValidationError as error:
+            unreadable = unreadable or describe_unreadable("trial", error)
+        draft = _claim_event(job, owner, description, len(history))
+        insert_events(self.database, connection, job.id, job.last_seq, [draft])
+        if unreadable is not None or job.request is None:
+            end_job(self.database, connection, fence(lease), JobState.FAILED, unreadable)
+            return None
+        return Claim(job, job.request, lease, history)
 
     def _is_exhausted(self) -> sa.ColumnElement[bool]:
         return jobs.c.attempt - jobs.c.num_releases >= self.max_attempts

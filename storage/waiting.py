@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 
 from explorer.hardware import DeviceReport
 from storage.database import Database
@@ -40,5 +41,11 @@ def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) ->
         return f"none with {job.devices_needed} devices is running"
     if job.fingerprint is None or any(worker.fingerprint == job.fingerprint for worker in enough):
         return None
-    pinned = DeviceReport.model_validate(job.report).hardware.describe()
-    return f"none with the hardware that this exploration started on is running ({pinned})"
+    return f"none with the hardware that this exploration started on is running ({_describe_pinned(job.report)})"
+
+
+def _describe_pinned(report: Any) -> str:
+    try:
+        return DeviceReport.model_validate(report).hardware.describe()
+    except ValidationError:
+        return "another version described it in a way that this one cannot read"

@@ -151,7 +151,7 @@ class _Run:
             report = self._queue.pin(claim.lease, report)
             studies = study_opener(self._queue.database, claim.job.id)
         try:
-            steps = explore(claim.job.request, report, self._measure, history=claim.history, open_study=studies)
+            steps = explore(claim.request, report, self._measure, history=claim.history, open_study=studies)
             while True:
                 with account.spend("suggest"):
                     step = next(steps, None)
@@ -165,7 +165,7 @@ class _Run:
             studies.close()
 
     def _begin(self) -> DeviceReport:
-        request = self._claim.job.request
+        request = self._claim.request
         with self._account.begin():
             try:
                 self._profiler.start()

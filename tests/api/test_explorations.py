@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pytest
+import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
 from api.examples import REQUEST
 from storage.jobs import Job, JobState
 from storage.leases import Lease
 from storage.queue import Queue
+from storage.tables import jobs
 from tests.api.test_submissions import assert_problem
 from tests.contracts.samples import make_progress, make_request
 
@@ -127,3 +129,16 @@ def test_a_fault_is_a_problem_without_its_details(client: TestClient, monkeypatc
     response = client.post(EXPLORATIONS, json=REQUEST)
     assert_problem(response, 500)
     assert "secret" not in response.text
+
+
+def test_what_another_version_stored_does_not_break_the_list(client: TestClient, queue: Queue) -> None:
+    old, new = (queue.enqueue(make_request())[0] for _ in range(2))
+    with queue.database.begin() as connection:
+        document = {"model": {"name": "old"}, "lost_field": 1}
+        connection.execute(sa.update(jobs).where(jobs.c.id == old.id).values(request=document))
+    items = client.get(EXPLORATIONS).json()["items"]
+    assert [(item["id"], item["model"]) for item in items] == [(new.id, "tiny"), (old.id, "old")]
+    found = client.get(f"{EXPLORATIONS}/{old.id}").json()
+    assert found["request"] is None
+    assert "another version" in found["error"]
+    assert client.post(f"{EXPLORATIONS}/{old.id}/cancel").json()["state"] == "cancelled"

@@ -20,7 +20,7 @@ from storage.events import read_events
 from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
 from storage.leases import Claim, HardwareMismatchError, Lease, LeaseLostError
 from storage.queue import IdempotencyConflictError, Queue
-from storage.tables import jobs
+from storage.tables import jobs, trials
 from storage.trials import read_trials
 from tests.contracts.samples import (
     make_candidate,
@@ -53,6 +53,12 @@ def expire(database: Database, job_id: str) -> None:
     with database.begin() as connection:
         past = database.clock(timedelta(seconds=-60))
         connection.execute(sa.update(jobs).where(jobs.c.id == job_id).values(lease_expires_at=past))
+
+
+def store(database: Database, job_id: str, **values: object) -> None:
+    """Write columns of a job as another version of this program may have."""
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).where(jobs.c.id == job_id).values(**values))
 
 
 def codes(database: Database, job_id: str) -> list[int]:
@@ -241,6 +247,45 @@ def test_processes_claim_each_job_once(database: Database) -> None:
 
 
 # Leases
+
+
+@pytest.mark.parametrize(
+    ("column", "document", "complaint"),
+    [
+        ("request", {"model": {"name": "old"}, "lost_field": 1}, "request."),
+        ("request", [], "request: "),
+        ("report", {"hardware": {}}, "report.hardware."),
+    ],
+)
+def test_a_job_that_cannot_be_read_ends_and_the_next_is_claimed(
+    database: Database, column: str, document: object, complaint: str
+) -> None:
+    queue = Queue(database)
+    old, next_ = (queue.enqueue(make_request())[0] for _ in range(2))
+    store(database, old.id, **{column: document})
+    assert {job.id for job in list_jobs(database)[0]} == {old.id, next_.id}
+    assert complaint in (get_job(database, old.id).unreadable or "")
+
+    claim = claim_one(queue)
+    assert (claim.job.id, claim.request) == (next_.id, make_request())
+    ended = get_job(database, old.id)
+    assert ended.state is JobState.FAILED
+    assert ended.error == ended.unreadable
+    assert "another version stored what this one cannot read" in str(ended.error)
+    assert codes(database, old.id) == [EventCode.QUEUED, EventCode.STARTED, EventCode.FAILED]
+    assert claim_next(queue) is None
+
+
+def test_a_job_whose_trials_cannot_be_read_ends(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.record(claim.lease, make_progress(0))
+    with database.begin() as connection:
+        connection.execute(sa.update(trials).values(trial={"number": "none"}))
+    queue.release(claim.lease)
+    assert claim_next(queue) is None
+    assert "trial.number" in (get_job(database, job.id).error or "")
 
 
 def test_a_heartbeat_extends_the_lease(database: Database) -> None:

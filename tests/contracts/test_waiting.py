@@ -4,11 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import sqlalchemy as sa
 
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobState, get_job
 from storage.queue import Queue
+from storage.tables import jobs
 from storage.workers import WorkerInfo, forget_worker, register_worker
 from tests.contracts.samples import make_report, make_request
 
@@ -75,6 +77,16 @@ def test_a_pinned_job_names_its_hardware(database: Database) -> None:
     assert get_job(database, job.id).state is JobState.RUNNING
     assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT) is not None
     assert get_job(database, job.id).waiting_reason is None
+
+
+def test_a_job_pinned_by_another_version_waits_like_any_other(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(report={"hardware": {}}, fingerprint="f"))
+    add_worker(database)
+    queue.note_waiting(grace=NO_GRACE)
+    assert "hardware that this exploration started on" in reasons(database, job.id)[0]
 
 
 def test_a_running_job_does_not_wait(database: Database) -> None:
