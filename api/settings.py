@@ -6,7 +6,8 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from storage.location import default_database_url
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
@@ -51,19 +52,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError("BEXP_PORT must be a number from 0 to 65535")
     return Environment(
-        database_url=given.get("BEXP_DATABASE_URL") or default_database_url(given),
+        database_url=given.get("BEXP_DATABASE_URL") or default_database_url(given.get("XDG_DATA_HOME", "")),
         api_url=given.get("BEXP_API_URL", DEFAULT_API_URL),
         api_token=given.get("BEXP_API_TOKEN"),
         host=given.get("BEXP_HOST", DEFAULT_HOST),
         port=int(port),
     )
-
-
-def default_database_url(variables: Mapping[str, str]) -> str:
-    """An SQLite file in the user's data directory (XDG base directory specification)."""
-    data = variables.get("XDG_DATA_HOME", "")
-    directory = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
-    return f"sqlite:///{directory / 'bexp' / 'bexp.db'}"
 
 
 def is_loopback(host: str) -> bool:

@@ -22,15 +22,6 @@ SQLITE_WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
 _READ_ONLY = "bexp_read_only"
 
 
-def default_database_url(data_home: str = "") -> str:
-    """The SQLite database of this user, wherever a command is started from.
-
-    `data_home` is XDG_DATA_HOME (XDG base directory specification): used if it is an absolute path.
-    """
-    folder = Path(data_home) if data_home.startswith("/") else Path.home() / ".local" / "share"
-    return f"sqlite:///{folder / 'bexp' / 'bexp.db'}"
-
-
 class Database:
     """An engine, and the clock that leases are measured by."""
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from storage.database import default_database_url
+from storage.location import default_database_url
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from storage.database import SQLITE_WAL_IS_SAFE, Database, default_database_url, open_database
+from storage.database import SQLITE_WAL_IS_SAFE, Database, open_database
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg", "postgres"])
@@ -37,12 +37,6 @@ def test_the_folder_of_a_file_is_created(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "bexp.db").exists()
     assert database.sqlite_path == tmp_path / "a" / "b" / "bexp.db"
     database.dispose()
-
-
-def test_the_default_is_the_same_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = default_database_url()
-    monkeypatch.chdir(tmp_path)
-    assert default_database_url() == before
 
 
 def test_sqlite_checks_foreign_keys_and_avoids_the_unsafe_journal(sqlite_database: Database) -> None:
