@@ -189,8 +189,8 @@ class Client:
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60.0) -> Iterator[Event]:
         """Follow a job's events from `after` (exclusive) to its end, each exactly once and in order.
 
-        A dropped connection is taken up again where it broke. Raises ServiceError when the service stays away for
-        `patience_seconds`.
+        A dropped connection is taken up again where it broke. Nothing is yielded when `after` is the last event there
+        will ever be. Raises ServiceError when the service stays away for `patience_seconds`.
         """
         seq, waited, delay = after, 0.0, 0.2
         while True:
@@ -206,6 +206,8 @@ class Client:
                     if event.code.ends_job:
                         return
                 reason = "the service closed the event stream"
+            except _CompleteError:
+                return
             except httpx.HTTPError as error:
                 reason = _reason(error, self.url)
             except _RestartingError as error:
@@ -224,6 +226,8 @@ class Client:
                 if response.status_code in {429, 502, 503, 504}:
                     raise _RestartingError(f"the service answered {response.status_code}")
                 _raise_for(response)
+            if response.status_code == httpx.codes.NO_CONTENT:  # do not connect again (WHATWG HTML, 9.2)
+                raise _CompleteError
             for data in _sse_data(response.iter_lines()):
                 try:
                     yield Event.model_validate_json(data)
@@ -255,6 +259,10 @@ class Client:
 
 class _RestartingError(Exception):
     """The service, or what stands before it, asks to come back later."""
+
+
+class _CompleteError(Exception):
+    """Every event that there will ever be was seen."""
 
 
 def _path(job_id: str, *rest: str) -> str:

@@ -190,6 +190,18 @@ def test_a_refused_stream_is_not_tried_again() -> None:
     assert len(asked) == 1
 
 
+def test_a_stream_that_has_nothing_more_ends() -> None:
+    asked: list[str | None] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers.get("Last-Event-ID"))
+        return httpx.Response(204)
+
+    with client_of(handler) as client:
+        assert list(client.events("job1", after=7)) == []
+    assert asked == ["7"]
+
+
 def test_a_gap_in_the_events_is_noticed() -> None:
     gapped = sse(event(1, EventCode.QUEUED), event(3, EventCode.SUCCEEDED))
     with (
