@@ -51,6 +51,11 @@ def readyz(service: ServiceDep) -> Health:
     return Health(status="ready")
 
 
+# Some load balancers ask by HEAD.
+router.add_api_route("/healthz", healthz, methods=["HEAD"], include_in_schema=False)
+router.add_api_route("/readyz", readyz, methods=["HEAD"], include_in_schema=False)
+
+
 @router.get(
     "/metrics",
     response_class=Response,

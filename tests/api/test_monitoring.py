@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
@@ -47,6 +48,12 @@ def test_a_database_that_cannot_be_reached_is_a_problem() -> None:
         assert_problem(client.get("/readyz"), 503)
         assert_problem(client.get("/v1/explorations"), 503)
         assert_problem(client.get("/v1/explorations/0/events"), 503)
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_can_be_asked_without_a_body(client: TestClient, path: str) -> None:
+    response = client.head(path)
+    assert response.status_code == 200
 
 
 def test_an_absent_worker_does_not_take_the_api_away(client: TestClient) -> None:
