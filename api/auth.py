@@ -42,7 +42,9 @@ def _refuse_foreign(request: Request) -> None:
     """Web pages can send requests to loopback: by name (DNS rebinding) and across origins."""
     if not is_loopback(_host_name(f"//{request.headers.get('host', '')}")):
         raise ProblemException(
-            HTTPStatus.FORBIDDEN, "Without tokens the service answers under the names of the loopback interface only."
+            HTTPStatus.FORBIDDEN,
+            "Without tokens the service answers under the names of the loopback interface only; "
+            "behind a proxy, start it with --require-token.",
         )
     origin = request.headers.get("origin")
     if origin is not None and not is_loopback(_host_name(origin)):

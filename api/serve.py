@@ -19,10 +19,7 @@ from storage.schema import upgrade
 from storage.tokens import list_tokens
 
 SHUTDOWN_SECONDS = 5
-HOW_TO_ADMIT = (
-    "The service is open to other machines and asks for a token, and there is none yet: "
-    "create one with `bexp token create NAME`."
-)
+HOW_TO_ADMIT = "The service asks for a token, and there is none yet: create one with `bexp token create NAME`."
 
 
 class ServeError(Exception):

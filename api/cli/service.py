@@ -19,6 +19,10 @@ from api.settings import ServiceSettings
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to bind; beyond loopback, tokens are required.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to bind.")] = None,
+    require_token: Annotated[
+        bool,
+        typer.Option("--require-token", help="Ask for tokens on loopback too, and answer under any name: for a proxy."),
+    ] = False,
 ) -> None:
     """Serve the REST API."""
     from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
@@ -28,7 +32,7 @@ def serve(
     try:
         with database_errors():
             serve_api(
-                ServiceSettings(told.database_url),
+                ServiceSettings(told.database_url, require_token=require_token),
                 host if host is not None else told.host,
                 port if port is not None else told.port,
                 on_ready=lambda url: say(f"serving {url}"),

@@ -15,6 +15,7 @@ import pytest
 from api.examples import REQUEST
 from api.serve import HOW_TO_ADMIT, ServeError, bind
 from storage.database import open_database
+from storage.schema import upgrade
 from storage.tokens import create_token
 
 SCRIPT = """\
@@ -73,6 +74,27 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(tmp_path:
     with started("0.0.0.0", database_url) as (process, _):
         process.terminate()
         assert process.communicate(timeout=10)[1] == ""
+
+
+def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> None:
+    database_url = f"sqlite:///{tmp_path / 'bexp.db'}"
+    database = open_database(database_url)
+    upgrade(database)
+    secret = create_token(database, "test")
+    database.dispose()
+    command = [sys.executable, "-m", "api.cli", "serve", "--port", "0", "--require-token"]
+    environment = os.environ | {"BEXP_DATABASE_URL": database_url}
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            url = process.stderr.readline().strip().removeprefix("serving ")
+            named = {"Host": "bexp.example.org"}
+            assert httpx.get(f"{url}/v1/explorations", headers=named).status_code == 401
+            admitted = named | {"Authorization": f"Bearer {secret}"}
+            assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
+        finally:
+            process.kill()
 
 
 def test_an_address_that_is_taken_is_named() -> None:
