@@ -21,6 +21,8 @@ from explorer.table import Floats, Ints, SpaceTable
 NUM_SAMPLES = 256
 COMPOSITION_STD = {"cuda": 0.003, "cpu": 0.01}
 """Error of a composed step that is a candidate's own; what candidates share does not change their order."""
+OWN_SHARE_OF_ERROR = 0.25
+"""Of a difference between composition and whole model, this share is taken to be the candidate's own."""
 TRIAL_OVERHEAD_SECONDS = 0.15  # of building and warming up a component, before the first trials show it
 TIMED_PASSES = 8
 NEGLIGIBLE_GAIN = 1e-5  # expected relative gain of a measurement below which nothing is worth measuring
@@ -59,8 +61,8 @@ class Belief:
         self._legal_C: Mask = np.array([c in legal_set for c in table.candidates], dtype=np.bool_)
         rng = np.random.default_rng(request.seed)
         self.surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
-        std = COMPOSITION_STD[hardware.device_kind]
-        self._composition_NC = 1.0 + std * rng.standard_normal((NUM_SAMPLES, len(table.candidates)))
+        self._composition_std = COMPOSITION_STD[hardware.device_kind]
+        self._composition_NC = rng.standard_normal((NUM_SAMPLES, len(table.candidates)))
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
         self.measured: dict[Component, ComponentMeasurement] = {}
         self.failed: dict[Component, str] = {}
@@ -93,6 +95,13 @@ class Belief:
         """Never recommend `candidate`."""
         self.rejected[candidate] = reason
         self._refresh()
+
+    def learn_composition_error(self, error: float) -> None:
+        """Take in the relative error of a composed step against its whole model: compositions err as much elsewhere."""
+        std = max(self._composition_std, OWN_SHARE_OF_ERROR * abs(error))
+        if std > self._composition_std:
+            self._composition_std = std
+            self._refresh()
 
     # -- what is known of a candidate ----------------------------------------------------------------------------
 
@@ -190,7 +199,7 @@ class Belief:
         self._alive = self._contenders(self.open_rows())
         alive = self._alive
         tokens_NA = self.table.tokens_per_second(self.surrogate.device_NK, self.surrogate.host_K, alive)
-        tokens_NA *= self._composition_NC[:, alive]
+        tokens_NA *= np.maximum(0.0, 1.0 + self._composition_std * self._composition_NC[:, alive])
         activations_A = (self._saved_C + self._transient_C)[alive]
         scale_NA = np.exp(self._fit_N[:, None] * fit_std_C[alive][None, :])
         fits_NA = self._required(activations_A[None, :] * scale_NA) <= self.limit_bytes

@@ -125,6 +125,8 @@ class VariantSearch:
             for t in past
             if t.kind is TrialKind.COMPONENTS or t.measurement.outcome is Outcome.OUT_OF_MEMORY
         )
+        for trial in past:
+            self._take_in_check(trial)
         self._space_summary = space_left.summarize()
         self._opening = []
         if not past:
@@ -150,7 +152,7 @@ class VariantSearch:
 
     def _search(self) -> Iterator[Progress]:
         target = self._request.budget.confidence_target
-        while not self._ledger.exhausted(self._index):
+        while not (self._ledger.exhausted(self._index) or self._was_checked()):
             verdict = self._belief.recommend()
             if verdict is not None and 100 * verdict.probability >= target:
                 return
@@ -164,6 +166,8 @@ class VariantSearch:
     def _compare(self) -> Iterator[Progress]:
         """Measure what the answer is compared with."""
         assert self._table is not None
+        if self._was_checked():
+            return
         for find in (largest_untiled, lambda belief: best_stock(belief, self._report)):
             for _ in range(ATTEMPTS):
                 row = find(self._belief)
@@ -254,7 +258,21 @@ class VariantSearch:
         self._ledger.add(trial, seconds)
         if measurement.outcome is Outcome.OUT_OF_MEMORY:
             self._belief.reject(candidate, measurement.reason or "the whole model does not fit")
-        yield self._progress(trial, [whole_model_event(trial, check_whole_model(self._belief, row, trial))])
+        check = check_whole_model(self._belief, row, trial)
+        self._take_in_check(trial)
+        yield self._progress(trial, [whole_model_event(trial, check)])
+
+    def _take_in_check(self, trial: Trial) -> None:
+        assert self._table is not None
+        if trial.kind is TrialKind.WHOLE_MODEL and trial.candidate in self._table.row:
+            check = check_whole_model(self._belief, self._table.row[trial.candidate], trial)
+            if check is not None:
+                self._belief.learn_composition_error(check.step_error)
+
+    def _was_checked(self) -> bool:
+        """Whether a whole model was run: an earlier lease had ended its search before that."""
+        trials = self._ledger.trials_of(self.model.query_groups)
+        return any(trial.kind is TrialKind.WHOLE_MODEL for trial in trials)
 
     def _plan(self, candidate: Candidate, kind: TrialKind, components: tuple[Component, ...]) -> TrialPlan:
         timeout = self._request.budget.trial_timeout_seconds

@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 
 from explorer.components import Component, ComponentKind
+from explorer.composition import combine_seconds
 from explorer.footprint import predict_component_bytes
 from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
@@ -55,6 +56,7 @@ class SimulatedDevice:
         self.rng = np.random.default_rng(seed)
         self.plans: list[TrialPlan] = []
         self.whole_model_outcomes: list[Outcome] = []
+        self.whole_model_factor = 1.0
 
     def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
         """True device and host seconds."""
@@ -109,9 +111,19 @@ class SimulatedDevice:
         outcome = self.whole_model_outcomes.pop(0) if self.whole_model_outcomes else Outcome.OK
         if outcome is not Outcome.OK:
             return Measurement(candidate=plan.candidate, outcome=outcome, reason="simulated")
+        table = SpaceTable([plan.candidate], plan.model, self.request)
+        pairs = [self.seconds(c, plan.model) for c in table.components]
+        device, host = np.array([[d for d, _ in pairs]]), np.array([h for _, h in pairs])
+        step = combine_seconds(
+            float(table.micro_step_seconds(device, host)[0, 0]),
+            float(table.optimizer_seconds(device, host)[0, 0]),
+            plan.candidate.micro_batch_size,
+            plan.model,
+            self.request,
+        )
         whole = WholeModelMeasurement(
-            micro_step_seconds=1.0,
-            optimizer_seconds=0.1,
+            micro_step_seconds=self.whole_model_factor * step.micro_step,
+            optimizer_seconds=self.whole_model_factor * step.optimizer,
             standard_error_seconds=0.001,
             peak_bytes=GIB,
             reserved_bytes=GIB,

@@ -276,3 +276,28 @@ def test_every_component_of_a_plan_belongs_to_its_candidate() -> None:
         for component in plan.components:
             assert isinstance(component, Component)
             assert component.micro_batch_size in (0, plan.candidate.micro_batch_size)
+
+
+def test_a_whole_model_that_disagrees_lowers_the_confidence() -> None:
+    req = request()
+    agreeing, disagreeing = SimulatedDevice(req), SimulatedDevice(req)
+    disagreeing.whole_model_factor = 1.4
+    sure, unsure = (answer_of(run(req, device)).recommendation for device in (agreeing, disagreeing))
+    assert sure is not None
+    assert unsure is not None
+    assert unsure.whole_model is not None
+    assert unsure.whole_model.step_error == pytest.approx(1 / 1.4 - 1, abs=0.02)
+    assert unsure.confidence < 60
+    assert sure.confidence >= 90
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.4])
+def test_resumes_after_the_whole_model_without_another_trial(factor: float) -> None:
+    req = request()
+    device = SimulatedDevice(req, noise=0.0)
+    device.whole_model_factor = factor
+    whole = run(req, device)
+    again = SimulatedDevice(req, noise=0.0)
+    after = run(req, again, history=trials_of(whole))
+    assert again.plans == []
+    assert answer_of(after) == answer_of(whole)
