@@ -147,8 +147,9 @@ class EmbeddedService:
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def adopt(self, job_id: str) -> None:
-        """Have this exploration cancelled if the command is killed."""
-        self._children[0].tell(job_id)
+        """Have the worker run this exploration, and no other, and have it cancelled if the command is killed."""
+        for child in self._children:
+            child.tell(job_id)
 
     def last_words(self) -> str:
         """What the worker said last."""
@@ -174,7 +175,7 @@ class EmbeddedService:
             command += ["with-worker"] if self._with_worker else []
             self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
         if self._with_worker:
-            command = [sys.executable, "-m", "workers", "--end-with-stdin"]
+            command = [sys.executable, "-m", "workers", "--jobs-from-stdin"]
             command += ["--device", self._device] if self._device is not None else []
             self._children.append(self._child("worker", command))
         self._await_api()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -105,12 +105,20 @@ class Queue:
         return job_from_row(first), False
 
     def claim(
-        self, owner: str, *, device_kind: str, num_devices: int, fingerprint: str, description: str | None = None
+        self,
+        owner: str,
+        *,
+        device_kind: str,
+        num_devices: int,
+        fingerprint: str,
+        description: str | None = None,
+        among: Collection[str] | None = None,
     ) -> Claim | None:
         """Take the oldest job that this worker can run, or none.
 
-        A job can be claimed that is queued, or whose worker's lease has run out. `description` of the hardware goes
-        into the event. A job that another version stored and this one cannot read is ended, and the next one taken.
+        A job can be claimed that is queued, or whose worker's lease has run out; with `among`, only if its id is one of
+        them. `description` of the hardware goes into the event. A job that another version stored and this one cannot
+        read is ended, and the next one taken.
         """
         self._end_abandoned()
         conditions = (
@@ -120,6 +128,7 @@ class Queue:
             jobs.c.devices_needed <= num_devices,
             sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == fingerprint),
             sa.not_(self._is_exhausted()),
+            *([jobs.c.id.in_(among)] if among is not None else []),
         )
         oldest = (
             sa.select(jobs.c.id)

@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
     parser.add_argument("--once", action="store_true", help="end after one job")
     parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
+    parser.add_argument(
+        "--jobs-from-stdin",
+        action="store_true",
+        help="run only the jobs whose ids come on standard input, one a line, and end when it is closed",
+    )
     options = parser.parse_args(arguments)
     if options.max_jobs is not None and options.max_jobs < 1:
         parser.error("--max-jobs must be at least 1")
@@ -52,12 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = options.device
         devices = parse_devices(given) if given else default_devices(visible_devices(settings.environment))
         database = open_database(options.database_url or settings.database_url)
-        workers = [_build_worker(database, device, settings) for device in devices]
+        job_ids: list[str] | None = [] if options.jobs_from_stdin else None
+        workers = [_build_worker(database, device, settings, job_ids) for device in devices]
     except ValueError as error:
         parser.error(str(error))
     try:
         upgrade(database)
-        return serve_workers(workers, 1 if options.once else options.max_jobs, end_with_stdin=options.end_with_stdin)
+        return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)
     except sa.exc.SQLAlchemyError as error:
         _log.error("the database cannot be used: %s", error)
         return 1
@@ -65,12 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         database.dispose()
 
 
-def _build_worker(database: Database, device: str, settings: Settings) -> Worker:
-    return Worker(Queue(database), Profiler(device, environment=settings.environment, on_wait=_log.info), device)
+def _build_worker(database: Database, device: str, settings: Settings, job_ids: list[str] | None) -> Worker:
+    profiler = Profiler(device, environment=settings.environment, on_wait=_log.info)
+    return Worker(Queue(database), profiler, device, job_ids=job_ids)
 
 
-def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, end_with_stdin: bool = False) -> int:
-    """Run each worker in a thread of its own until all have ended; 1 if the device of any failed."""
+def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:
+    """Run each worker in a thread of its own until all have ended; 1 if the device of any failed.
+
+    With `read_to`, the lines of standard input are appended to it, and the workers end when that is closed.
+    """
     ending = threading.Event()
     failed = threading.Event()
 
@@ -91,8 +100,8 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, end_with_s
     threads = [threading.Thread(target=run, args=(worker,), name=worker.id) for worker in workers]
     for thread in threads:
         thread.start()
-    if end_with_stdin:
-        threading.Thread(target=_wait_for_stdin, args=(ending,), name="stdin", daemon=True).start()
+    if read_to is not None:
+        threading.Thread(target=_read_stdin, args=(read_to, ending), name="stdin", daemon=True).start()
     while any(thread.is_alive() for thread in threads) and not ending.wait(0.1):
         pass
     for worker, thread in zip(workers, threads, strict=True):
@@ -103,10 +112,12 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, end_with_s
     return int(failed.is_set())
 
 
-def _wait_for_stdin(ending: threading.Event) -> None:
+def _read_stdin(lines: list[str], ending: threading.Event) -> None:
+    rest = b""
     with suppress(OSError, ValueError):
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+        while chunk := os.read(sys.stdin.fileno(), 4096):  # sys.stdin's own lock would be held at the process's end
+            *complete, rest = (rest + chunk).split(b"\n")
+            lines.extend(line.decode(errors="replace").strip() for line in complete)
     ending.set()
 
 

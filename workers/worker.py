@@ -27,16 +27,26 @@ class Worker:
     """Owns one device.
 
     Each job gets a profiler process of its own, started when the job before it ended, so that a job waits for none
-    and inherits nothing. `stop` may be called from any thread.
+    and inherits nothing. `stop` may be called from any thread. With `job_ids`, only those jobs are run; the list may
+    grow meanwhile.
     """
 
-    def __init__(self, queue: Queue, profiler: DeviceProfiler, device: str, *, explore: Explore = explore) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        profiler: DeviceProfiler,
+        device: str,
+        *,
+        explore: Explore = explore,
+        job_ids: list[str] | None = None,
+    ) -> None:
         host = socket.gethostname()
         self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
         self._host = host
         self._queue = queue
         self._profiler = profiler
         self._explore = explore
+        self._job_ids = job_ids
         self._stopping = threading.Event()
 
     def run(self, *, max_jobs: int | None = None) -> None:
@@ -95,6 +105,7 @@ class Worker:
                 num_devices=hardware.num_devices,
                 fingerprint=hardware.fingerprint,
                 description=hardware.describe(),
+                among=None if self._job_ids is None else tuple(self._job_ids),
             )
         except DATABASE_TROUBLE as error:
             _log.warning("no job could be claimed: %s", error)

@@ -75,16 +75,8 @@ def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) 
         job = client.submit(request)
         service.adopt(job.id)
         say(f"exploration {job.id}, kept in {shown_url(database_url)}")
-        _mention_queue(client, job)
         last = _follow_or_cancel(client, job, service, as_json=as_json)
         return conclude(client, job.id, last, as_json=as_json)
-
-
-def _mention_queue(client: Client, job: Job) -> None:
-    """Another exploration of this database may come first."""
-    for other in client.list(state="queued", limit=10).jobs:
-        if other.id != job.id and other.created_at <= job.created_at:
-            say(f"exploration {other.id} of {other.model} has been waiting longer; `bexp cancel {other.id}` drops it")
 
 
 def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_json: bool) -> Event:

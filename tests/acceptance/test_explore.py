@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.acceptance.conftest import Machine, await_gone, profilers_of, wait_for
+from explorer.requests import ExplorationRequest
+from storage.database import Database
+from storage.jobs import JobState, get_job
+from storage.queue import Queue
+from storage.schema import upgrade
+from tests.acceptance.conftest import TINY, Machine, await_gone, profilers_of, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +49,16 @@ def test_what_does_not_fit_is_exit_1_and_names_a_way_out(machine: Machine) -> No
     printed = machine.run("explore", machine.configure(), "--memory-limit-gib", "0.001", "--device", "cpu", code=1)
     assert "BEXP402" in printed
     assert "No candidate fits: " in printed
+
+
+def test_a_forgotten_job_does_not_come_first(machine: Machine, open_url: Callable[[str], Database]) -> None:
+    database = open_url(machine.database_url)
+    upgrade(database)
+    forgotten, _ = Queue(database).enqueue(ExplorationRequest.model_validate(TINY))
+    config = machine.configure()
+    printed = machine.run("explore", config, "--device", "cpu", "--memory-limit-gib", "0.001", code=1)
+    assert "BEXP402" in printed
+    assert get_job(database, forgotten.id).state is JobState.QUEUED
 
 
 def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine) -> None:

@@ -190,6 +190,20 @@ def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:
     assert gpu.job.id == on_gpu.id
 
 
+def test_a_claim_can_be_limited_to_some_jobs(database: Database) -> None:
+    queue = Queue(database)
+    oldest, second, third = (queue.enqueue(make_request())[0].id for _ in range(3))
+
+    def claim_among(*job_ids: str) -> str | None:
+        claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, among=job_ids)
+        return claim.job.id if claim is not None else None
+
+    assert claim_among() is None
+    assert claim_among(third, second) == second
+    assert claim_among(second) is None
+    assert claim_one(queue).job.id == oldest
+
+
 def test_threads_claim_each_job_once(database: Database) -> None:
     queue = Queue(database)
     ids = {queue.enqueue(make_request())[0].id for _ in range(12)}

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from storage.database import Database
-from storage.jobs import JobState, list_jobs
+from storage.jobs import JobState, get_job, list_jobs
 from storage.queue import Queue
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
@@ -55,6 +58,34 @@ def test_a_broken_device_leaves_the_others_at_work(sqlite_database: Database) ->
     workers = [make_worker(sqlite_database, BrokenProfiler()), make_worker(sqlite_database, FakeProfiler())]
     assert serve_workers(workers, max_jobs=1) == 1
     assert [job.state for job in list_jobs(sqlite_database)[0]] == [JobState.SUCCEEDED]
+
+
+def test_a_worker_can_be_told_its_jobs_on_standard_input(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(sqlite_database)
+    forgotten, asked = (queue.enqueue(make_request())[0].id for _ in range(2))
+    job_ids: list[str] = []
+    worker = Worker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=job_ids)
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stdin, os.fdopen(writer, "w") as commands, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr("sys.stdin", stdin)
+
+        def command() -> None:
+            for part in (asked[:5], asked[5:], "\n"):  # as a pipe may cut it
+                commands.write(part)
+                commands.flush()
+                time.sleep(0.05)
+            deadline = time.monotonic() + 20
+            while not get_job(sqlite_database, asked).state.is_final and time.monotonic() < deadline:
+                time.sleep(0.02)
+            commands.close()
+
+        commanded = pool.submit(command)
+        assert serve_workers([worker], max_jobs=None, read_to=job_ids) == 0
+        commanded.result()
+    assert get_job(sqlite_database, asked).state is JobState.SUCCEEDED
+    assert get_job(sqlite_database, forgotten).state is JobState.QUEUED
 
 
 @pytest.mark.parametrize(

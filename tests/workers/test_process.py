@@ -166,7 +166,7 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
 
 
 def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
-    worker = workers.start("--end-with-stdin")
+    worker = workers.start("--jobs-from-stdin")
     wait_until(lambda: profilers(worker) != [])
     assert worker.stdin is not None
     worker.stdin.close()
