@@ -45,16 +45,19 @@ class ServiceSettings:
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read `variables` (default: the process's); an empty one counts as not set.
 
-    Raises ValueError when BEXP_PORT is not a port.
+    Raises ValueError when BEXP_PORT is not a port, or BEXP_API_TOKEN nothing that a header can carry.
     """
     given = {key: value for key, value in (os.environ if variables is None else variables).items() if value}
     port = given.get("BEXP_PORT", str(DEFAULT_PORT))
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError("BEXP_PORT must be a number from 0 to 65535")
+    token = given.get("BEXP_API_TOKEN", "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError("BEXP_API_TOKEN must be one line of printable ASCII, as `bexp token create` prints it")
     return Environment(
         database_url=given.get("BEXP_DATABASE_URL") or default_database_url(given.get("XDG_DATA_HOME", "")),
         api_url=given.get("BEXP_API_URL", DEFAULT_API_URL),
-        api_token=given.get("BEXP_API_TOKEN"),
+        api_token=token or None,
         host=given.get("BEXP_HOST", DEFAULT_HOST),
         port=int(port),
     )

@@ -39,6 +39,17 @@ def test_the_database_is_in_the_data_directory(home: str, url: str | None) -> No
     assert found == (url or read_environment({}).database_url)
 
 
+@pytest.mark.parametrize(("given", "token"), [("bexp_x\n", "bexp_x"), (" ", None)])
+def test_what_surrounds_a_token_is_none_of_it(given: str, token: str | None) -> None:
+    assert read_environment({"BEXP_API_TOKEN": given}).api_token == token
+
+
+@pytest.mark.parametrize("token", ["bexp_\nx", "bexp_é", "bexp_\x00"])
+def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="BEXP_API_TOKEN"):
+        read_environment({"BEXP_API_TOKEN": token})
+
+
 @pytest.mark.parametrize("port", ["-1", "65536", "x", "٣", "1e3"])
 def test_an_odd_port_is_refused(port: str) -> None:
     with pytest.raises(ValueError, match="BEXP_PORT"):
