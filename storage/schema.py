@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -85,5 +86,7 @@ def _set_journal_mode(database: Database) -> None:
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA journal_mode={mode}")
         cursor.close()
+    except sqlite3.Error as error:  # as SQLAlchemy raises it wherever it runs the statement itself
+        raise sa.exc.DBAPIError.instance(f"PRAGMA journal_mode={mode}", None, error, sqlite3.Error) from error
     finally:
         connection.close()

@@ -25,6 +25,9 @@ from workers.runner import DATABASE_TROUBLE
 from workers.settings import Settings, read_settings
 from workers.worker import Worker
 
+SERVICE_FAILED = 3
+"""The exit status when the database or a device cannot be used; 2 is wrong usage, as argparse has it."""
+
 _log = logging.getLogger("workers")
 
 
@@ -60,12 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workers = [_build_worker(database, device, settings, job_ids) for device in devices]
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"the database cannot be opened: {error.strerror}: {error.filename}")
     try:
         upgrade(database)
         return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)
     except sa.exc.SQLAlchemyError as error:
-        _log.error("the database cannot be used: %s", error)
-        return 1
+        _log.error("the database cannot be used: %s", str(error).splitlines()[0])
+        return SERVICE_FAILED
     finally:
         database.dispose()
 
@@ -76,7 +81,7 @@ def _build_worker(database: Database, device: str, settings: Settings, job_ids: 
 
 
 def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:
-    """Run each worker in a thread of its own until all have ended; 1 if the device of any failed.
+    """Run each worker in a thread of its own until all have ended; SERVICE_FAILED if the device of any failed.
 
     With `read_to`, the lines of standard input are appended to it, and the workers end when that is closed.
     """
@@ -109,7 +114,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
         while thread.is_alive():
             thread.join(1.0)
             worker.stop()  # again, in case it was just starting its profiler and took no notice
-    return int(failed.is_set())
+    return SERVICE_FAILED if failed.is_set() else 0
 
 
 def _read_stdin(lines: list[str], ending: threading.Event) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from storage.jobs import JobState, get_job, list_jobs
 from storage.queue import Queue
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
-from workers.__main__ import main, serve_workers
+from workers.__main__ import SERVICE_FAILED, main, serve_workers
 from workers.launcher import ProfilerError
 from workers.worker import Worker
 
@@ -56,7 +57,7 @@ def test_each_device_runs_a_job_at_the_same_time(sqlite_database: Database) -> N
 def test_a_broken_device_leaves_the_others_at_work(sqlite_database: Database) -> None:
     Queue(sqlite_database).enqueue(make_request())
     workers = [make_worker(sqlite_database, BrokenProfiler()), make_worker(sqlite_database, FakeProfiler())]
-    assert serve_workers(workers, max_jobs=1) == 1
+    assert serve_workers(workers, max_jobs=1) == SERVICE_FAILED
     assert [job.state for job in list_jobs(sqlite_database)[0]] == [JobState.SUCCEEDED]
 
 
@@ -94,6 +95,7 @@ def test_a_worker_can_be_told_its_jobs_on_standard_input(
         (["--device", "tpu"], "tpu"),
         (["--device", "cuda:9999"], "cuda:9999"),
         (["--device", "cpu", "--database-url", "mysql://host/name"], "mysql"),
+        (["--device", "cpu", "--database-url", "sqlite:////proc/none/bexp.db"], "/proc/none"),
         (["--max-jobs", "none"], "none"),
         (["--max-jobs", "0"], "--max-jobs"),
     ],
@@ -108,5 +110,13 @@ def test_bad_input_is_a_usage_error_that_names_it(
 
 
 def test_a_database_that_is_away_is_named_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["--device", "cpu", "--database-url", "postgresql://nobody@127.0.0.1:1/none"]) == 1
+    assert main(["--device", "cpu", "--database-url", "postgresql://nobody@127.0.0.1:1/none"]) == SERVICE_FAILED
     assert "the database cannot be used" in caplog.text
+
+
+def test_a_file_that_is_no_database_is_named_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a database " * 100)
+    assert main(["--device", "cpu", "--database-url", f"sqlite:///{tmp_path / 'notes.txt'}"]) == SERVICE_FAILED
+    assert "file is not a database" in caplog.text
