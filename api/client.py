@@ -117,7 +117,10 @@ class Client:
         self._sleep = sleep
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            beyond = not is_loopback(httpx.URL(self.url).host)  # a proxy is never on the way to this machine itself
+            address = httpx.URL(self.url)
+            if address.scheme not in {"http", "https"}:
+                raise ValueError("it must start with http:// or https://")  # noqa: TRY301
+            beyond = not is_loopback(address.host)  # a proxy is never on the way to this machine itself
             self._http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=beyond
             )
@@ -303,8 +306,6 @@ def _reason(error: httpx.HTTPError, url: str) -> str:
         return f"no service answers at {url}"
     if isinstance(error, httpx.TimeoutException):
         return f"the service at {url} did not answer in time"
-    if isinstance(error, httpx.UnsupportedProtocol):
-        return f"{url!r} is not a URL of a service: it must start with http:// or https://"
     return f"the connection to {url} broke: {error or type(error).__name__}"
 
 

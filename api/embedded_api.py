@@ -24,6 +24,7 @@ from storage.schema import upgrade
 
 CANCEL_SECONDS = 6.0
 NEVER = 1e9
+WRONG_USAGE = 2  # as argparse ends the worker
 
 
 def main(listener: socket.socket, *, with_worker: bool) -> None:
@@ -31,7 +32,11 @@ def main(listener: socket.socket, *, with_worker: bool) -> None:
 
     A command that starts a worker of its own watches it itself: no job needs to be told that it waits for one.
     """
-    database = open_database(read_environment().database_url)
+    try:
+        database = open_database(read_environment().database_url)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(WRONG_USAGE)
     try:
         upgrade(database)
         threading.Thread(target=_end_with_parent, args=(database,), name="parent", daemon=True).start()

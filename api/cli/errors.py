@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from api.client import ProblemError, ServiceError
+from api.embedded import ChildEndedError
 from explorer.formats.document import FormatError, describe_problem
 
 
@@ -57,6 +58,9 @@ class GuardedGroup(TyperGroup):
                 _fail(ExitCode.USAGE, "the configuration is wrong", *map(describe_problem, error.errors))
             except ProblemError as error:
                 _fail(_problem_code(error), *error.lines(), *_problem_hint(error))
+            except ChildEndedError as error:
+                wrong = error.status == ExitCode.USAGE  # a --device or a database URL that means nothing
+                _fail(ExitCode.USAGE if wrong else ExitCode.SERVICE, *str(error).splitlines())
             except ServiceError as error:
                 _fail(ExitCode.SERVICE, *str(error).splitlines())
             except BrokenPipeError:  # typer ends the command quietly

@@ -10,11 +10,11 @@ import typer
 
 from api.cli import options
 from api.cli.connection import environment, shown_url
-from api.cli.errors import CommandError, ExitCode, say
+from api.cli.errors import ExitCode, say
 from api.cli.following import follow
 from api.cli.results import conclude
 from api.client import Client, Job, ProblemError, ServiceError
-from api.embedded import ChildEndedError, EmbeddedService
+from api.embedded import EmbeddedService
 from explorer.events import Event
 from explorer.requests import ExplorationRequest
 
@@ -58,12 +58,7 @@ def explore(
             "seed": seed,
         },
     )
-    try:
-        code = _explore(request, device, as_json=as_json)
-    except ChildEndedError as error:
-        wrong = error.status == ExitCode.USAGE  # as argparse ends a worker whose --device does not exist
-        raise CommandError(ExitCode.USAGE if wrong else ExitCode.SERVICE, *str(error).splitlines()) from None
-    raise typer.Exit(code)
+    raise typer.Exit(_explore(request, device, as_json=as_json))
 
 
 def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:

@@ -107,6 +107,35 @@ def test_a_database_that_is_not_supported_is_exit_2(bexp: Run, monkeypatch: pyte
     assert_usage(bexp("db", "upgrade"), "database")
 
 
+def test_a_reading_command_refuses_a_database_that_is_not_supported(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", "mysql://me:secret@localhost/x")
+    monkeypatch.delenv("BEXP_API_URL")
+    monkeypatch.setattr("api.client.Client.is_alive", lambda self: False)  # nor at the default address
+    done = bexp("list")
+    assert_usage(done, "database 'mysql' is not supported")
+    assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("db", "upgrade"), ("serve", "--port", "0")])
+def test_a_file_that_is_no_database_is_exit_3(
+    bexp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a database " * 100)
+    monkeypatch.setenv("BEXP_DATABASE_URL", f"sqlite:///{tmp_path / 'notes.txt'}")
+    done = bexp(*arguments)
+    assert (done.code, done.stdout) == (3, "")
+    assert done.stderr.startswith("bexp: the database failed: ")
+    assert "file is not a database" in done.stderr
+
+
+@pytest.mark.parametrize("url", ["nonsense", "localhost:8642", "ftp://host"])
+def test_a_url_that_is_none_is_named(bexp: Run, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("BEXP_API_URL", url)
+    done = bexp("list")
+    assert done.code == 3
+    assert f"{url!r} is not a URL of a service: it must start with http" in done.stderr
+
+
 def test_a_database_that_does_not_answer_is_exit_3(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEXP_DATABASE_URL", "postgresql://nobody:secret@127.0.0.1:9/none")
     done = bexp("db", "upgrade")
