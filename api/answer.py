@@ -63,8 +63,6 @@ def render_recommendation(best: Recommendation, request: ExplorationRequest | No
             )
         )
     notes = list(best.notes)
-    if best.optimizer_decides and not any("optimizer" in note for note in notes):
-        notes.append("another candidate is faster per micro-batch: the optimizer's share at this batch_size decides")
     return lines + [_row("note", note) for note in notes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,6 @@ from explorer.recommendations import Alternative, Recommendation, WholeModelChec
 from explorer.requests import ExplorationRequest
 from explorer.training import Sharding
 from explorer.trials import Trial
-
-OPTIMIZER_DECIDES_GAIN = 1.001  # per micro-batch, below which two candidates count as equally fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,6 @@ def build_recommendation(
         memory=found.parts,
         largest_micro_batch=_alternative(belief, verdict.row, references.largest),
         stock=_alternative(belief, verdict.row, references.stock),
-        optimizer_decides=optimizer_decides(belief, verdict.row),
         whole_model=check_whole_model(belief, verdict.row, whole_model),
         notes=_notes(request, candidate, report, whole_model),
     )
@@ -77,18 +75,6 @@ def accumulate(request: ExplorationRequest, micro_batch_size: int) -> tuple[int 
         return request.batch_size // unit, ()
     below, above = request.batch_size // unit * unit, -(-request.batch_size // unit) * unit
     return None, tuple(b for b in (below, above) if b > 0)
-
-
-def optimizer_decides(belief: Belief, row: int) -> bool:
-    """Whether a candidate that is known to be faster per micro-batch loses by the optimizer's share of the step."""
-    if belief.request.mode == "eval":
-        return False
-    rate = belief.table.micro_batch_C[row] / belief.seconds(row).micro_step
-    rows = [i for i in belief.known_rows() if i != row]
-    if not rows:
-        return False
-    rates = [belief.table.micro_batch_C[i] / belief.seconds(i).micro_step for i in rows]
-    return bool(max(rates) > rate * OPTIMIZER_DECIDES_GAIN)
 
 
 def check_whole_model(belief: Belief, row: int, trial: Trial | None) -> WholeModelCheck | None:
@@ -125,20 +111,20 @@ def whole_model_tokens_per_second(belief: Belief, candidate: Candidate, whole: W
     ).tokens_per_second
 
 
-def largest_untiled(belief: Belief) -> int | None:
-    """The row of the largest micro-batch that fits without batch tiling, at its fastest."""
-    rows = [i for i in belief.open_rows() if belief.table.candidates[i].bta_tile is None and belief.fits(i)]
+def largest_untiled(belief: Belief, among: Collection[int]) -> int | None:
+    """The row of the largest micro-batch that fits without batch tiling, at its fastest; it may not be measured yet."""
+    rows = [i for i in among if belief.table.candidates[i].bta_tile is None and belief.fits(i)]
     if not rows:
         return None
     largest = max(int(belief.table.micro_batch_C[i]) for i in rows)
     return _fastest(belief, [i for i in rows if belief.table.micro_batch_C[i] == largest])
 
 
-def best_stock(belief: Belief, report: DeviceReport) -> int | None:
+def best_stock(belief: Belief, report: DeviceReport, among: Collection[int]) -> int | None:
     """The row of the fastest candidate with stock back ends and no batch tiling."""
     rows = [
         i
-        for i in belief.open_rows()
+        for i in among
         if belief.fits(i)
         and (c := belief.table.candidates[i]).bta_tile is None
         and report.is_stock(c.attention_backend, c.expert_backend)
@@ -154,7 +140,7 @@ def _fastest(belief: Belief, rows: list[int]) -> int | None:
 
 
 def _alternative(belief: Belief, row: int, other: int | None) -> Alternative | None:
-    if other is None or not belief.is_known(other) or not belief.fits(other):
+    if other is None:
         return None
     tokens_per_second = belief.seconds(other).tokens_per_second
     return Alternative(
@@ -173,7 +159,10 @@ def _notes(
     if request.training.sharding is not Sharding.NONE and request.mode == "train":
         notes.append(f"memory assumes {request.training.sharding} over {request.num_devices} devices")
     if whole_model is not None and whole_model.measurement.outcome is not Outcome.OK:
-        notes.append(f"whole model not checked: {whole_model.measurement.reason}")
+        ran = "not run" if whole_model.measurement.outcome is Outcome.UNSUPPORTED else whole_model.measurement.outcome
+        notes.append(f"whole model: {ran}: {whole_model.measurement.reason}")
+    elif whole_model is None:
+        notes.append("whole model: not run with this candidate")
     if candidate.attention_backend == report.default_attention:
         notes.append(f"attention '{candidate.attention_backend}' is torch's own default here")
     return tuple(notes)

@@ -91,9 +91,24 @@ class Belief:
             self.surrogate.fit(self.measured)
             self._refresh()
 
+    def absorb(self, found: Iterable[ComponentMeasurement]) -> None:
+        """Take in components that another variant of the model has had measured and this one has in common."""
+        fresh = {m.component: m for m in found if m.component in self.table.column and m.component not in self.measured}
+        if fresh:
+            self.measured.update(fresh)
+            self.surrogate.fit(self.measured)
+            self._refresh()
+
     def reject(self, candidate: Candidate, reason: str) -> None:
         """Never recommend `candidate`."""
         self.rejected[candidate] = reason
+        self._refresh()
+
+    def reject_as_large(self, candidate: Candidate, reason: str) -> None:
+        """Never recommend `candidate`, whose whole model did not fit, nor any that is composed to need as much."""
+        least = self._required_C[self.table.row[candidate]]
+        for row in np.flatnonzero(self._required_C >= least):
+            self.rejected.setdefault(self.table.candidates[row], reason)
         self._refresh()
 
     def learn_composition_error(self, error: float) -> None:
@@ -190,7 +205,8 @@ class Belief:
         self._suggestion, self._suggested = None, False
         bytes_3K = self.surrogate.bytes_3K
         self._saved_C, self._transient_C = self.table.activation_bytes(*bytes_3K)
-        self._fits_C: Mask = np.asarray(self._required(self._saved_C + self._transient_C) <= self.limit_bytes)
+        self._required_C = self._required(self._saved_C + self._transient_C)
+        self._fits_C: Mask = np.asarray(self._required_C <= self.limit_bytes)
         self._known_C: Mask = np.logical_not(self._missing().any(axis=1))
         rejected_C = np.zeros(len(self.table.candidates), dtype=np.bool_)
         rejected_C[[self.table.row[c] for c in self.rejected if c in self.table.row]] = True

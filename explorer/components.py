@@ -63,12 +63,16 @@ class Component(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`count` equal layers: an attention block followed by an FFN block, recomputed as a whole or not."""
+    """`count` equal layers: an attention block followed by an FFN block, recomputed as a whole or not.
+
+    `below` counts, for every group in order, its layers that lie before this group's last layer.
+    """
 
     count: int
     attention: Component
     ffn: Component
     recomputed: bool
+    below: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class Decomposer:
         self._model = model
         self._training = training
         self._components: dict[tuple[object, ...], Component] = {}
-        self._groups: dict[Recompute, list[tuple[LayerKind, bool, int]]] = {}
+        self._groups: dict[Recompute, list[tuple[LayerKind, bool, int, tuple[int, ...]]]] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
         """The components of one step of `candidate`."""
@@ -103,7 +107,7 @@ class Decomposer:
         groups = candidate.num_query_groups
         selective = candidate.recompute is Recompute.SELECTIVE
         layers = []
-        for kind, recomputed, count in self._layer_groups(candidate.recompute):
+        for kind, recomputed, count, below in self._layer_groups(candidate.recompute):
             whole = BlockRecompute.FULL if recomputed else BlockRecompute.NONE
             core = BlockRecompute.SELECTIVE if selective else whole
             attention = self._share(
@@ -113,7 +117,7 @@ class Decomposer:
                 ffn = self._share(ComponentKind.MOE_FFN, m, None, whole, candidate.expert_backend, None)
             else:
                 ffn = self._share(ComponentKind.DENSE_FFN, m, None, whole, None, None)
-            layers.append(LayerGroup(count, attention, ffn, recomputed))
+            layers.append(LayerGroup(count, attention, ffn, recomputed, below))
         plain = (None, BlockRecompute.NONE, None)
         return Decomposition(
             embedding=self._share(ComponentKind.EMBEDDING, m, *plain, None),
@@ -122,10 +126,15 @@ class Decomposer:
             optimizer=self._share(ComponentKind.OPTIMIZER, 0, *plain, groups) if self._training else None,
         )
 
-    def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int]]:
+    def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int, tuple[int, ...]]]:
         if recompute not in self._groups:
-            layers = zip(self._model.layer_kinds, recomputed_layers(self._model, recompute), strict=True)
-            self._groups[recompute] = [(kind, again, n) for (kind, again), n in sorted(Counter(layers).items())]
+            layers = list(zip(self._model.layer_kinds, recomputed_layers(self._model, recompute), strict=True))
+            counts = sorted(Counter(layers).items())
+            last = {sort: len(layers) - 1 - layers[::-1].index(sort) for sort, _ in counts}
+            self._groups[recompute] = [
+                (*sort, count, tuple(layers[: last[sort]].count(other) for other, _ in counts))
+                for sort, count in counts
+            ]
         return self._groups[recompute]
 
     def _share(

@@ -50,11 +50,6 @@ def combine_seconds(
     return StepSeconds(micro_step, optimizer, step, share * model.seq_length / step)
 
 
-def optimizer_shards(request: ExplorationRequest) -> int:
-    """Number of devices that share one optimizer step."""
-    return request.num_devices if request.training.sharding.level >= 1 else 1
-
-
 def static_parts(model: ModelSpec, request: ExplorationRequest) -> MemoryParts:
     """Training state of one device: parameters, gradients, master weights, optimizer states, as sharded."""
     number = count_parameters(model)
@@ -84,13 +79,22 @@ def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
     """Bytes of one device that the job may use."""
     if request.memory_limit_gib is None:
         return hardware.memory_limit_bytes
-    return min(round(request.memory_limit_gib * GIB), hardware.memory_bytes)
+    # On a CPU a person may ask for more than the cautious share; on a GPU what others hold cannot be had.
+    most = hardware.memory_bytes if hardware.device_kind == "cpu" else hardware.memory_limit_bytes
+    return min(round(request.memory_limit_gib * GIB), most)
 
 
 def gathered_bytes(model: ModelSpec, request: ExplorationRequest) -> int:
-    """Parameters that fully sharded training gathers at a time: two layers, the second prefetched."""
-    if request.mode == "eval" or request.training.sharding.level < 3:
+    """What sharded training holds whole for a moment.
+
+    From ZeRO-2 on, the gradients of one layer before they are reduced; with ZeRO-3 also the parameters of two, the
+    second prefetched.
+    """
+    level = request.training.sharding.level
+    if request.mode == "eval" or level < 2:
         return 0
     layers = [count_layer(model, kind) for kind in LayerKind if model.count_layers(kind)]
     largest = max(*layers, count_embedding(model), count_head(model))
-    return 2 * largest * model.dtype.itemsize
+    gradients = largest * request.training.optimizer.gradient_dtype(model.dtype).itemsize
+    parameters = 2 * largest * model.dtype.itemsize if level >= 3 else 0
+    return gradients + parameters

@@ -15,6 +15,7 @@ from explorer.requests import ExplorationRequest
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
+OPTIMIZER_BUCKET_BYTES = 256 << 20  # the optimizer converts at most this much at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ def predict_component_bytes(component: Component, model: ModelSpec, request: Exp
     """Activation bytes of one component. Parameters, gradients and optimizer states are not in it."""
     if component.kind is ComponentKind.OPTIMIZER:
         return ComponentBytes(0, 0, _optimizer_transient(model, request))
+    if request.mode == "eval":
+        return _inference(component, model, request)
     predict = {
         ComponentKind.EMBEDDING: _embedding,
         ComponentKind.ATTENTION: _attention,
@@ -37,11 +40,36 @@ def predict_component_bytes(component: Component, model: ModelSpec, request: Exp
         ComponentKind.MOE_FFN: _moe_ffn,
         ComponentKind.HEAD: _head,
     }[component.kind]
-    found = predict(component, model, request)
-    if request.mode == "eval":
-        output = component.micro_batch_size * model.seq_length * model.hidden_size * model.dtype.itemsize
-        return ComponentBytes(min(output, found.saved), found.forward_peak, 0)
-    return found
+    return predict(component, model, request)
+
+
+def _inference(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
+    """Without a backward pass nothing is saved: the peak is the largest pair of neighbours within the block."""
+    item = model.dtype.itemsize
+    tokens = component.micro_batch_size * model.seq_length
+    hidden = tokens * model.hidden_size * item
+    if component.kind is ComponentKind.HEAD:
+        chunk = tokens if request.training.loss.kind == "full" else min(tokens, request.training.loss.chunk_tokens)
+        return ComponentBytes(0, hidden + chunk * model.vocab_size * (item + FLOAT32_BYTES), 0)
+    if component.kind is ComponentKind.EMBEDDING:
+        return ComponentBytes(hidden, hidden, 0)
+    if component.kind is ComponentKind.ATTENTION:
+        batch = component.bta_tile or component.micro_batch_size
+        rows = batch * model.seq_length
+        query = rows * model.num_attention_heads * model.head_size * item
+        key = rows * (component.num_query_groups or model.query_groups) * model.head_size * item
+        scores = 0
+        if component.backend == "math":
+            scores = 2 * batch * model.num_attention_heads * model.seq_length**2 * FLOAT32_BYTES
+        inside = rows * model.hidden_size * item + query + 2 * key + max(query + key, query + scores)
+        return ComponentBytes(hidden, inside + (hidden if component.bta_tile else 0), 0)
+    if component.kind is ComponentKind.DENSE_FFN:
+        wide = tokens * model.ffn_hidden_size * item
+        return ComponentBytes(hidden, hidden + (3 if model.gated_mlp else 2) * wide, 0)
+    assert model.moe is not None
+    rows, router = _expert_rows(component, model, request), _router_bytes(component, model)
+    wide = (3 if model.gated_mlp else 2) * model.moe.expert_ffn_hidden_size
+    return ComponentBytes(hidden, hidden + router + rows * (model.hidden_size + wide) * item, 0)
 
 
 def _embedding(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:
@@ -98,21 +126,35 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     item = model.dtype.itemsize
     tokens = component.micro_batch_size * model.seq_length
     pairs = tokens * moe.top_k
-    rows = pairs
-    if component.backend == "bmm":
-        rows = int(pairs * max(1.0, largest_share(request) * moe.num_experts))
+    rows = _expert_rows(component, model, request)
     hidden = tokens * model.hidden_size * item
     wide = (3 if model.gated_mlp else 2) * rows * moe.expert_ffn_hidden_size * item
     routed = 2 * rows * model.hidden_size * item + wide
     if component.backend == "bmm":
         routed += pairs * model.hidden_size * item
-    router = tokens * moe.num_experts * (item + 2 * FLOAT32_BYTES) + 4 * pairs * INDEX_BYTES
-    saved = 2 * hidden + routed + router
+    saved = 2 * hidden + routed + _router_bytes(component, model)
     transient = rows * (2 * model.hidden_size + 2 * moe.expert_ffn_hidden_size) * item
     if moe.shared_expert_ffn_hidden_size:
         shared = _mlp_bytes(tokens, model.hidden_size, moe.shared_expert_ffn_hidden_size, model)
         saved += shared.saved
     return ComponentBytes(saved, saved + transient // 2, saved + transient)
+
+
+def _expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
+    """Rows that the experts' GEMMs see: the token-expert pairs, and with `bmm` the padding to the largest expert."""
+    assert model.moe is not None
+    pairs = component.micro_batch_size * model.seq_length * model.moe.top_k
+    if component.backend != "bmm":
+        return pairs
+    return int(pairs * max(1.0, largest_share(request) * model.moe.num_experts))
+
+
+def _router_bytes(component: Component, model: ModelSpec) -> int:
+    """Logits, probabilities, scores, and the indices that sort the pairs."""
+    assert model.moe is not None
+    tokens = component.micro_batch_size * model.seq_length
+    scores = tokens * model.moe.num_experts * (model.dtype.itemsize + 2 * FLOAT32_BYTES)
+    return scores + 4 * tokens * model.moe.top_k * INDEX_BYTES
 
 
 def largest_share(request: ExplorationRequest) -> float:
@@ -145,4 +187,5 @@ def _optimizer_transient(model: ModelSpec, request: ExplorationRequest) -> int:
     if not request.training.optimizer.has_master(model.dtype):
         return 0
     ffn = count_dense_ffn(model) if model.moe is None else count_moe_ffn(model)
-    return FLOAT32_BYTES * max(count_embedding(model), count_head(model), count_attention(model), ffn)
+    largest = max(count_embedding(model), count_head(model), count_attention(model), ffn)
+    return min(OPTIMIZER_BUCKET_BYTES, FLOAT32_BYTES * largest // request.optimizer_shards)

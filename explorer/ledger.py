@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from explorer.candidates import Candidate
+from explorer.measurements import Outcome
 from explorer.requests import Budget
 from explorer.trials import Trial, TrialKind
 
-GRACE = 2.0  # comparisons at the end may use this many times the budgeted seconds, so that an answer has them
+GRACE = 2.0  # comparisons at the end may use this many times the budget, so that an answer has them
+HOPELESS_FAILURES = 5
 
 
 class Ledger:
@@ -16,35 +19,64 @@ class Ledger:
 
     def __init__(self, history: Sequence[Trial], budget: Budget, num_variants: int) -> None:
         self._trials = list(history)
-        self._spent_seconds = sum(trial.measurement.phases.total + trial.suggest_seconds for trial in history)
         self._budget = budget
         self._num_variants = num_variants
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All of them, in order."""
+        return tuple(self._trials)
 
     @property
     def next_number(self) -> int:
         """Number of the job's next trial."""
         return max((trial.number for trial in self._trials), default=-1) + 1
 
-    def add(self, trial: Trial, seconds: float) -> None:
-        """Keep a finished trial that took `seconds`, messages included."""
+    def add(self, trial: Trial) -> None:
+        """Keep a finished trial."""
         self._trials.append(trial)
-        self._spent_seconds += seconds
 
     def exhausted(self, variant: int) -> bool:
         """Whether variant number `variant` has used its share of the budget; what earlier ones left over is its own."""
-        share = (variant + 1) / self._num_variants
-        budget = self._budget
-        return len(self._trials) >= share * budget.max_trials or self._spent_seconds >= share * budget.max_seconds
+        return self._spent(variant, 1.0)
 
     def overdrawn(self, variant: int) -> bool:
         """Whether not even the comparisons at the end may be measured."""
-        return self._spent_seconds >= GRACE * (variant + 1) / self._num_variants * self._budget.max_seconds
+        return self._spent(variant, GRACE)
 
     def trials_of(self, num_query_groups: int) -> list[Trial]:
         """The trials of one variant, in order."""
         return [t for t in self._trials if t.candidate.num_query_groups == num_query_groups]
 
+    def whole_models(self, num_query_groups: int) -> list[Trial]:
+        """The whole-model runs of one variant, in order."""
+        return [t for t in self.trials_of(num_query_groups) if t.kind is TrialKind.WHOLE_MODEL]
+
     def whole_model(self, candidate: Candidate) -> Trial | None:
         """The whole-model run of a candidate."""
         found = (t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate)
         return next(found, None)
+
+    def is_hopeless(self, num_query_groups: int) -> bool:
+        """Whether the last trials all failed as a whole, for one and the same reason that is not memory."""
+        last = self.trials_of(num_query_groups)[-HOPELESS_FAILURES:]
+        failures = {(t.measurement.outcome, t.measurement.reason) for t in last}
+        return (
+            len(last) == HOPELESS_FAILURES
+            and len(failures) == 1
+            and last[0].measurement.outcome not in {Outcome.OK, Outcome.OUT_OF_MEMORY}
+            and all(t.measurement.failed_component is None for t in last)
+        )
+
+    def commonest_failure(self, num_query_groups: int) -> str | None:
+        """The reason that most failed trials of a variant give; null if none failed."""
+        failed = [t.measurement for t in self.trials_of(num_query_groups) if t.measurement.outcome is not Outcome.OK]
+        if not failed:
+            return None
+        ((outcome, reason), _), *_ = Counter((m.outcome, m.reason) for m in failed).most_common(1)
+        return f"{outcome}: {reason or 'no reason given'}"
+
+    def _spent(self, variant: int, factor: float) -> bool:
+        share = factor * (variant + 1) / self._num_variants
+        seconds = sum(trial.seconds + trial.suggest_seconds for trial in self._trials)
+        return len(self._trials) >= share * self._budget.max_trials or seconds >= share * self._budget.max_seconds

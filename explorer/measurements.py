@@ -30,7 +30,8 @@ class ComponentMeasurement(Frozen):
 
     `device_seconds` is the median time of one forward + backward with the host far enough ahead not to matter,
     `host_seconds` the host's time to issue it; whichever sum over the model is larger decides. For the optimizer both
-    are of one step over the whole model. `forward_device_seconds` is the forward part of `device_seconds`.
+    are of one device's step: its share of the model if the states are sharded. `forward_device_seconds` is the forward
+    part of `device_seconds`.
 
     Bytes are `max_memory_allocated` differences, parameters and gradients excluded: `saved_bytes` is what a forward
     leaves alive for its backward, without recomputation of the whole block; `forward_peak_bytes` and

@@ -104,12 +104,14 @@ class ModelSpec(Frozen):
             )
         if heads % self.query_groups:
             raise ValueError(f"num_query_groups ({self.query_groups}) must divide num_attention_heads ({heads})")
-        if self.position == "rope" and self.rotary_size % 2:
-            raise ValueError(f"the rotary part of head_dim ({self.rotary_size}) must be even")
+        if self.position == "rope" and (self.rotary_size % 2 or self.rotary_size == 0):
+            raise ValueError(f"the rotary part of head_dim ({self.rotary_size}) must be even and not 0")
         if self.position == "learned" and self.position_rows < self.seq_length:
             raise ValueError(f"seq_length ({self.seq_length}) exceeds max_position_embeddings ({self.position_rows})")
         if self.moe is not None and self.moe.first_k_dense > self.num_layers:
             raise ValueError(f"moe.first_k_dense ({self.moe.first_k_dense}) exceeds num_layers ({self.num_layers})")
+        if self.moe is not None and LayerKind.MOE not in self.layer_kinds:
+            raise ValueError("moe.first_k_dense and moe.moe_layer_frequency leave no layer with experts")
         if LayerKind.DENSE in self.layer_kinds and self.ffn_hidden_size == 0:
             raise ValueError("ffn_hidden_size must be given: this model has layers with a dense FFN")
         return self

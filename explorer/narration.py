@@ -37,7 +37,7 @@ def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int) -> 
 
 def base_event(base: Candidate, *, is_plainest: bool) -> EventDraft:
     """What 1.00x means."""
-    fallback = "" if is_plainest else "; the plainer ones do not fit"
+    fallback = "" if is_plainest else "; the plainer ones do not fit or fail"
     return EventDraft(
         code=EventCode.BASE,
         message=f"Base (1.00x): {base.describe()}{fallback}",

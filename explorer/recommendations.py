@@ -59,6 +59,8 @@ class Recommendation(Frozen):
     probability, floored to 0..99, that the whole model's tokens/s with this candidate is within the request's
     tolerance of the best in the legal space. `grad_accum_steps` is null when micro_batch_size x num_devices does not
     divide the requested batch; `nearest_batch_sizes` then names the batch sizes below and above that it divides.
+    `predicted_peak_bytes` is from formulas alone, `measured_peak_bytes` composed of the training state and measured
+    activations; what a whole run allocated is in `whole_model`.
     """
 
     candidate: Candidate
@@ -73,16 +75,13 @@ class Recommendation(Frozen):
     nearest_batch_sizes: tuple[int, ...] = ()
     predicted_peak_bytes: int
     measured_peak_bytes: int
-    required_bytes: int = Field(description="Reserved by the allocator, runtime context and margin included.")
+    required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
     memory_limit_bytes: int
     memory: MemoryParts
     largest_micro_batch: Alternative | None = Field(
         None, description="The largest micro-batch that fits without batch tiling, at its fastest."
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
-    optimizer_decides: bool = Field(
-        False, description="Another candidate is faster per micro-batch: the optimizer's share at batch_size decided."
-    )
     whole_model: WholeModelCheck | None = None
     notes: tuple[str, ...] = ()
 

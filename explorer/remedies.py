@@ -10,7 +10,7 @@ from explorer.composition import GIB, memory_limit, static_parts
 from explorer.hardware import DeviceReport
 from explorer.memory import predict_memory
 from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
+from explorer.requests import BTASpec, ExplorationRequest
 from explorer.space import EmptySpaceError, enumerate_candidates
 from explorer.table import SpaceTable
 from explorer.training import Sharding
@@ -21,8 +21,8 @@ MAX_DEVICES = 1024
 def explain_nothing_fits(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> str:
     """Why no candidate fits, and the first change that would make one fit.
 
-    Changes are tried in the order of what they cost: a smaller micro-batch, a recomputation policy, more devices, a
-    sharding level; then the last three together.
+    Changes are tried in the order of what they cost: a smaller micro-batch, a recomputation policy, what the request
+    excludes for no gain (tiling, the chunked loss, back ends), more devices, a sharding level; then several together.
     """
     limit = memory_limit(request, report.hardware)
     smallest = smallest_requirement(request, report, model)
@@ -58,6 +58,13 @@ def _changes(request: ExplorationRequest) -> Iterator[tuple[str, ExplorationRequ
         policies = (Recompute.SELECTIVE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75)
         for policy in (*policies, Recompute.FULL):
             yield f"recompute {policy}", _change(request, recompute=(policy,))
+    if request.training.loss.kind == "full":
+        loss = request.training.loss.model_copy(update={"kind": "chunked"})
+        yield "the chunked loss", _change(request, training=request.training.model_copy(update={"loss": loss}))
+    if request.bta.enable is False:
+        yield "batch tiling on attention", _change(request, bta=BTASpec())
+    if request.attention_backends is not None:
+        yield "every attention back end", _change(request, attention_backends=None)
     if not training:
         return
     counts = [n for n in (1 << i for i in range(1, 11)) if n > request.num_devices]

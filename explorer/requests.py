@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from explorer.candidates import Recompute
+from explorer.candidates import Recompute, recomputed_layers
 from explorer.dimensions import LADDER, divisors, ladder_between, tiles_of
 from explorer.frozen import Frozen
 from explorer.models import ModelSpec
@@ -84,7 +84,11 @@ class ParallelismSpec(Frozen):
 
 
 class Budget(Frozen):
-    """When an exploration ends: at the confidence target, or when a limit is reached."""
+    """When the search ends: at the confidence target, or when a limit is reached.
+
+    The base is measured in any case. What the answer is compared with is measured up to twice the limits, and the
+    whole-model check (at most three runs) comes on top.
+    """
 
     confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
     max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
@@ -164,12 +168,17 @@ class ExplorationRequest(Frozen):
             self.routing.check(self.model.moe)
         if self.training.sharding is not Sharding.NONE and self.num_devices == 1:
             raise ValueError(f"sharding '{self.training.sharding}' needs num_devices > 1")
-        if self.attention_backends == ("flash",) and not self.flash_attention:
+        if set(self.attention_backends or ()) == {"flash"} and not self.flash_attention:
             raise ValueError("attention_backends allows only flash, and flash_attention is false")
         if not self.micro_batch_sizes:
             raise ValueError("micro_batch_size leaves no value to explore")
-        if not any(self.tiles_for(m) for m in self.micro_batch_sizes):
+        tiles = {tile for m in self.micro_batch_sizes for tile in self.tiles_for(m)}
+        if not tiles:
             raise ValueError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space")
+        if None not in tiles and self.recompute_policies == (Recompute.SELECTIVE,):
+            raise ValueError(
+                "bta.enable with recompute 'selective' alone leaves nothing: a tile recomputes its attention already"
+            )
         tilings = sum(len(self.tiles_for(m)) for m in self.micro_batch_sizes)
         if (combinations := tilings * len(self.recompute_policies)) > MAX_COMBINATIONS:
             raise ValueError(
@@ -212,9 +221,21 @@ class ExplorationRequest(Frozen):
 
     @property
     def recompute_policies(self) -> tuple[Recompute, ...]:
-        """The recomputation policies to consider; in eval mode only `none` means anything."""
+        """The recomputation policies to consider, without those that amount to another; in eval mode only `none`."""
         allowed = tuple(Recompute) if self.recompute is None else self.recompute
-        return tuple(p for p in Recompute if p in allowed and (self.mode == "train" or p is Recompute.NONE))
+        if self.mode == "eval":
+            return (Recompute.NONE,) if Recompute.NONE in allowed else ()
+        # In a shallow model some shares round to the same layers: one of them is enough, the whole before the part.
+        distinct: dict[object, Recompute] = {}
+        for policy in sorted(allowed, key=lambda p: p is not Recompute.FULL):
+            layers = recomputed_layers(self.model, policy)
+            distinct.setdefault(layers if any(layers) else policy, policy)
+        return tuple(p for p in Recompute if p in distinct.values())
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Number of devices that share one optimizer step."""
+        return self.num_devices if self.training.sharding.level >= 1 else 1
 
     def variants(self) -> tuple[ModelSpec, ...]:
         """The models to explore, one for each distinct num_query_groups asked for; the first is the main one."""

@@ -60,7 +60,7 @@ def predict_component_seconds(
         return max(work.flops / peak, work.bytes / bandwidth)
 
     if component.kind is ComponentKind.OPTIMIZER:
-        moved = Work(0.0, _optimizer_bytes(model, request))
+        moved = Work(0.0, _optimizer_bytes(model, request) / request.optimizer_shards)
         return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
     training = request.mode == "train"
     forward = _forward_work(component, model, request)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from explorer.frozen import Frozen
-from explorer.models import MoESpec
+from explorer.models import MAX_EXPERTS, MoESpec
 
 
 class RoutingSpec(Frozen):
@@ -21,7 +21,7 @@ class RoutingSpec(Frozen):
 
     kind: Literal["uniform", "zipf", "shares"] = "uniform"
     zipf_exponent: Annotated[float, Field(gt=0, le=10)] = 1.0
-    shares: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(max_length=1023)] | None = None
+    shares: Annotated[tuple[Annotated[float, Field(ge=0, le=1e9)], ...], Field(max_length=MAX_EXPERTS)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,14 +97,14 @@ def _solve_inclusion(target: npt.NDArray[np.float64], top_k: int) -> npt.NDArray
     capped = np.clip(target, 0.0, 1.0 - 1e-6)
     with np.errstate(divide="ignore"):
         log_weights = np.log(-np.log1p(-capped))
-    noise = np.random.default_rng(0).gumbel(size=(max(2048, (1 << 20) // target.size), target.size))
+    noise = np.random.default_rng(0).gumbel(size=(max(4096, (1 << 21) // target.size), target.size))
     kth = target.size - top_k
     positive = target > 0
     for _ in range(20):
         keys = log_weights + noise
         chosen = np.argpartition(keys, kth, axis=1)[:, kth:]
         inclusion = np.bincount(chosen.ravel(), minlength=target.size) / noise.shape[0]
-        if np.abs(inclusion - target).max() < 2e-3:
+        if np.all(np.abs(inclusion - target) <= 0.005 * target):
             break
         step = np.log(np.clip(target[positive], 1e-9, None)) - np.log(np.clip(inclusion[positive], 1e-4, None))
         log_weights[positive] += np.clip(step, -1.0, 1.0)

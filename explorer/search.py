@@ -8,6 +8,7 @@ import optuna
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 
+from explorer.ground import OpenStudy
 from explorer.hardware import DeviceReport
 from explorer.ledger import Ledger
 from explorer.narration import end_event
@@ -17,7 +18,7 @@ from explorer.recommendations import Answer, VariantAnswer
 from explorer.requests import ExplorationRequest
 from explorer.space import EmptySpaceError
 from explorer.trials import Measure, Trial
-from explorer.variant import OpenStudy, VariantSearch
+from explorer.variant import VariantSearch
 
 
 def explore(

@@ -26,7 +26,6 @@ BATCH_STD = 0.3
 BATCH_LENGTH = 1.5  # octaves over which the efficiency of a kernel changes with the batch it sees
 MODE_STD = 0.05
 OWN_STD = 0.01
-HOST_NOISE = 0.05
 NUGGET = 0.003  # run-to-run difference that a single run's standard error does not show
 
 BYTES_STD_NEAR = 0.03  # relative error of predicted bytes: the same back end and mode was measured,
@@ -47,6 +46,7 @@ class Surrogate:
     ) -> None:
         model, request = table.model, table.request
         self.components = table.components
+        self._host_is_device = hardware.device_kind == "cpu"
         self._column = {component: i for i, component in enumerate(self.components)}
         predicted = [predict_component_seconds(c, model, request, hardware) for c in self.components]
         self._log_prior_K = np.log([p.device for p in predicted])
@@ -69,7 +69,7 @@ class Surrogate:
         self.known_K = np.zeros(len(self.components), dtype=bool)
         self.device_mean_K = np.exp(self._log_prior_K)
         self.device_NK = np.exp(self._log_prior_K + self._prior_samples_NK)
-        self.host_K = self._host_prior_K.copy()
+        self.host_K = np.zeros_like(self._host_prior_K) if self._host_is_device else self._host_prior_K.copy()
         self.bytes_3K = self.predicted_bytes_3K.copy()
         self.bytes_std_K = np.full(len(self.components), BYTES_STD_PRIOR)
 
@@ -113,8 +113,13 @@ class Surrogate:
                 self.host_K[i] *= near[_kin(component)][0]
             elif component.kind in kind:
                 self.host_K[i] *= kind[component.kind][0]
-        # A host that waits for the device inside a block takes as long as the device: no more can be told from it.
-        self.host_K = np.where(self.known_K, self.host_K, np.minimum(self.host_K, self.device_mean_K))
+        # A block that waits for the device, or runs on the host itself, has one time: the device's.
+        waits = np.array([c in found and found[c].host_seconds == found[c].device_seconds for c in self.components])
+        if self._host_is_device:
+            waits[:] = True
+        self.host_K = np.where(
+            waits, 0.0, np.where(self.known_K, self.host_K, np.minimum(self.host_K, self.device_mean_K))
+        )
 
     def _fit_bytes(self, found: Mapping[Component, ComponentMeasurement]) -> None:
         measured = {

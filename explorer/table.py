@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from explorer.candidates import Candidate
 from explorer.components import Component, Decomposer, Decomposition
-from explorer.composition import gathered_bytes, optimizer_shards, static_parts
+from explorer.composition import gathered_bytes, static_parts
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
 
@@ -47,12 +47,14 @@ class SpaceTable:
         self._ffn_CG = np.zeros(shape, dtype=np.int64)
         self._count_CG = np.zeros(shape, dtype=np.int64)
         self._recomputed_CG = np.zeros(shape, dtype=bool)
+        self._below_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
         for i, decomposition in enumerate(self.decompositions):
             for j, group in enumerate(decomposition.layers):
                 self._attention_CG[i, j] = self.column[group.attention]
                 self._ffn_CG[i, j] = self.column[group.ffn]
                 self._count_CG[i, j] = group.count
                 self._recomputed_CG[i, j] = group.recomputed
+                self._below_CGG[i, j, : len(group.below)] = group.below
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
         self.uses_CK = np.zeros((len(self.candidates), len(self.components)), dtype=bool)
         for i, decomposition in enumerate(self.decompositions):
@@ -76,12 +78,11 @@ class SpaceTable:
         return np.asarray(np.maximum(device, host))
 
     def optimizer_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
-        """Seconds of an optimizer step, shape (N, C); sharded states divide it over the devices."""
+        """Seconds of one device's optimizer step, shape (N, C)."""
         columns = self._optimizer_C[rows]
         if not self.training:
             return np.zeros((device_NK.shape[0], len(columns)), dtype=np.float64)
-        sharded: Floats = device_NK[:, columns] / optimizer_shards(self.request)
-        return np.asarray(np.maximum(sharded, host_K[columns]))
+        return np.asarray(np.maximum(device_NK[:, columns], host_K[columns]))
 
     def tokens_per_second(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Tokens/s of one device over a whole step, shape (N, C): (B / (N m)) micro-steps and the optimizer."""
@@ -101,27 +102,30 @@ class SpaceTable:
         """
         head, embedding = self._head_C, self._embedding_C
         if not self.training:
-            peak = np.maximum(forward_peak_K[head], forward_peak_K[embedding])
+            highest = np.maximum(forward_peak_K[head], forward_peak_K[embedding])
             for g in range(self._count_CG.shape[1]):
-                present = self._count_CG[:, g] > 0
-                block = np.maximum(forward_peak_K[self._attention_CG[:, g]], forward_peak_K[self._ffn_CG[:, g]])
-                peak = np.maximum(peak, np.where(present, block, 0))
-            return np.zeros(len(peak)), np.asarray(peak + self._output_C + self._gathered)
-        saved = saved_K[embedding].copy()
-        over = np.maximum(forward_peak_K[head], backward_peak_K[head])
+                in_attention = forward_peak_K[self._attention_CG[:, g]]
+                # While the FFN runs, the layer's input is still held beside the attention's output.
+                in_ffn = forward_peak_K[self._ffn_CG[:, g]] + self._output_C
+                block = np.maximum(in_attention, in_ffn)
+                highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
+            return np.zeros(len(highest)), np.asarray(highest + self._output_C + self._gathered)
+        inside_CG = saved_K[self._attention_CG] + saved_K[self._ffn_CG]
+        held_CG = np.where(self._recomputed_CG, self._output_C[:, None], inside_CG)
+        saved = saved_K[embedding] + (self._count_CG * held_CG).sum(axis=1)
+        peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head])
         for g in range(self._count_CG.shape[1]):
-            attention, ffn, count = self._attention_CG[:, g], self._ffn_CG[:, g], self._count_CG[:, g]
-            inside = saved_K[attention] + saved_K[ffn]
-            held = np.where(self._recomputed_CG[:, g], self._output_C, inside)
-            saved += count * held
+            attention, ffn = self._attention_CG[:, g], self._ffn_CG[:, g]
             forward = np.maximum(forward_peak_K[attention], saved_K[attention] + forward_peak_K[ffn])
             backward = self._output_C + np.maximum(
                 saved_K[attention] + backward_peak_K[ffn], backward_peak_K[attention]
             )
-            # This group's last layer may be the model's last: below it lies everything saved but its own.
-            over = np.maximum(over, np.where(count > 0, np.maximum(forward, backward) - held, 0))
-        over += self._gathered
-        step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C] / optimizer_shards(self.request)
+            # Of equal layers the last has most below it.
+            below = saved_K[embedding] + (self._below_CGG[:, g] * held_CG).sum(axis=1)
+            at_layer = below + np.maximum(forward, backward)
+            peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
+        over = peak - saved + self._gathered
+        step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)
 

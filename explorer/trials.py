@@ -40,7 +40,9 @@ Measure = Callable[[TrialPlan], Measurement]
 class Trial(Frozen):
     """A finished trial, as stored: what was predicted, what was measured, what it composes to.
 
-    The composed figures are null when the outcome is not ok.
+    `predicted_peak_bytes` is what was believed just before the trial, `measured_peak_bytes` what its measured
+    components compose to; for a whole model, what was composed and what the run itself allocated. Figures that the
+    outcome does not allow are null.
     """
 
     number: Annotated[int, Field(ge=0)]
@@ -51,6 +53,7 @@ class Trial(Frozen):
     predicted_tokens_per_second: float | None = None
     tokens_per_second: float | None = None
     suggest_seconds: Annotated[float, Field(ge=0)] = 0.0
+    seconds: Annotated[float, Field(ge=0)] = Field(0.0, description="Wall time of the measurement, messages included.")
 
     @property
     def candidate(self) -> Candidate:

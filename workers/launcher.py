@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from explorer.components import Component
+from explorer.composition import memory_limit
 from explorer.hardware import DeviceReport, HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
 from explorer.requests import ExplorationRequest
@@ -156,10 +157,7 @@ class Profiler:
         process = self._running()
         hardware = self.hardware()
         report = self._begin(process, request, hardware)
-        limit = hardware.memory_limit_bytes
-        if request.memory_limit_gib is not None:
-            limit = min(int(request.memory_limit_gib * 2**30), hardware.memory_bytes)
-        self._job = _Job(request, limit, process.private_bytes())
+        self._job = _Job(request, memory_limit(request, hardware), process.private_bytes())
         return report
 
     def measure(self, plan: TrialPlan) -> Measurement:

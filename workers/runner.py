@@ -15,13 +15,13 @@ import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
 
 from explorer.events import EventCode, EventDraft
+from explorer.ground import OpenStudy
 from explorer.hardware import DeviceReport, HardwareSpec
 from explorer.measurements import Measurement
 from explorer.progress import Progress
 from explorer.requests import ExplorationRequest
 from explorer.search import explore
 from explorer.trials import Measure, Trial, TrialPlan
-from explorer.variant import OpenStudy
 from storage.jobs import JobState
 from storage.leases import Claim, HardwareMismatchError, LeaseLostError
 from storage.queue import Queue

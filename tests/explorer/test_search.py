@@ -301,3 +301,61 @@ def test_resumes_after_the_whole_model_without_another_trial(factor: float) -> N
     after = run(req, again, history=trials_of(whole))
     assert again.plans == []
     assert answer_of(after) == answer_of(whole)
+
+
+def test_a_whole_model_that_does_not_fit_rules_out_all_that_need_as_much() -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    device.whole_model_outcomes = [Outcome.OUT_OF_MEMORY, Outcome.OUT_OF_MEMORY]
+    steps = run(req, device)
+    peaks = [t.predicted_peak_bytes for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL]
+    assert len(peaks) == 3
+    assert peaks[0] is not None and peaks[1] is not None and peaks[2] is not None
+    assert peaks[0] > peaks[1] > peaks[2]
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.whole_model is not None
+
+
+def test_a_whole_model_that_crashes_is_not_recommended() -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    device.whole_model_outcomes = [Outcome.CRASHED]
+    steps = run(req, device)
+    crashed = next(t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL)
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.candidate != crashed.candidate
+    assert found.whole_model is not None
+
+
+class BrokenDevice(SimulatedDevice):
+    """Nothing runs, for a reason that is no candidate's."""
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        self.plans.append(plan)
+        return Measurement(candidate=plan.candidate, outcome=Outcome.UNSUPPORTED, reason="no C compiler")
+
+
+def test_a_device_that_runs_nothing_is_given_up_soon_and_for_its_own_reason() -> None:
+    req = request()
+    device = BrokenDevice(req)
+    answer = answer_of(run(req, device))
+    assert len(device.plans) <= 6
+    assert answer.recommendation is None
+    assert "no C compiler" in str(answer.variants[0].reason)
+    assert "fit" not in str(answer.variants[0].reason)
+
+
+def test_variants_share_what_they_have_in_common() -> None:
+    req = request(num_query_groups=[4, 1], micro_batch_size=[2, 4])
+    device = SimulatedDevice(req)
+    run(req, device)
+    measured = [c.key for plan in device.plans for c in plan.components]
+    assert len(measured) == len(set(measured))
+
+
+def test_the_space_is_told_even_if_nothing_is_tried() -> None:
+    steps = run(request(memory_limit_gib=1), SimulatedDevice(request()))
+    assert lines(steps, EventCode.SPACE)
+    assert any(step.space for step in steps)

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from explorer.events import EventCode, EventDraft
+from explorer.ground import OpenStudy
 from explorer.hardware import DeviceReport, HardwareSpec
 from explorer.measurements import Measurement, Outcome, PhaseSeconds
 from explorer.progress import Progress
 from explorer.recommendations import Answer, VariantAnswer
 from explorer.requests import ExplorationRequest
 from explorer.trials import Measure, Trial, TrialKind, TrialPlan
-from explorer.variant import OpenStudy
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
 from workers.launcher import ProfilerError, ProfilerInterruptedError
 

@@ -15,6 +15,7 @@ from explorer.components import Component, ComponentKind
 from explorer.measurements import ComponentMeasurement
 from explorer.models import LayerKind, ModelSpec
 from explorer.requests import ExplorationRequest
+from workers.kernels.dtypes import torch_dtype
 from workers.layers.factory import build_block
 from workers.layers.optimizer import TrainingOptimizer, build_optimizer
 from workers.profiler.bench import Bench
@@ -69,7 +70,7 @@ def measure_optimizer(
     request: ExplorationRequest,
     clock: PhaseClock,
 ) -> ComponentMeasurement:
-    """Seconds of one step over the whole model, and the most that a step allocates for the time it takes.
+    """Seconds of one device's step over the model, and the most that a step allocates for the time it takes.
 
     A step reads and writes each parameter's state once, so its time is proportional to their number: a layer of each
     kind is stepped and counted as often as the model has it.
@@ -135,13 +136,34 @@ def _measure_part(
 
 
 def _parameters(bench: Bench, model: ModelSpec, part: _Part, request: ExplorationRequest) -> list[nn.Parameter]:
-    """Of the part's blocks, each once: a tied projection belongs to the embedding."""
+    """Of the part's blocks, each once: a tied projection belongs to the embedding.
+
+    Of sharded training one device has, and needs memory for, its share of each.
+    """
+    if request.optimizer_shards == 1:
+        return _build_parameters(bench.device, bench.generator(request.seed), model, part, request)
     generator = bench.generator(request.seed)
+    shapes = _build_parameters(torch.device("meta"), None, model, part, request)
+    shares = [-(-parameter.numel() // request.optimizer_shards) for parameter in shapes]
+    dtype = torch_dtype(model.dtype)
+    return [
+        nn.Parameter(torch.empty(share, dtype=dtype, device=bench.device).normal_(0.0, 0.02, generator=generator))
+        for share in shares
+    ]
+
+
+def _build_parameters(
+    device: torch.device,
+    generator: torch.Generator | None,
+    model: ModelSpec,
+    part: _Part,
+    request: ExplorationRequest,
+) -> list[nn.Parameter]:
     eager = request.model_copy(update={"execution": "eager"})  # no block is run
     parameters: dict[int, nn.Parameter] = {}
     tied: nn.Parameter | None = None
     for component in part.components:
-        block = build_block(model, component, eager, bench.device, generator=generator, w_tied=tied)
+        block = build_block(model, component, eager, device, generator=generator, w_tied=tied)
         if component.kind is ComponentKind.EMBEDDING and model.tie_embeddings:
             tied = next(p for p in block.parameters() if p.shape == (model.vocab_size, model.hidden_size))
         parameters |= {id(parameter): parameter for parameter in block.parameters()}

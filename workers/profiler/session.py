@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from explorer.components import Component, ComponentKind
+from explorer.composition import memory_limit
 from explorer.frozen import Frozen
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from explorer.models import ModelSpec
@@ -62,10 +63,7 @@ class Session:
         self._reasons.clear()
         report = report_device(request.model, hardware, self._bench.device)
         self._bench.settle(release=True)
-        limit = hardware.memory_limit_bytes
-        if request.memory_limit_gib is not None:
-            limit = min(int(request.memory_limit_gib * 2**30), hardware.memory_bytes)
-        self._bench.limit_memory(limit, hardware.context_bytes)
+        self._bench.limit_memory(memory_limit(request, hardware), hardware.context_bytes)
         self._send(ReportReply(report=report))
 
     def _run_trial(self, plan: TrialPlan) -> bool:

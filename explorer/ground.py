@@ -1,0 +1,103 @@
+"""What one variant's search stands on: its space, its belief, its study, and what earlier leases stored of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+
+from explorer.belief import Belief
+from explorer.candidates import Candidate
+from explorer.composition import memory_limit
+from explorer.events import EventDraft
+from explorer.hardware import DeviceReport
+from explorer.ledger import Ledger
+from explorer.memory import predict_memory
+from explorer.models import ModelSpec
+from explorer.narration import space_event, variant_event
+from explorer.requests import ExplorationRequest
+from explorer.sampler import ComponentSampler, distributions, reconcile
+from explorer.space import base_candidates, enumerate_candidates
+from explorer.table import SpaceTable
+from explorer.trials import TrialKind
+
+OPTIMISTIC_ACTIVATIONS = 0.7
+"""A candidate is left out unmeasured only if it would not fit with this share of its predicted activations."""
+
+OpenStudy = Callable[[str, BaseSampler], Study]
+
+
+@dataclass(slots=True)
+class Opening:
+    """What is told with the first stored step of a variant; empty after a resume, when it has been told."""
+
+    events: list[EventDraft] = field(default_factory=list)
+    space: dict[str, Any] | None = None
+
+    def take(self) -> tuple[list[EventDraft], dict[str, Any] | None]:
+        """Everything, once."""
+        taken = (self.events, self.space)
+        self.events, self.space = [], None
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """A variant with at least one candidate that may fit. `bases` are in order of preference, `plainest` the first."""
+
+    table: SpaceTable
+    belief: Belief
+    study: Study
+    distributions: dict[str, BaseDistribution]
+    bases: tuple[Candidate, ...]
+    plainest: Candidate
+
+
+def prepare(
+    index: int,
+    model: ModelSpec,
+    request: ExplorationRequest,
+    report: DeviceReport,
+    ledger: Ledger,
+    open_study: OpenStudy,
+) -> tuple[Opening, Ground | None]:
+    """Enumerate the space, drop what is predicted not to fit, and take in what is stored; null if nothing is left.
+
+    Raises:
+        EmptySpaceError: the request admits no candidate on this device.
+    """
+    hardware = report.hardware
+    space = enumerate_candidates(request, report, model)
+    members = set(space.candidates)
+    bases = base_candidates(request, report, model)
+    everything = SpaceTable((*space.candidates, *(c for c in bases if c not in members)), model, request)
+    required = predict_memory(everything, hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
+    limit = memory_limit(request, hardware)
+    fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
+    legal = [c for c in fitting if c in members]
+
+    past = ledger.trials_of(model.query_groups)
+    left = space.restrict(legal)
+    opening = Opening()
+    if not past:
+        if len(request.variants()) > 1:
+            opening.events.append(variant_event(model))
+        opening.events.append(space_event(left, len(space.candidates) - len(legal), limit))
+        opening.space = left.summarize() if index == 0 else None
+    if not legal:
+        return opening, None
+
+    table = SpaceTable(fitting, model, request)
+    belief = Belief(table, legal, request, hardware)
+    dimensions = distributions(table.candidates)
+    name = "" if index == 0 else f"num_query_groups={model.query_groups}"
+    study = open_study(name, ComponentSampler(belief))
+    reconcile(study, past, dimensions)
+    belief.learn(t.measurement for t in past if t.kind is TrialKind.COMPONENTS)
+    belief.absorb(m for t in ledger.trials for m in t.measurement.components)
+    fitting_bases = tuple(c for c in bases if c in table.row)
+    return opening, Ground(table, belief, study, dimensions, fitting_bases, bases[0])
