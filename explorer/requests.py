@@ -175,6 +175,9 @@ class ExplorationRequest(Frozen):
         tiles = {tile for m in self.micro_batch_sizes for tile in self.tiles_for(m)}
         if not tiles:
             raise ValueError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space")
+        unused = [tile for tile in self.bta.tiles or () if tile not in tiles]
+        if unused:
+            raise ValueError(f"bta.tiles: {unused[0]} is no factor of any micro-batch size of the space")
         if None not in tiles and self.recompute_policies == (Recompute.SELECTIVE,):
             raise ValueError(
                 "bta.enable with recompute 'selective' alone leaves nothing: a tile recomputes its attention already"

@@ -36,15 +36,15 @@ class RoutingSpec(Frozen):
         if self.shares is None:
             return
         if len(self.shares) != moe.num_experts:
-            raise ValueError(f"{len(self.shares)} shares given for {moe.num_experts} experts")
+            raise ValueError(f"routing.shares has {len(self.shares)} entries for {moe.num_experts} experts")
         largest = max(self.shares) / sum(self.shares)
         if largest > 1 / moe.top_k + 1e-9:
             raise ValueError(
-                f"a share of {largest:.4g} exceeds 1 / top_k = {1 / moe.top_k:.4g}: "
+                f"routing.shares: a share of {largest:.4g} exceeds 1 / top_k = {1 / moe.top_k:.4g}: "
                 "no expert can receive a token more than once"
             )
         if sum(share > 0 for share in self.shares) < moe.top_k:
-            raise ValueError(f"fewer experts with a positive share than top_k ({moe.top_k})")
+            raise ValueError(f"routing.shares has fewer positive entries than top_k ({moe.top_k})")
 
 
 def draw_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:

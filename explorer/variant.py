@@ -101,8 +101,10 @@ class VariantSearch:
         """Why there is no recommendation: memory, or what the trials failed of."""
         smallest = smallest_requirement(self._request, self._report, self.model)
         failure = self._ledger.commonest_failure(self.model.query_groups)
-        if failure is not None and smallest <= memory_limit(self._request, self._report.hardware):
-            return f"no candidate could be measured; most failed with {failure}"
+        if smallest <= memory_limit(self._request, self._report.hardware):
+            if failure is not None:
+                return f"no candidate could be measured; most failed with {failure}"
+            return "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials"
         return explain_nothing_fits(self._request, self._report, self.model)
 
     # -- phases --------------------------------------------------------------------------------------------------
@@ -124,10 +126,13 @@ class VariantSearch:
 
     def _search(self) -> Iterator[Progress]:
         target = self._request.budget.confidence_target
-        while not (self._ledger.exhausted(self._index) or self._ledger.is_hopeless(self.model.query_groups)):
+        while not self._ledger.is_hopeless(self.model.query_groups):
             if self._is_settled():
                 return
             verdict = self._belief.recommend()
+            # Until one candidate can be recommended, the search may overdraw its budget to find it.
+            if self._ledger.overdrawn(self._index) or (verdict and self._ledger.exhausted(self._index)):
+                return
             if verdict is not None and 100 * verdict.probability >= target:
                 return
             started = time.perf_counter()

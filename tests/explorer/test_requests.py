@@ -48,7 +48,7 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"attention_backends": ["flash"], "flash_attention": False}, "flash_attention is false"),
         ({"expert_backends": ["loop"]}, "without experts"),
         ({"model": MOE, "expert_backends": []}, "expert_backends"),
-        ({"model": MOE, "routing": {"kind": "shares", "shares": [1, 1]}}, "2 shares given for 4 experts"),
+        ({"model": MOE, "routing": {"kind": "shares", "shares": [1, 1]}}, "routing.shares has 2 entries for 4 experts"),
         ({"model": MOE, "routing": {"kind": "shares", "shares": [6, 2, 1, 1]}}, "exceeds 1 / top_k"),
         ({"training": {"sharding": "zero2"}}, "needs num_devices > 1"),
         ({"training": {"loss": {"chunk_tokens": 1}}}, "chunk_tokens"),

@@ -127,7 +127,7 @@ def test_what_is_no_routing(routing: dict[str, Any], part: str) -> None:
 @pytest.mark.parametrize(
     ("top_k", "shares", "part"),
     [
-        (1, (0.5, 0.5), "2 shares given for 4 experts"),
+        (1, (0.5, 0.5), "routing.shares has 2 entries for 4 experts"),
         (2, (0.6, 0.2, 0.1, 0.1), "a share of 0.6 exceeds 1 / top_k = 0.5"),
         (2, (6.0, 2.0, 1.0, 1.0), "a share of 0.6 exceeds 1 / top_k = 0.5"),
         (4, (0.4, 0.2, 0.2, 0.2), "exceeds 1 / top_k = 0.25"),

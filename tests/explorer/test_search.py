@@ -359,3 +359,10 @@ def test_the_space_is_told_even_if_nothing_is_tried() -> None:
     steps = run(request(memory_limit_gib=1), SimulatedDevice(request()))
     assert lines(steps, EventCode.SPACE)
     assert any(step.space for step in steps)
+
+
+def test_a_spent_budget_still_finds_one_candidate_beside_a_base_outside_the_space() -> None:
+    req = request(base_micro_batch_size=24, budget={"max_trials": 1}, verify=False)
+    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    assert found is not None
+    assert found.base.micro_batch_size == 24 != found.candidate.micro_batch_size
