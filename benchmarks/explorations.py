@@ -55,6 +55,7 @@ def explore(service: EmbeddedService, client: Client, name: str, request: Explor
     """Submit, follow to the end, and collect everything that the service says of the job."""
     started = time.perf_counter()
     job = client.submit(request)
+    service.adopt(job.id)
     lines, first_recommendation, confident = [], None, None
     for event in client.events(job.id):
         seconds = time.perf_counter() - started

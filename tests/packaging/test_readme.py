@@ -8,6 +8,7 @@ from pathlib import Path
 import typer.main
 
 from api.cli import app
+from benchmarks.readme import fill
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -29,3 +30,7 @@ def test_commands() -> None:
 def test_files() -> None:
     for path in re.findall(r"\b(?:examples|deploy|benchmarks)/[\w./-]+\w", CODE):
         assert (ROOT / path).exists(), path
+
+
+def test_figures_are_those_of_the_results() -> None:
+    assert fill(TEXT) == TEXT
