@@ -24,7 +24,6 @@ from workers.kernels.experts.triton_gemm import (
     SHALLOW,
     SMALL,
     SQUARE,
-    Tiles,
     TritonGemm,
     multiply_rows,
     sum_over_rows,
@@ -59,6 +58,16 @@ CASES = (
     GemmCase("long sums", (1, 2000, 0, 700), 2048, 1024),
     GemmCase("the published uneven split, a 64th", (2043, 1233, 552, 1412, 22, 1882, 1009, 33), 512, 2048),
 )
+TILES = {
+    "large": LARGE,
+    "square": SQUARE,
+    "low": LOW,
+    "shallow": SHALLOW,
+    "small": SMALL,
+    "large in halves": replace(LARGE, num_stages=4, halves=True),
+    "large and flat": replace(LARGE, flatten=True),
+    "square and flat": replace(SQUARE, flatten=True),
+}
 UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 300, 77), 333, 117)
 
 
@@ -96,11 +105,9 @@ def test_triton(case: GemmCase, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bulk_copies", [True, False], ids=["descriptors", "pointers"])
-@pytest.mark.parametrize(
-    "tiles", [LARGE, SQUARE, LOW, SHALLOW, SMALL], ids=["large", "square", "low", "shallow", "small"]
-)
-def test_all_tiles(tiles: Tiles, bulk_copies: bool) -> None:
-    tiles = replace(tiles, bulk_copies=bulk_copies)
+@pytest.mark.parametrize("name", TILES)
+def test_all_tiles(name: str, bulk_copies: bool) -> None:
+    tiles = replace(TILES[name], bulk_copies=bulk_copies)
     for case in (CASES[0], CASES[7], CASES[8], CASES[13]):
         x, w, grad = tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
         ends = gemm_cases.ends_of(case.counts, CUDA)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,9 +41,14 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @interpreted
 @pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize(
+    "tiles",
+    [SMALL, replace(SMALL, block_n=32, halves=True), replace(SMALL, flatten=True)],
+    ids=["whole", "halves", "flat"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*gemm_cases.TINY, UNALIGNED], ids=lambda case: case.name)
-def test_every_number_is_written(case: GemmCase, dtype: torch.dtype) -> None:
+def test_every_number_is_written(case: GemmCase, dtype: torch.dtype, tiles: Tiles) -> None:
     x, w, grad = tensors = gemm_cases.inputs(case, dtype, CPU)
     ends = gemm_cases.ends_of(case.counts, CPU)
 
@@ -49,9 +56,9 @@ def test_every_number_is_written(case: GemmCase, dtype: torch.dtype) -> None:
         return torch.full_like(like, float("nan"))
 
     actual = [
-        multiply_rows(x, w, ends, out=poisoned(grad), tiles=SMALL),
-        multiply_rows(grad, w, ends, transposed=True, out=poisoned(x), tiles=SMALL),
-        sum_over_rows(x, grad, ends, out=poisoned(w), tiles=SMALL),
+        multiply_rows(x, w, ends, out=poisoned(grad), tiles=tiles),
+        multiply_rows(grad, w, ends, transposed=True, out=poisoned(x), tiles=tiles),
+        sum_over_rows(x, grad, ends, out=poisoned(w), tiles=tiles),
     ]
     for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
         assert relative_error(value, wanted) <= (1e-5 if dtype is torch.float32 else 1e-2)

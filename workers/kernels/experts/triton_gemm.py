@@ -37,7 +37,8 @@ class Tiles:
     """How a kernel cuts its work: an output tile (block_m, block_n), block_k of the summed axis a step.
 
     `programs_per_multiprocessor` bounds the grid of the persistent kernel. `bulk_copies` asks for tensor descriptors
-    where device and tensors allow them.
+    where device and tensors allow them; with these, `halves` writes a tile in two parts, and `flatten` overlaps the end
+    of a tile with the start of the next (forward and rows' gradient only).
     """
 
     block_m: int
@@ -48,12 +49,19 @@ class Tiles:
     programs_per_multiprocessor: int = 1
     group_m: int = 8
     bulk_copies: bool = True
+    halves: bool = False
+    flatten: bool = False
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program at two bytes a number: the stages' operands and the tile on its way out."""
         stages = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        return 2 * (stages + self.block_m * self.block_n)
+        return 2 * (stages + self.block_m * self.stored_columns)
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns of a tile that are written at a time."""
+        return self.block_n // 2 if self.halves else self.block_n
 
 
 LARGE = Tiles(128, 256, 64, num_stages=3, num_warps=8)
@@ -121,9 +129,11 @@ def multiply_rows(
             EXPERTS=max(16, 1 << (num_experts - 1).bit_length()),
             TRANSPOSED=transposed,
             USE_TMA=bulk,
+            FLATTEN=bulk and tiles.flatten,
+            HALVES=tiles.halves,
             x_desc=TensorDescriptor.from_tensor(x_RK, [tiles.block_m, tiles.block_k]) if bulk else None,
             w_desc=TensorDescriptor.from_tensor(w, w_block) if bulk else None,
-            out_desc=TensorDescriptor.from_tensor(out, [tiles.block_m, tiles.block_n]) if bulk else None,
+            out_desc=TensorDescriptor.from_tensor(out, [tiles.block_m, tiles.stored_columns]) if bulk else None,
             num_stages=tiles.num_stages,
             num_warps=tiles.num_warps,
         )
@@ -163,9 +173,10 @@ def sum_over_rows(
             BLOCK_R=tiles.block_k,
             GROUP_M=tiles.group_m,
             USE_TMA=bulk,
+            HALVES=tiles.halves,
             x_desc=TensorDescriptor.from_tensor(x_RK, [tiles.block_k, tiles.block_m]) if bulk else None,
             grad_desc=TensorDescriptor.from_tensor(grad_RN, [tiles.block_k, tiles.block_n]) if bulk else None,
-            out_desc=TensorDescriptor.from_tensor(out, [1, tiles.block_m, tiles.block_n]) if bulk else None,
+            out_desc=TensorDescriptor.from_tensor(out, [1, tiles.block_m, tiles.stored_columns]) if bulk else None,
             num_stages=tiles.num_stages,
             num_warps=tiles.num_warps,
         )

@@ -7,8 +7,11 @@ of a persistent kernel, `tile = program, program + programs, ...`, and within an
 matmul tutorial, so that tiles that run at a time share operands in the second-level cache.
 
 With USE_TMA the operands come through tensor descriptors (bulk copies by the hardware, which also cut off at the
-tensor's end); without, through pointers with masks. Row and expert offsets are 64 bits wide: an operand may have more
-than 2^31 elements.
+tensor's end); without, through pointers with masks. HALVES writes a tile in two parts, which halves the shared memory
+that it passes through. FLATTEN makes one loop of the loops over tiles and steps, so that the operands of the next tile
+are under way while one is written; the compiler can do it only if the end of a tile does not branch.
+
+Row and expert offsets are 64 bits wide: an operand may have more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -33,7 +36,30 @@ def grouped_order(tile: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, GROUP
 
 
 @jit
-def rows_kernel(
+def halves(x: tl.tensor) -> tl.tensor:
+    """The left and the right half of the columns."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@jit
+def store_rows(
+    out: tl.tensor,
+    result: tl.tensor,
+    row: tl.tensor,
+    end: tl.tensor,
+    col: tl.tensor,
+    N: tl.tensor,
+    stride_out: tl.tensor,
+) -> None:
+    """The rows before `end` and the columns before N, from (row, col) on."""
+    rows = row + tl.arange(0, result.shape[0])
+    cols = col + tl.arange(0, result.shape[1])
+    at = out + rows[:, None].to(tl.int64) * stride_out + cols[None, :]
+    tl.store(at, result, mask=(rows[:, None] < end) & (cols[None, :] < N))
+
+
+@jit
+def rows_kernel(  # noqa: PLR0915 - compiled as one of several
     x: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
@@ -52,6 +78,8 @@ def rows_kernel(
     EXPERTS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     USE_TMA: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    HALVES: tl.constexpr,
     x_desc: tl.tensor = None,
     w_desc: tl.tensor = None,
     out_desc: tl.tensor = None,
@@ -65,7 +93,7 @@ def rows_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     num_tiles = tl.sum(tiles_m_E, 0) * tiles_n
 
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         before = ends_m_E * tiles_n <= tile
         expert = tl.sum(before.to(tl.int32), 0)
         first_tile = tl.max(tl.where(before, ends_m_E, 0), 0) * tiles_n
@@ -105,13 +133,18 @@ def rows_kernel(
                 b_at += step
 
         result = acc.to(out.dtype.element_ty)
-        if USE_TMA and row + BLOCK_M <= end:
-            out_desc.store([row, col], result)
+        if USE_TMA and not FLATTEN:
+            if row + BLOCK_M <= end:
+                if HALVES:
+                    left, right = halves(result)
+                    out_desc.store([row, col], left)
+                    out_desc.store([row, col + BLOCK_N // 2], right)
+                else:
+                    out_desc.store([row, col], result)
+            else:
+                store_rows(out, result, row, end, col, N, stride_out)
         else:
-            out_rows = row + tl.arange(0, BLOCK_M)
-            out_cols = col + tl.arange(0, BLOCK_N)
-            at = out + out_rows[:, None].to(tl.int64) * stride_out + out_cols[None, :]
-            tl.store(at, result, mask=(out_rows[:, None] < end) & (out_cols[None, :] < N))
+            store_rows(out, result, row, end, col, N, stride_out)
 
 
 @jit
@@ -130,6 +163,7 @@ def weights_kernel(
     BLOCK_R: tl.constexpr,
     GROUP_M: tl.constexpr,
     USE_TMA: tl.constexpr,
+    HALVES: tl.constexpr,
     x_desc: tl.tensor = None,
     grad_desc: tl.tensor = None,
     out_desc: tl.tensor = None,
@@ -180,7 +214,12 @@ def weights_kernel(
 
         result = acc.to(out.dtype.element_ty)
         if USE_TMA:
-            out_desc.store([expert, row, col], result.reshape(1, BLOCK_M, BLOCK_N))
+            if HALVES:
+                left, right = halves(result)
+                out_desc.store([expert, row, col], left.reshape(1, BLOCK_M, BLOCK_N // 2))
+                out_desc.store([expert, row, col + BLOCK_N // 2], right.reshape(1, BLOCK_M, BLOCK_N // 2))
+            else:
+                out_desc.store([expert, row, col], result.reshape(1, BLOCK_M, BLOCK_N))
         else:
             at = out + expert.to(tl.int64) * K * N + rows[:, None].to(tl.int64) * N + cols[None, :]
             tl.store(at, result, mask=(rows[:, None] < K) & (cols[None, :] < N))
