@@ -55,7 +55,8 @@ def _multiply(
             torch.mm(x, w, out=out)
 
 
-def _gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
+def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
+    """As in `GroupedGemm`; the rows must have been counted."""
     out: Tensor = _LoopGemm.apply(x_RK, w_EKN, rows.counts)  # type: ignore[no-untyped-call]
     return out
 
@@ -64,7 +65,7 @@ def _forward(
     x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
 ) -> Tensor:
     rows = sorted_rows(routes_TK, w_in.shape[0], count=True)
-    return grouped_ffn(x_TD, weights_TK, w_in, w_out, activation, rows, _gemm)
+    return grouped_ffn(x_TD, weights_TK, w_in, w_out, activation, rows, grouped_gemm)
 
 
 def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:

@@ -7,11 +7,14 @@ import torch
 from explorer.hardware import BackendSupport
 from explorer.models import ModelSpec
 from workers.kernels.experts.backend import ExpertBackend
+from workers.kernels.experts.block_sparse import BLOCK_SPARSE
 from workers.kernels.experts.bmm import BMM
+from workers.kernels.experts.cublas_grouped import CUBLAS_GROUPED
 from workers.kernels.experts.grouped_mm import GROUPED_MM
 from workers.kernels.experts.loop import LOOP
+from workers.kernels.experts.triton_gemm import TRITON_GROUPED
 
-_BACKENDS = {backend.name: backend for backend in (GROUPED_MM, LOOP, BMM)}
+_BACKENDS = {backend.name: backend for backend in (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, BLOCK_SPARSE)}
 
 
 def expert_backend(name: str) -> ExpertBackend:

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, errors, problem
+from benchmarks.kernels import DISTRIBUTIONS, K, N, loads, roofline_seconds, summary
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_contender_is_compared_row_by_row(name: str) -> None:
+    """Also where it works on padded rows; and a wrong number is seen."""
+    given = problem((5, 0, 9, 2), 32, 16, torch.float32, CPU)
+    operands = BASELINES[name](given)
+    assert max(errors(GemmPasses(operands), given).values()) <= 1e-5
+    other = given.w.clone()
+    other[2, 3, 4] += 1
+    found = errors(GemmPasses(operands), replace(given, w=other))
+    assert found["out"] > 1e-2
+    assert found["x"] > 1e-2
+    assert found["w"] <= 1e-5
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_loads_add_up(distribution: str) -> None:
+    counts = loads(distribution, 64, 16)
+    assert len(counts) == 64
+    assert sum(counts) == 64 * 16
+    assert counts == loads(distribution, 64, 16)
+    assert (max(counts) > 100) == (distribution == "zipf")
+
+
+def test_the_roofline_is_bytes_for_few_rows_and_arithmetic_for_many() -> None:
+    peak, bandwidth = 700e12, 4e12
+    few, many = (16,) * 128, (8192,) * 128
+    operands = 16 * 128 * (K + N) + 128 * K * N
+    assert roofline_seconds(few, peak, bandwidth) == pytest.approx(3 * 2 * operands / bandwidth)
+    assert roofline_seconds(many, peak, bandwidth) == pytest.approx(6 * sum(many) * K * N / peak)
+    empty = (16, 0)
+    one_read_less = 2 * 2 * K * N / bandwidth
+    assert roofline_seconds((8, 8), peak, bandwidth) - roofline_seconds(empty, peak, bandwidth) == pytest.approx(
+        one_read_less
+    )
+
+
+def test_summary_takes_the_best_of_each_side() -> None:
+    runs = [
+        {"name": "loop", "outcome": "ok", "seconds": 4e-3},
+        {"name": "grouped_mm", "outcome": "ok", "seconds": 3e-3},
+        {"name": "bmm", "outcome": "out_of_memory"},
+        {"name": "cublas_grouped", "outcome": "ok", "seconds": 2e-3},
+        {"name": "triton_grouped", "outcome": "wrong"},
+    ]
+    cell = {"tokens": 512, "roofline_seconds": 1.8e-3, "runs": runs}
+    empty = {"tokens": 512, "roofline_seconds": 1e-3, "runs": []}
+    found = summary([cell, empty])
+    assert cell["ratio"] == pytest.approx(1.5)
+    assert cell["roofline_share"] == pytest.approx(0.9)
+    assert found["cells"] == 2
+    assert found["cells_timed"] == 1
+    assert found["geometric_mean_ratio"] == pytest.approx(1.5)
+    assert found["roofline_cells_reached"] == found["roofline_cells"] == 1
+
+
+def test_contenders_have_names_of_their_own() -> None:
+    assert not BASELINES.keys() & OURS.keys()

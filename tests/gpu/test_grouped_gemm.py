@@ -1,0 +1,262 @@
+"""The GEMM-level expert back ends on a CUDA device: every distribution, every format, outputs poisoned beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from explorer.models import DType, ModelSpec, MoESpec
+from tests.kernels import expert_cases, gemm_cases
+from tests.kernels.gemm_cases import GemmCase
+from tests.kernels.references import relative_error
+from workers.kernels.experts.block_sparse import dsd, sdd, transposed_dsd
+from workers.kernels.experts.block_topology import block_topology
+from workers.kernels.experts.cublas_grouped import CublasGemm
+from workers.kernels.experts.registry import expert_backend, expert_support
+from workers.kernels.experts.triton_gemm import (
+    LARGE,
+    LOW,
+    SHALLOW,
+    SMALL,
+    SQUARE,
+    TritonGemm,
+    multiply_rows,
+    sum_over_rows,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*deterministic"),
+]
+
+CUDA = torch.device("cuda")
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+OURS = ("cublas_grouped", "triton_grouped", "block_sparse")
+NAN = float("nan")
+
+
+def zipf(num_rows: int, num_experts: int) -> tuple[int, ...]:
+    share = 1 / torch.arange(1, num_experts + 1, dtype=torch.float64)
+    return tuple((share / share.sum() * num_rows).long().tolist())
+
+
+CASES = (
+    *(case for case in gemm_cases.TINY),
+    GemmCase("even", (256,) * 8, 256, 384),
+    GemmCase("one more than a tile", (129, 65, 257, 1, 0, 127), 256, 384),
+    GemmCase("skewed", zipf(5000, 64), 192, 320),
+    GemmCase("mostly empty", (0,) * 100 + (300,) + (0,) * 100 + (5,), 128, 256),
+    GemmCase("one takes all", (0, 0, 3001, 0), 512, 256),
+    GemmCase("512 experts", tuple(i % 7 for i in range(512)), 128, 192),
+    GemmCase("a single expert", (1000,), 384, 264),
+    GemmCase("long sums", (1, 2000, 0, 700), 2048, 1024),
+    GemmCase("the published uneven split, a 64th", (2043, 1233, 552, 1412, 22, 1882, 1009, 33), 512, 2048),
+)
+TILES = {
+    "large": LARGE,
+    "square": SQUARE,
+    "low": LOW,
+    "shallow": SHALLOW,
+    "small": SMALL,
+    "large in halves": replace(LARGE, num_stages=4, halves=True),
+    "large and flat": replace(LARGE, flatten=True),
+    "square and flat": replace(SQUARE, flatten=True),
+}
+UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 300, 77), 333, 117)
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """New tensors hold NaN until they are written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def cublas_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
+    out: Tensor = CublasGemm.apply(x, w, counts)  # type: ignore[no-untyped-call]
+    return out
+
+
+def triton_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
+    out: Tensor = TritonGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]
+    return out
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cublas(case: GemmCase, dtype: torch.dtype) -> None:
+    errors = gemm_cases.errors(cublas_gemm, case, dtype, CUDA)
+    assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*CASES, UNALIGNED], ids=lambda case: case.name)
+def test_triton(case: GemmCase, dtype: torch.dtype) -> None:
+    errors = gemm_cases.errors(triton_gemm, case, dtype, CUDA)
+    assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+@pytest.mark.parametrize("bulk_copies", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("name", TILES)
+def test_all_tiles(name: str, bulk_copies: bool) -> None:
+    tiles = replace(TILES[name], bulk_copies=bulk_copies)
+    for case in (CASES[0], CASES[7], CASES[8], CASES[13]):
+        x, w, grad = tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
+        ends = gemm_cases.ends_of(case.counts, CUDA)
+        actual = [
+            multiply_rows(x, w, ends, out=torch.full_like(grad, NAN), tiles=tiles),
+            multiply_rows(grad, w, ends, transposed=True, out=torch.full_like(x, NAN), tiles=tiles),
+            sum_over_rows(x, grad, ends, out=torch.full_like(w, NAN), tiles=tiles),
+        ]
+        for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
+            assert relative_error(value, wanted) <= 1e-2, case.name
+
+
+@pytest.mark.parametrize("gemm", [cublas_gemm, triton_gemm], ids=["cublas", "triton"])
+def test_the_same_inputs_give_the_same_bits(gemm: gemm_cases.Gemm) -> None:
+    case = CASES[8]
+    tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
+    first, second = (gemm_cases.run(gemm, case, tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_another_stream_and_fresh_inputs() -> None:
+    """A handle and its workspace belong to a stream; results do not depend on what ran before."""
+    for seed in range(3):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            case = CASES[7]
+            tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA, seed)
+            for gemm in (cublas_gemm, triton_gemm):
+                actual = gemm_cases.run(gemm, case, tensors)
+                for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
+                    assert relative_error(value, wanted) <= 1e-2
+        stream.synchronize()
+
+
+@pytest.mark.parametrize("counts", [(300, 0, 128, 5), (0, 0, 1000), (1,) * 130], ids=["uneven", "one", "one row each"])
+def test_block_sparse_products(counts: tuple[int, ...]) -> None:
+    width, k, block = 384, 200, 128
+    topology = block_topology(counts, width, block, CUDA)
+    padded = [-(-count // block) * block for count in counts]
+    bounds = list(pairwise([0, *torch.tensor(padded).cumsum(0).tolist()]))
+    x = torch.randn(sum(padded), k, device=CUDA).bfloat16()
+    w_in = (torch.randn(len(counts), k, width, device=CUDA) / k**0.5).bfloat16()
+    w_out = (torch.randn(len(counts), width, k, device=CUDA) / width**0.5).bfloat16()
+
+    def rows_of(values: Tensor) -> Tensor:
+        """(blocks, block, block) as (P, width)."""
+        return values.view(-1, width // block, block, block).transpose(1, 2).reshape(-1, width)
+
+    values = sdd(x, w_in, topology, out=x.new_full((topology.num_blocks, block, block), NAN))
+    h = torch.cat([x[a:b].double() @ w.double() for (a, b), w in zip(bounds, w_in, strict=True)])
+    assert relative_error(rows_of(values), h) <= 1e-2
+    sdd(x, w_in.transpose(1, 2).contiguous(), topology, transposed=True, out=values.fill_(NAN))
+    assert relative_error(rows_of(values), h) <= 1e-2
+    h = rows_of(values).double()
+    out = torch.full_like(x, NAN)
+    wanted = torch.cat([h[a:b] @ w.double() for (a, b), w in zip(bounds, w_out, strict=True)])
+    assert relative_error(dsd(values, w_out, topology, out=out), wanted) <= 1e-2
+    dsd(values, w_out.transpose(1, 2).contiguous(), topology, transposed=True, out=out.fill_(NAN))
+    assert relative_error(out, wanted) <= 1e-2
+    wanted = torch.stack([h[a:b].T @ x[a:b].double() for a, b in bounds])
+    assert relative_error(transposed_dsd(values, x, topology, torch.full_like(w_out, NAN)), wanted) <= 1e-2
+    transposed = transposed_dsd(values, x, topology, torch.full_like(w_in, NAN), transposed=True)
+    assert relative_error(transposed, wanted.transpose(1, 2)) <= 1e-2
+
+
+@pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", OURS)
+def test_the_whole_ffn(name: str, case: expert_cases.ExpertCase) -> None:
+    case = replace(case, width=128)
+    errors = expert_cases.errors(expert_backend(name), case, torch.bfloat16, CUDA)
+    assert errors["out"] <= 1e-2, errors
+    assert max(errors.values()) <= 2e-2, errors  # through several operations, each rounded to bfloat16
+
+
+@pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
+def test_the_whole_ffn_in_float32(case: expert_cases.ExpertCase) -> None:
+    errors = expert_cases.errors(expert_backend("cublas_grouped"), case, torch.float32, CUDA)
+    assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(64, 8), (512, 8), (8, 8), (1, 1)])
+def test_back_ends_agree_with_the_loop(name: str, num_experts: int, top_k: int) -> None:
+    case = expert_cases.ExpertCase("large", 2048, num_experts, top_k, hidden=512, width=256, skew=1.0)
+    routes, tensors = expert_cases.problem(case, torch.bfloat16, CUDA)
+    wanted = expert_cases.run(expert_backend("loop"), case, routes, tensors)
+    first, second = (expert_cases.run(expert_backend(name), case, routes, tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for value, expected in zip(first, wanted, strict=True):
+        assert relative_error(value, expected) <= 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_triton_never_waits_for_the_device() -> None:
+    case = CASES[7]
+    x, w, grad = gemm_cases.inputs(case, torch.bfloat16, CUDA)
+    ends = gemm_cases.ends_of(case.counts, CUDA)
+    x.requires_grad_()
+    w.requires_grad_()
+    TritonGemm.apply(x, w, ends).backward(grad)  # type: ignore[no-untyped-call]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        TritonGemm.apply(x, w, ends).backward(grad)  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_operands_of_more_than_two_to_the_31_numbers() -> None:
+    """Offsets of rows, and of an expert's matrix, do not fit in 32 bits."""
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB")
+    torch.use_deterministic_algorithms(False)  # the poison of large tensors would take longer than the test
+    rows, k, n = 1_100_000, 2048, 128
+    x = torch.randn(rows, k, device=CUDA, dtype=torch.bfloat16)
+    w = torch.randn(3, k, n, device=CUDA, dtype=torch.bfloat16) / k**0.5
+    ends = gemm_cases.ends_of((1_000_000, 0, 100_000), CUDA)
+    for bulk in (True, False):
+        tiles = replace(SQUARE, bulk_copies=bulk)
+        out = multiply_rows(x, w, ends, tiles=tiles)
+        assert relative_error(out[-1000:], x[-1000:].double() @ w[2].double()) <= 1e-2
+        assert relative_error(out[:1000], x[:1000].double() @ w[0].double()) <= 1e-2
+        grad_w = sum_over_rows(x, out, ends, tiles=tiles)
+        wanted = x[1_000_000:].float().T @ out[1_000_000:].float()
+        assert relative_error(grad_w[2], wanted) <= 1e-2
+    wide = torch.randn(9, 16384, 16384, device=CUDA, dtype=torch.bfloat16)
+    few = torch.randn(64, 16384, device=CUDA, dtype=torch.bfloat16)
+    ends = gemm_cases.ends_of((30, *([0] * 7), 34), CUDA)
+    for bulk in (True, False):
+        tiles = replace(LOW, bulk_copies=bulk)
+        out = multiply_rows(few, wide, ends, tiles=tiles)
+        assert relative_error(out[30:], few[30:].float() @ wide[8].float()) <= 1e-2
+        grad_w = sum_over_rows(few, few, ends, out=wide.clone(), tiles=tiles)
+        assert relative_error(grad_w[8], few[30:].float().T @ few[30:].float()) <= 1e-2
+        assert (grad_w[7] == 0).all()
+
+
+def test_support() -> None:
+    def model(dtype: DType, width: int = 128) -> ModelSpec:
+        moe = MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=width)
+        return ModelSpec(
+            num_layers=1, hidden_size=256, num_attention_heads=8, vocab_size=128, seq_length=256, dtype=dtype, moe=moe
+        )
+
+    def reasons(spec: ModelSpec) -> dict[str, str | None]:
+        return {s.name: s.reason for s in expert_support(spec, CUDA) if s.name in OURS}
+
+    assert reasons(model(DType.BFLOAT16)) == dict.fromkeys(OURS)
+    assert reasons(model(DType.FLOAT16)) == dict.fromkeys(OURS)
+    single = reasons(model(DType.FLOAT32))
+    assert single["cublas_grouped"] is None
+    assert "float32" in (single["triton_grouped"] or "")
+    assert "multiple of 128" in (reasons(model(DType.BFLOAT16, width=96))["block_sparse"] or "")
