@@ -120,7 +120,8 @@ def test_support_names_the_rule_that_is_broken() -> None:
     assert support["grouped_mm"].reason == "grouped_mm needs hidden_size to be a multiple of 8 in bfloat16, not 20"
     assert default_expert_backend(moe_model(hidden=20), CPU) == "loop"
     assert default_expert_backend(moe_model(), CPU) == "grouped_mm"
-    assert all(s.usable and s.reason is None and s.stock for s in expert_support(moe_model(), CPU))
+    stock = [s for s in expert_support(moe_model(), CPU) if s.stock]
+    assert all(s.usable and s.reason is None for s in stock)
 
 
 def test_a_model_without_experts_has_no_expert_back_ends() -> None:
@@ -130,5 +131,5 @@ def test_a_model_without_experts_has_no_expert_back_ends() -> None:
 
 
 def test_an_unknown_back_end_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown expert back end 'fused'"):
-        expert_backend("fused")
+    with pytest.raises(ValueError, match="unknown expert back end 'magic'"):
+        expert_backend("magic")

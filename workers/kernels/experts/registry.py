@@ -8,10 +8,11 @@ from explorer.hardware import BackendSupport
 from explorer.models import ModelSpec
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.bmm import BMM
+from workers.kernels.experts.fused.backend import FUSED
 from workers.kernels.experts.grouped_mm import GROUPED_MM
 from workers.kernels.experts.loop import LOOP
 
-_BACKENDS = {backend.name: backend for backend in (GROUPED_MM, LOOP, BMM)}
+_BACKENDS = {backend.name: backend for backend in (GROUPED_MM, LOOP, BMM, FUSED)}
 
 
 def expert_backend(name: str) -> ExpertBackend:
