@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.activations import Activation
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 def expert_ffn(
