@@ -76,7 +76,14 @@ def test_output_and_gradients(case: expert_cases.ExpertCase, dtype: torch.dtype)
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize(("gemm", "tile"), [(g, t) for g, ts in CANDIDATES.items() for t in ts], ids=str)
+@pytest.mark.parametrize(
+    ("gemm", "tile"),
+    [
+        pytest.param(gemm, tile, id=f"{gemm} {tile.label}{' specialized' if tile.specialize else ''}")
+        for gemm, tiles in CANDIDATES.items()
+        for tile in tiles
+    ],
+)
 def test_every_set_of_tiles(gemm: str, tile: TileConfig) -> None:
     tiles = default_tiles(1 << 16, 16, True, 2).replaced(**{gemm: tile})
     found = errors(with_tiles(tiles), LARGE[1], torch.bfloat16)
