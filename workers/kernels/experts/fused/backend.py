@@ -43,7 +43,10 @@ def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
     for name, size in sizes.items():
         if size % _MULTIPLE:
             return f"the fused experts need {name} to be a multiple of {_MULTIPLE}, not {size}"
-    return failure_of(lambda: _probe(torch_dtype(model.dtype), device), device)
+    try:
+        return failure_of(lambda: _probe(torch_dtype(model.dtype), device), device)
+    except Exception as error:  # noqa: BLE001 - Triton and the compilers that it calls raise errors of their own
+        return f"Triton cannot build the kernels: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> Tensor:
