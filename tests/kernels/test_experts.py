@@ -133,5 +133,5 @@ def test_a_model_without_experts_has_no_expert_back_ends() -> None:
 
 
 def test_an_unknown_back_end_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown expert back end 'fused'"):
-        expert_backend("fused")
+    with pytest.raises(ValueError, match="unknown expert back end 'magic'"):
+        expert_backend("magic")

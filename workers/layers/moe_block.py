@@ -9,6 +9,7 @@ from torch import Tensor
 from explorer.components import BlockRecompute
 from explorer.models import ModelSpec
 from workers.kernels.experts.registry import expert_backend
+from workers.kernels.router import route
 from workers.layers.block import ResidualBlock
 from workers.layers.compilation import left_eager
 from workers.layers.mlp import MLP
@@ -79,13 +80,7 @@ class MoEFFN(ResidualBlock):
         assert self.routes is not None, "routes are set before the first forward"
         assert self.routes.shape[0] == h_TD.shape[0], "routes for every token of the micro-batch"
         scores_TE = F.linear(h_TD, self.w_router)
-        probabilities_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
-        forced_TE = scores_TE.detach().scatter(1, self.routes, float("inf"))
-        routes_TK = torch.topk(forced_TE, self.top_k, dim=-1, sorted=False).indices
-        weights_TK = probabilities_TE.gather(1, routes_TK)
-        if self.norm_topk_prob:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return routes_TK, weights_TK.to(h_TD.dtype)
+        return route(scores_TE, self.routes, norm_topk_prob=self.norm_topk_prob, dtype=h_TD.dtype)
 
     def _gate(self, h_TD: Tensor) -> Tensor:
         assert self.w_shared_gate is not None

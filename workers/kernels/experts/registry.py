@@ -10,11 +10,13 @@ from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.block_sparse import BLOCK_SPARSE
 from workers.kernels.experts.bmm import BMM
 from workers.kernels.experts.cublas_grouped import CUBLAS_GROUPED
+from workers.kernels.experts.fused.backend import FUSED
 from workers.kernels.experts.grouped_mm import GROUPED_MM
 from workers.kernels.experts.loop import LOOP
 from workers.kernels.experts.triton_gemm import TRITON_GROUPED
 
-_BACKENDS = {backend.name: backend for backend in (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, BLOCK_SPARSE)}
+_ALL = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, BLOCK_SPARSE, FUSED)
+_BACKENDS = {backend.name: backend for backend in _ALL}
 
 
 def expert_backend(name: str) -> ExpertBackend:

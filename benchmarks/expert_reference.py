@@ -1,0 +1,36 @@
+"""An expert FFN as plainly as it can be written for large shapes: one expert after the other, in the inputs' format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.kernels.activations import Activation
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+
+
+def expert_ffn(
+    x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    """As `ExpertFFN`; in float64 it is what the back ends are checked against."""
+    hidden_size = w_out.shape[1]
+    out = torch.zeros_like(x_TD)
+    for expert in range(w_in.shape[0]):
+        tokens, ranks = torch.where(routes_TK == expert)
+        h = x_TD[tokens] @ w_in[expert]
+        act = _ACTIVATIONS[activation](h[:, :hidden_size])
+        if h.shape[1] > hidden_size:
+            act = act * h[:, hidden_size:]
+        y = act @ w_out[expert]
+        out = out.index_add(0, tokens, weights_TK[tokens, ranks].unsqueeze(1) * y)
+    return out
+
+
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted."""
+    difference = (actual.detach().double() - wanted.detach().double()).norm()
+    return float(difference / wanted.detach().double().norm().clamp(min=1e-30))

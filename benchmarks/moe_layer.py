@@ -1,0 +1,272 @@
+"""Whole expert FFNs and whole MoE layers, each back end against a dense FFN of the same active FLOPs.
+
+    python -m benchmarks.moe_layer --out results/NAME.json [--quick] [--sweep]
+
+Experts of 2048 x 1408 (gated), sequences of 2048 tokens, uniform routing, bfloat16. A layer is norm, router, top-k,
+experts, combination and residual sum, forward and backward; gradients of the weights are written, not added to earlier
+ones, in dense layers too. Times are those of `CudaTimer`: device events, medians, a cold second-level cache, sustained
+clocks. Every back end is first checked against float64 in the same process. `--sweep` times each GEMM of the fused back
+end with each set of tiles, and adds the layer built of the fastest to the contenders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.expert_reference import expert_ffn, relative_error
+from benchmarks.moe_contenders import (
+    DENSE,
+    EXTRA,
+    WIDTH,
+    contenders,
+    dense_block,
+    expert_block,
+    hidden_states,
+    layer_block,
+    layer_model,
+)
+from benchmarks.moe_sweep import sweep_tiles
+from workers.kernels.experts.fused.tiles import FusedTiles
+from workers.profiler.cuda_timing import CudaTimer
+from workers.profiler.passes import BlockPasses
+from workers.profiler.timing import TimingBudget
+from workers.profiler.weighing import weigh
+
+SEQ_LENGTH = 2048
+TOLERANCE = 1e-2
+COMPILED_MICRO_BATCHES = (16, 64)
+"""Where dense is compiled too, which takes seconds a shape."""
+HOPELESS = 4.0
+"""A back end this many times slower than the fastest at a smaller micro-batch is not timed at larger ones."""
+
+
+class ShortTimer(CudaTimer):
+    """Less time a cell, since there are many."""
+
+    BUDGET = TimingBudget(min_repeats=5, max_repeats=20, seconds=0.25)
+    MAX_WARM_UP_SECONDS = 0.3
+
+
+class FreshGradients(BlockPasses):
+    """Passes whose backward writes the gradients of the weights instead of adding to earlier ones."""
+
+    def __init__(self, block: torch.nn.Module, *inputs: torch.Tensor) -> None:
+        super().__init__(block, inputs, training=True, gradient_dtype=torch.bfloat16)
+        self.is_chainable = False
+
+    def prepare_forward(self) -> None:
+        """Forget the last gradients."""
+        for parameter in self.block.parameters():
+            parameter.grad = None
+        super().prepare_forward()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, time, print and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="few cells, in less than 90 seconds")
+    parser.add_argument("--sweep", action="store_true", help="try the fused back end's sets of tiles first")
+    parser.add_argument("--seconds", type=float, help="stop starting cells after so long (default: 330, quick 75)")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda")
+    deadline = time.monotonic() + (options.seconds or (75 if options.quick else 330))
+    timer = ShortTimer(device)
+    results: dict[str, Any] = {
+        "environment": describe_environment(),
+        "device": torch.cuda.get_device_name(device),
+        "shape": {"seq_length": SEQ_LENGTH, "hidden_size": 2048, "expert_ffn_hidden_size": WIDTH},
+    }
+    if options.sweep:
+        results["sweep"], fastest = sweep_tiles(device, options.quick)
+        results["fastest_tiles"] = {experts: tiles.as_json() for experts, tiles in fastest.items()}
+        EXTRA["fused swept"] = partial(_fused_by_experts, fastest)
+        write_results(options.out, results)
+    results["errors"], results["rows"] = [], []
+    dense_found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+    for kind, num_experts, top_k, micro_batches in _cells(options.quick):
+        if kind == "experts":
+            results["errors"] += check(num_experts, top_k, device)
+        for row in measure(kind, num_experts, top_k, micro_batches, timer, device, deadline, dense_found):
+            results["rows"].append(row)
+        write_results(options.out, results)
+    print_tables(results["rows"])
+    failed = [row for row in results["errors"] if not row["error"] <= TOLERANCE]
+    for row in failed:
+        print("WRONG", row)
+    return 1 if failed else 0
+
+
+def _cells(quick: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    """What is timed: whole layers first, since those are the goal."""
+    if quick:
+        yield "layer", 128, 1, (4, 64)
+        yield "layer", 8, 2, (64,)
+        yield "experts", 128, 1, (64,)
+        yield "experts", 8, 2, (64,)
+        return
+    for num_experts, top_k in ((128, 1), (8, 2), (128, 2), (8, 1), (128, 8), (8, 8)):
+        yield "layer", num_experts, top_k, (1, 2, 4, 8, 16, 32, 64) if top_k < 8 else (1, 4, 16, 64)
+    for num_experts, top_k in ((128, 1), (8, 2), (128, 8)):
+        yield "experts", num_experts, top_k, (1, 64)
+
+
+def _fused_by_experts(tiles: dict[int, FusedTiles], *arguments: Any) -> torch.Tensor:
+    from workers.kernels.experts.fused.function import fused_ffn  # noqa: PLC0415 - needs Triton
+
+    w_in = arguments[3]
+    return fused_ffn(*arguments, tiles=tiles.get(w_in.shape[0]))  # type: ignore[misc]
+
+
+def check(num_experts: int, top_k: int, device: torch.device) -> list[dict[str, Any]]:
+    """Relative errors against float64, of the output and of every gradient, at a micro-batch of one."""
+    x = hidden_states(1, SEQ_LENGTH, device).view(SEQ_LENGTH, -1)
+    gradient = torch.randn_like(x)
+    rows = []
+    reference: dict[str, torch.Tensor] = {}
+    for name in ("float64", *contenders(layer_model(num_experts, top_k), device)):
+        block = expert_block(name if name != "float64" else "loop", num_experts, top_k, SEQ_LENGTH, device, seed=1)
+        inputs = {"x": x, "weights": block.routing_weights(SEQ_LENGTH), "w_in": block.w_in, "w_out": block.w_out}
+        dtype = torch.float64 if name == "float64" else torch.bfloat16
+        leaves = {key: value.detach().to(dtype).requires_grad_() for key, value in inputs.items()}
+        run = expert_ffn if name == "float64" else block.run
+        arguments = (leaves["x"], block.routes, leaves["weights"], leaves["w_in"], leaves["w_out"])
+        out = run(*arguments, "silu")
+        out.backward(gradient.to(dtype))
+        found = {"out": out.detach()} | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+        if name == "float64":
+            reference = found
+            continue
+        if block.transposes:
+            found = {key: value.transpose(1, 2) if key.startswith("w_") else value for key, value in found.items()}
+        for key, value in found.items():
+            error = relative_error(value, reference[key])
+            rows.append({"num_experts": num_experts, "top_k": top_k, "backend": name, "of": key, "error": error})
+        del out, leaves, found, block
+        torch.cuda.empty_cache()
+    return rows
+
+
+def measure(
+    kind: str,
+    num_experts: int,
+    top_k: int,
+    micro_batches: tuple[int, ...],
+    timer: CudaTimer,
+    device: torch.device,
+    deadline: float,
+    dense_found: dict[tuple[str, str, int, int], dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """One row a micro-batch and back end; relative to the faster of eager and compiled dense at the same tokens.
+
+    A dense block does not depend on the number of experts: what was found of one is kept in `dense_found`.
+    """
+    hopeless: set[str] = set()
+    for micro_batch in sorted(micro_batches):
+        rows: list[dict[str, Any]] = []
+        for name in (*DENSE, *contenders(layer_model(num_experts, top_k), device)):
+            if name in hopeless or time.monotonic() > deadline:
+                continue
+            if name == "dense compile" and micro_batch not in COMPILED_MICRO_BATCHES:
+                continue
+            found = dense_found.get((kind, name, top_k, micro_batch))
+            if found is None:
+                found = time_one(kind, name, num_experts, top_k, micro_batch, timer, device)
+            if name in DENSE:
+                dense_found[kind, name, top_k, micro_batch] = found
+            row: dict[str, Any] = {"kind": kind, "num_experts": num_experts, "top_k": top_k}
+            rows.append(row | {"micro_batch_size": micro_batch, "backend": name} | found)
+        dense = [row["seconds"] for row in rows if row["backend"] in DENSE and "seconds" in row]
+        timed = [row["seconds"] for row in rows if row["backend"] not in DENSE and "seconds" in row]
+        for row in rows:
+            if "seconds" in row and dense:
+                row["relative_to_dense"] = min(dense) / row["seconds"]
+            if "seconds" in row and row["backend"] not in DENSE and row["seconds"] > HOPELESS * min(timed):
+                hopeless.add(row["backend"])
+            print(describe(row), flush=True)
+            yield row
+
+
+def time_one(
+    kind: str, name: str, num_experts: int, top_k: int, micro_batch: int, timer: CudaTimer, device: torch.device
+) -> dict[str, Any]:
+    """Seconds, rate and bytes of one block, or why there are none."""
+    tokens = micro_batch * SEQ_LENGTH
+    x = hidden_states(micro_batch, SEQ_LENGTH, device)
+    try:
+        if name in DENSE:
+            block = dense_block(kind, top_k, device, compiled=name == "dense compile")
+        elif kind == "layer":
+            block = layer_block(name, num_experts, top_k, tokens, device)
+        else:
+            block = expert_block(name, num_experts, top_k, tokens, device)
+        if kind == "experts":
+            x = x.view(tokens, -1)
+        passes = FreshGradients(block, x)
+        timer.warm_up(passes)
+        timing = timer.time(passes)
+        weight = weigh(passes, device)
+    except torch.cuda.OutOfMemoryError:
+        return {"reason": "out of memory"}
+    finally:
+        passes = None  # type: ignore[assignment]
+        block = None  # type: ignore[assignment]
+        gc.collect()
+        torch.cuda.empty_cache()
+    seconds = max(timing.device_seconds, timing.host_seconds)
+    flops = 18 * tokens * top_k * 2048 * WIDTH
+    return {
+        "seconds": seconds,
+        "device_seconds": timing.device_seconds,
+        "forward_device_seconds": timing.forward_device_seconds,
+        "host_seconds": timing.host_seconds,
+        "standard_error_seconds": timing.standard_error_seconds,
+        "expert_flops_per_second": flops / seconds,
+        "saved_bytes": weight.saved,
+        "forward_peak_bytes": weight.forward_peak,
+        "backward_peak_bytes": weight.backward_peak,
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line."""
+    head = (
+        f"{row['kind']:8}E={row['num_experts']:<4}k={row['top_k']:<2} m={row['micro_batch_size']:<3}{row['backend']:15}"
+    )
+    if "seconds" not in row:
+        return f"{head} {row['reason']}"
+    gib = 1 << 30
+    return (
+        f"{head}{row['device_seconds'] * 1e3:9.3f} ms (forward {row['forward_device_seconds'] * 1e3:8.3f}, "
+        f"host {row['host_seconds'] * 1e3:7.3f}) {row['expert_flops_per_second'] / 1e12:6.1f} TFLOP/s "
+        f"x{row.get('relative_to_dense', math.nan):.3f} of dense, saved {row['saved_bytes'] / gib:6.2f} GiB, "
+        f"peak {max(row['forward_peak_bytes'], row['backward_peak_bytes']) / gib:6.2f} GiB"
+    )
+
+
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    """Throughput relative to dense by micro-batch, a line a back end."""
+    for kind in ("layer", "experts"):
+        for cell in sorted({(row["num_experts"], row["top_k"]) for row in rows if row["kind"] == kind}):
+            mine = [row for row in rows if row["kind"] == kind and (row["num_experts"], row["top_k"]) == cell]
+            sizes = sorted({row["micro_batch_size"] for row in mine})
+            print(f"{kind} E={cell[0]} k={cell[1]}: of dense at m = {', '.join(map(str, sizes))}")
+            for name in dict.fromkeys(row["backend"] for row in mine):
+                by_size = {r["micro_batch_size"]: r.get("relative_to_dense") for r in mine if r["backend"] == name}
+                cells = (f"{by_size[size]:.3f}" if by_size.get(size) else "-" for size in sizes)
+                print(f"  {name:15}", *(f"{text:>7}" for text in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

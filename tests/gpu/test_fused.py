@@ -1,0 +1,124 @@
+"""The fused experts on a CUDA device: every set of tiles, larger shapes, and what a kernel must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.expert_reference import expert_ffn
+from benchmarks.moe_tiles import CANDIDATES
+from tests.gpu.test_kernels import model
+from tests.kernels import expert_cases, references
+from workers.kernels.experts.backend import ExpertBackend
+from workers.kernels.experts.fused.backend import FUSED
+from workers.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
+from workers.kernels.experts.registry import expert_support
+
+CUDA = torch.device("cuda")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+if torch.cuda.is_available() and (REASON := FUSED.unsupported_reason(model(), CUDA)) is not None:
+    pytestmark.append(pytest.mark.skip(reason=REASON))
+
+TOLERANCE = 1e-2
+LARGE = (
+    expert_cases.ExpertCase("many experts", 4096, 512, 2, hidden=256, width=128, skew=1.0),
+    expert_cases.ExpertCase("long rows", 2000, 16, 4, hidden=512, width=384, skew=1.0),
+    expert_cases.ExpertCase("one takes all", 3001, 8, 1, hidden=512, width=256, one_takes_all=True),
+    expert_cases.ExpertCase("every expert for every token", 513, 8, 8, hidden=256, width=192),
+    expert_cases.ExpertCase("plain gelu", 5000, 8, 2, hidden=384, width=512, gated=False, activation="gelu"),
+    expert_cases.ExpertCase("odd widths", 1111, 4, 2, hidden=200, width=136, activation="relu"),
+)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What nobody writes is NaN, since deterministic mode fills it in. Not for the reference: cuBLAS would object."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def with_tiles(tiles: FusedTiles) -> ExpertBackend:
+    from workers.kernels.experts.fused.function import fused_ffn
+
+    return ExpertBackend("fused", False, FUSED.unsupported_reason, partial(fused_ffn, tiles=tiles))
+
+
+def expected(case: expert_cases.ExpertCase, routes: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    inputs = references.leaves(tensors[:4])
+    x, weights, w_in, w_out = inputs
+    out = expert_ffn(x, routes, weights, w_in, w_out, case.activation)
+    out.backward(tensors[4].double())
+    grads = [tensor.grad for tensor in inputs]
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def errors(backend: ExpertBackend, case: expert_cases.ExpertCase, dtype: torch.dtype) -> dict[str, float]:
+    routes, tensors = expert_cases.problem(case, dtype, CUDA)
+    with poisoned_memory():
+        found = expert_cases.run(backend, case, routes, tensors)
+    pairs = zip(("out", "x", "weights", "w_in", "w_out"), found, expected(case, routes, tensors), strict=True)
+    return {name: references.relative_error(actual, wanted) for name, actual, wanted in pairs}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", (*expert_cases.CASES, *LARGE), ids=lambda case: case.name)
+def test_output_and_gradients(case: expert_cases.ExpertCase, dtype: torch.dtype) -> None:
+    found = errors(FUSED, case, dtype)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    ("gemm", "tile"),
+    [
+        pytest.param(gemm, tile, id=f"{gemm} {tile.label}{' specialized' if tile.specialize else ''}")
+        for gemm, tiles in CANDIDATES.items()
+        for tile in tiles
+    ],
+)
+def test_every_set_of_tiles(gemm: str, tile: TileConfig) -> None:
+    tiles = default_tiles(1 << 16, 16, True, 2).replaced(**{gemm: tile})
+    found = errors(with_tiles(tiles), LARGE[1], torch.bfloat16)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("num_tokens", [128, 512, 1024, 8192])
+def test_default_tiles_of_every_size(num_tokens: int) -> None:
+    case = expert_cases.ExpertCase("size", num_tokens, 16, 2, hidden=256, width=256, skew=1.0)
+    found = errors(FUSED, case, torch.bfloat16)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    routes, tensors = expert_cases.problem(LARGE[1], torch.bfloat16, CUDA)
+    first, *others = (expert_cases.run(FUSED, LARGE[1], routes, tensors) for _ in range(4))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_it_never_waits_for_the_device() -> None:
+    routes, tensors = expert_cases.problem(LARGE[1], torch.bfloat16, CUDA)
+    expert_cases.run(FUSED, LARGE[1], routes, tensors)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expert_cases.run(FUSED, LARGE[1], routes, tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_model_is_served() -> None:
+    (support,) = (s for s in expert_support(model(), CUDA) if s.name == "fused")
+    assert support.usable, support.reason
+    assert not support.stock

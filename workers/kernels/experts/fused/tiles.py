@@ -1,0 +1,117 @@
+"""How each GEMM is cut into tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+MANY_ROWS = 96
+"""Rows an expert, on average, from which on tiles of 128 rows are mostly full."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One GEMM's tiles: output `block_m` x `block_n`, `block_k` of the sum at a time, `num_stages` of them in flight.
+
+    `group` is the height of a band of tiles that run together. With `per_multiprocessor` programs on each
+    multiprocessor a program takes several tiles; 0 starts one a tile. `tma` loads what is contiguous through tensor
+    maps. `flatten` lets a program load its next tile before it has stored the last; `specialize` asks the compiler to
+    give loads and products warps of their own. `parts` cuts the columns of an epilogue that would need too many
+    registers. With `copy` the tokens are gathered beforehand, by a kernel
+    of its own, into padded tiles of that height, and the GEMM reads all through tensor maps.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+    per_multiprocessor: int = 0
+    tma: bool = False
+    flatten: bool = False
+    specialize: bool = False
+    parts: int = 1
+    copy: int = 0
+
+    @property
+    def label(self) -> str:
+        """Short enough for a table."""
+        switches = zip("tfsc", (self.tma, self.flatten, self.specialize, self.copy), strict=True)
+        flags = "".join(letter for letter, on in switches if on)
+        shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        rest = f"w{self.num_warps} s{self.num_stages} g{self.group} p{self.per_multiprocessor} e{self.parts}"
+        return f"{shape} {rest} {flags}".strip()
+
+
+@dataclass(frozen=True)
+class FusedTiles:
+    """The tiles of every GEMM of the FFN, forward and backward."""
+
+    project_in: TileConfig
+    project_out: TileConfig
+    grad_hidden: TileConfig
+    grad_input: TileConfig
+    grad_w_in: TileConfig
+    grad_w_out: TileConfig
+
+    def heights(self, *, backward: bool) -> tuple[int, ...]:
+        """Of the tiles of rows that the GEMMs take, and of those that tokens are gathered into."""
+        gemms = [self.project_in, self.project_out]
+        if backward:
+            gemms += [self.grad_hidden, self.grad_input]
+        summed = [self.grad_w_in, self.grad_w_out] if backward else []
+        return tuple(sorted({tile.block_m for tile in gemms} | {tile.copy for tile in summed if tile.copy}))
+
+    def replaced(self, **tiles: TileConfig) -> FusedTiles:
+        """With other tiles for some of the GEMMs."""
+        return replace(self, **tiles)
+
+    def as_json(self) -> dict[str, str]:
+        """Labels by GEMM."""
+        return {field.name: getattr(self, field.name).label for field in fields(self)}
+
+
+@lru_cache(maxsize=256)
+def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int) -> FusedTiles:
+    """The tiles for so many pairs over so many experts, from what the host knows: their mean."""
+    mean = num_pairs / num_experts
+    if itemsize > 2:
+        return _uniform(_SMALL)
+    if mean >= MANY_ROWS:
+        return _MANY if gated else _MANY.replaced(project_in=_PLAIN_IN)
+    if mean >= MANY_ROWS / 3:
+        return _SOME
+    return _FEW
+
+
+def _uniform(tile: TileConfig, **others: Any) -> FusedTiles:
+    return FusedTiles(**{field.name: tile for field in fields(FusedTiles)} | others)
+
+
+_SMALL = TileConfig(32, 32, 32, 4, 2)
+_SUM = TileConfig(128, 256, 64, 8, 5, tma=True)  # two stages more than in flight: the tokens' indices come first
+_PLAIN_IN = TileConfig(128, 256, 64, 8, 3, tma=True)
+_MANY = FusedTiles(
+    project_in=TileConfig(128, 128, 64, 8, 4, tma=True),
+    project_out=TileConfig(128, 256, 64, 8, 4, tma=True),
+    grad_hidden=TileConfig(128, 128, 64, 8, 4, tma=True, parts=4),
+    grad_input=TileConfig(128, 256, 64, 8, 4, tma=True),
+    grad_w_in=_SUM,
+    grad_w_out=_SUM,
+)
+_SOME = _MANY.replaced(
+    project_in=TileConfig(64, 128, 64, 4, 4, tma=True),
+    project_out=TileConfig(64, 128, 64, 4, 4, tma=True),
+    grad_hidden=TileConfig(64, 128, 64, 4, 4, tma=True, parts=4),
+    grad_input=TileConfig(64, 128, 64, 4, 4, tma=True),
+)
+_FEW = FusedTiles(
+    project_in=TileConfig(16, 128, 64, 4, 4),
+    project_out=TileConfig(16, 128, 64, 4, 4),
+    grad_hidden=TileConfig(16, 128, 64, 4, 4),
+    grad_input=TileConfig(16, 128, 64, 4, 4),
+    grad_w_in=TileConfig(128, 128, 32, 4, 4),
+    grad_w_out=TileConfig(128, 128, 32, 4, 4),
+)

@@ -1,0 +1,85 @@
+"""From router scores to routes and routing weights: softmax, top-k and gather, in one kernel where it can be.
+
+Written out in torch these are eight kernels forward and backward that each read or write a float for every token and
+expert; for many experts, few of them a token, that costs a layer more than the experts' activation does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+_MAX_EXPERTS = 1024
+_MAX_TOP_K = 16  # the kernel finds one maximum after the other
+_MIN_CAPABILITY = (8, 0)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def route(
+    scores_TE: Tensor, forced_TK: Tensor, *, norm_topk_prob: bool, dtype: torch.dtype, fused: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Routes (T, K) int64 and their weights (T, K) in `dtype`, which carry the gradient to the scores.
+
+    A weight is the softmax over all experts, in float32, of the score of one of the top K, divided by the sum of the K
+    with `norm_topk_prob`. The scores of `forced_TK` (T, K) are raised above all others for the choice alone. The order
+    of a token's routes is left open. `fused` asks for the one kernel or for torch; by default the kernel runs on CUDA,
+    where Triton is installed and for up to 16 of up to 1024 experts, and not within torch.compile, which has its own.
+    """
+    if fused is None:
+        fused = not torch.compiler.is_compiling() and _is_fusible(scores_TE, forced_TK.shape[1])
+    if fused:
+        routes, weights = _Route.apply(scores_TE, forced_TK, norm_topk_prob, dtype)  # type: ignore[no-untyped-call]
+        return routes, weights
+    probabilities_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
+    raised_TE = scores_TE.detach().scatter(1, forced_TK, float("inf"))
+    routes_TK = torch.topk(raised_TE, forced_TK.shape[1], dim=-1, sorted=False).indices
+    weights_TK = probabilities_TE.gather(1, routes_TK)
+    if norm_topk_prob:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return routes_TK, weights_TK.to(dtype)
+
+
+def _is_fusible(scores_TE: Tensor, top_k: int) -> bool:
+    return (
+        scores_TE.is_cuda
+        and scores_TE.dtype in _DTYPES
+        and scores_TE.shape[0] > 0
+        and scores_TE.shape[1] <= _MAX_EXPERTS
+        and top_k <= _MAX_TOP_K
+        and _has_kernel(scores_TE.device)
+    )
+
+
+@lru_cache(maxsize=16)
+def _has_kernel(device: torch.device) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+
+
+class _Route(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scores_TE: Tensor, forced_TK: Tensor, norm_topk_prob: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        from workers.kernels import router_kernels  # noqa: PLC0415 - needs Triton
+
+        scores_TE = scores_TE.contiguous()
+        routes, weights, normalizers = router_kernels.route(scores_TE, forced_TK.contiguous(), norm_topk_prob, dtype)
+        ctx.save_for_backward(scores_TE, routes, normalizers)
+        ctx.mark_non_differentiable(routes)
+        return routes, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, grad_TK: Tensor) -> tuple[Tensor, None, None, None]:
+        from workers.kernels import router_kernels  # noqa: PLC0415 - needs Triton
+
+        scores_TE, routes, normalizers = ctx.saved_tensors
+        return router_kernels.route_backward(scores_TE, routes, normalizers, grad_TK.contiguous()), None, None, None
