@@ -27,10 +27,6 @@ DENSE = ("dense eager", "dense compile")
 LIGER = "liger"
 
 
-EXTRA: dict[str, ExpertFFN] = {}
-"""Further contenders by name, beside the registered back ends."""
-
-
 def layer_model(num_experts: int, top_k: int) -> ModelSpec:
     """A model of one layer; its dense FFN has the width of the active experts."""
     return ModelSpec(
@@ -47,7 +43,7 @@ def layer_model(num_experts: int, top_k: int) -> ModelSpec:
 def contenders(model: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Every back end that serves the model here, and liger-kernel's fused MoE where it is installed."""
     names = tuple(support.name for support in expert_support(model, device) if support.usable)
-    return (*names, *EXTRA, LIGER) if _has_liger() else (*names, *EXTRA)
+    return (*names, LIGER) if _has_liger() else names
 
 
 def hidden_states(micro_batch: int, seq_length: int, device: torch.device) -> Tensor:
@@ -130,7 +126,7 @@ def _stored(weight: nn.Parameter, transposed: bool) -> nn.Parameter:
 def _run_of(name: str) -> ExpertFFN:
     if name == LIGER:
         return _liger
-    return EXTRA[name] if name in EXTRA else expert_backend(name).forward
+    return expert_backend(name).forward
 
 
 def _has_liger() -> bool:

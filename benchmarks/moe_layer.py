@@ -1,12 +1,11 @@
 """Whole expert FFNs and whole MoE layers, each back end against a dense FFN of the same active FLOPs.
 
-    python -m benchmarks.moe_layer --out results/NAME.json [--quick] [--sweep]
+    python -m benchmarks.moe_layer --out results/NAME.json [--quick]
 
 Experts of 2048 x 1408 (gated), sequences of 2048 tokens, uniform routing, bfloat16. A layer is norm, router, top-k,
 experts, combination and residual sum, forward and backward; gradients of the weights are written, not added to earlier
 ones, in dense layers too. Times are those of `CudaTimer`: device events, medians, a cold second-level cache, sustained
-clocks. Every back end is first checked against float64 in the same process. `--sweep` times each GEMM of the fused back
-end with each set of tiles, and adds the layer built of the fastest to the contenders.
+clocks. Every back end is first checked against float64 in the same process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from benchmarks.environment import describe_environment, write_results
 from benchmarks.expert_reference import expert_ffn, relative_error
 from benchmarks.moe_contenders import (
     DENSE,
-    EXTRA,
     WIDTH,
     contenders,
     dense_block,
@@ -36,8 +33,6 @@ from benchmarks.moe_contenders import (
     layer_block,
     layer_model,
 )
-from benchmarks.moe_sweep import sweep_tiles
-from workers.kernels.experts.fused.tiles import FusedTiles
 from workers.profiler.cuda_timing import CudaTimer
 from workers.profiler.passes import BlockPasses
 from workers.profiler.timing import TimingBudget
@@ -77,7 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="few cells, in less than 90 seconds")
-    parser.add_argument("--sweep", action="store_true", help="try the fused back end's sets of tiles first")
     parser.add_argument("--seconds", type=float, help="stop starting cells after so long (default: 330, quick 75)")
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
@@ -88,11 +82,6 @@ def main(arguments: list[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(device),
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": 2048, "expert_ffn_hidden_size": WIDTH},
     }
-    if options.sweep:
-        results["sweep"], fastest = sweep_tiles(device, options.quick)
-        results["fastest_tiles"] = {experts: tiles.as_json() for experts, tiles in fastest.items()}
-        EXTRA["fused swept"] = partial(_fused_by_experts, fastest)
-        write_results(options.out, results)
     results["errors"], results["rows"] = [], []
     dense_found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
     for kind, num_experts, top_k, micro_batches in _cells(options.quick):
@@ -120,13 +109,6 @@ def _cells(quick: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
         yield "layer", num_experts, top_k, (1, 2, 4, 8, 16, 32, 64) if top_k < 8 else (1, 4, 16, 64)
     for num_experts, top_k in ((128, 1), (8, 2), (128, 8)):
         yield "experts", num_experts, top_k, (1, 64)
-
-
-def _fused_by_experts(tiles: dict[int, FusedTiles], *arguments: Any) -> torch.Tensor:
-    from workers.kernels.experts.fused.function import fused_ffn  # noqa: PLC0415 - needs Triton
-
-    w_in = arguments[3]
-    return fused_ffn(*arguments, tiles=tiles.get(w_in.shape[0]))  # type: ignore[misc]
 
 
 def check(num_experts: int, top_k: int, device: torch.device) -> list[dict[str, Any]]:

@@ -52,14 +52,40 @@ def fill(text: str) -> str:
 
 def log_of_olmoe() -> str:
     """The lines that a person sees of one run, as they were."""
-    run = next(r for r in _load("h200-explorations")["runs"] if r["name"] == "olmoe-1b-7b")
+    (run,) = _load("h200-olmoe-fused")["runs"]
     lines = [line for line in run["lines"] if line.startswith(SHOWN_CODES)]
     return "```\n" + "\n".join(lines) + "\n```\n"
 
 
 def explorations() -> str:
-    """One row a model."""
-    results = _load("h200-explorations")
+    """One row a model, with the back ends of that day."""
+    return _explorations("h200-explorations")
+
+
+def explorations_fused() -> str:
+    """The same for the run that had the fused experts among its back ends."""
+    return _explorations("h200-olmoe-fused")
+
+
+def moe_layer() -> str:
+    """A whole MoE layer by back end, at the largest micro-batch that was timed."""
+    results = _load("h200-moe-layer-quick")
+    largest = max(row["micro_batch_size"] for row in results["rows"])
+    rows = [
+        "| back end | forward + backward | of a dense FFN of the same active FLOPs | saved activations |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        if row["micro_batch_size"] == largest:
+            rows.append(
+                f"| {row['backend']} | {1e3 * row['device_seconds']:.1f} ms | {row['relative_to_dense']:.2f}x | "
+                f"{row['saved_bytes'] / 2**30:.2f} GiB |"
+            )
+    return "\n".join(rows) + "\n"
+
+
+def _explorations(name: str) -> str:
+    results = _load(name)
     rows = [
         "| model | submit to final | to confidence 95 | recommended | x base | confidence | over the largest that fits "
         "| trials | composed step, peak against the whole model |",
@@ -114,7 +140,13 @@ def fidelity() -> str:
     return "\n".join(rows) + "\n"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"log": log_of_olmoe, "explorations": explorations, "fidelity": fidelity}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "log": log_of_olmoe,
+    "explorations": explorations,
+    "fidelity": fidelity,
+    "explorations-fused": explorations_fused,
+    "moe-layer": moe_layer,
+}
 
 
 def _load(name: str) -> dict[str, Any]:
