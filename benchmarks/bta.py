@@ -243,10 +243,11 @@ class Bench:
                 "top_k": top_k,
                 "expert_ffn_hidden_size": o.expert_ffn_hidden_size,
             }
+        sizes = [m for m in MICRO_BATCH_SIZES if m <= o.max_micro_batch_size]
         request: dict[str, Any] = {
             "model": model,
-            "micro_batch_size": [m for m in MICRO_BATCH_SIZES if m <= o.max_micro_batch_size],
-            "bta": {"tiles": TILES},
+            "micro_batch_size": sizes,
+            "bta": {"tiles": [tile for tile in TILES if any(m % tile == 0 for m in sizes)]},
             "recompute": ["none", "selective", "partial_50", "full"],
             "num_devices": o.num_devices,
             "batch_size": 32 * o.num_devices,
