@@ -12,6 +12,25 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
     return ("cpu", *(f"cuda:{i}" for i in range(len(_visible_gpus(environment)))))
 
 
+def why_no_gpu(environment: Mapping[str, str]) -> str | None:
+    """Why no CUDA device is visible; null if one is."""
+    if _visible_gpus(environment):
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"NVML does not answer ({error}): is NVIDIA's driver installed?"
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        return f"NVML does not count the devices ({error})"
+    finally:
+        pynvml.nvmlShutdown()
+    if count == 0:
+        return "the driver finds no GPU"
+    return f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES')!r} hides the {count} GPUs of this host"
+
+
 def device_key(device: str, environment: Mapping[str, str]) -> str:
     """What identifies a device on this host, whatever a process calls it: `cpu`, or the UUID of a GPU.
 

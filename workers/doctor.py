@@ -14,7 +14,7 @@ from explorer.hardware import BackendSupport, DeviceReport
 from explorer.models import ModelSpec, MoESpec
 from explorer.requests import ExplorationRequest
 from workers.device_lock import DeviceBusyError
-from workers.devices import visible_devices
+from workers.devices import visible_devices, why_no_gpu
 from workers.launcher import Profiler, ProfilerError
 from workers.profiler.compilation import missing_compiler
 
@@ -66,7 +66,11 @@ def main(json_output: bool) -> int:
 
 def diagnose(environment: Mapping[str, str]) -> Diagnosis:
     """Start a profiler on each visible device and ask what it can do for a small dense and a small MoE model."""
-    return Diagnosis(devices=tuple(_diagnose_device(device, environment) for device in visible_devices(environment)))
+    devices = [_diagnose_device(device, environment) for device in visible_devices(environment)]
+    reason = why_no_gpu(environment)
+    if reason is not None:
+        devices.append(DeviceDiagnosis(device="cuda", usable=False, reason=reason))
+    return Diagnosis(devices=tuple(devices))
 
 
 def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagnosis:

@@ -22,8 +22,11 @@ def test_the_cpu_is_diagnosed_with_its_back_ends(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = diagnose(os.environ)
-    (cpu,) = found.devices
+    cpu, cuda = found.devices
     assert cpu.device == "cpu"
+    assert cuda.device == "cuda"
+    assert not cuda.usable
+    assert cuda.reason
     assert cpu.usable, cpu.reason
     assert cpu.report is not None
     assert {backend.name for backend in cpu.report.expert_backends} >= {"loop", "grouped_mm", "bmm"}
