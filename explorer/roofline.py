@@ -101,8 +101,7 @@ def _forward_work(component: Component, model: ModelSpec, request: ExplorationRe
         waste = 1.0
         if component.backend == "bmm":
             waste = max(1.0, largest_share(request) * moe.num_experts)
-        tiles = component.micro_batch_size // (component.bta_tile or component.micro_batch_size)
-        return Work(2.0 * tokens * active * waste, moved + tiles * parameters * item)
+        return Work(2.0 * tokens * active * waste, moved + parameters * item)
     parameters = count_attention(model)
     tiles = component.micro_batch_size // (component.bta_tile or component.micro_batch_size)
     width = model.num_attention_heads * model.head_size

@@ -35,15 +35,6 @@ class TileConfig:
     parts: int = 1
     copy: int = 0
 
-    @property
-    def label(self) -> str:
-        """Short enough for a table."""
-        switches = zip("tfsc", (self.tma, self.flatten, self.specialize, self.copy), strict=True)
-        flags = "".join(letter for letter, on in switches if on)
-        shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        rest = f"w{self.num_warps} s{self.num_stages} g{self.group} p{self.per_multiprocessor} e{self.parts}"
-        return f"{shape} {rest} {flags}".strip()
-
 
 @dataclass(frozen=True)
 class FusedTiles:
@@ -67,10 +58,6 @@ class FusedTiles:
     def replaced(self, **tiles: TileConfig) -> FusedTiles:
         """With other tiles for some of the GEMMs."""
         return replace(self, **tiles)
-
-    def as_json(self) -> dict[str, str]:
-        """Labels by GEMM."""
-        return {field.name: getattr(self, field.name).label for field in fields(self)}
 
 
 @lru_cache(maxsize=256)
