@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.kernels.experts.fused import routing_kernels
+from workers.kernels.experts.fused.kernels import routing
 
 _BLOCK = 256
 _CHUNK = 32
@@ -55,12 +55,10 @@ def order_pairs(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -
         return torch.empty(shape, dtype=torch.int32, device=routes.device)
 
     counts = indices(num_experts * num_blocks)
-    routing_kernels.count_experts[(num_blocks,)](
-        routes, counts, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, BINS=bins
-    )
+    routing.count_experts[(num_blocks,)](routes, counts, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, BINS=bins)
     scan = torch.cumsum(counts, 0, dtype=torch.int32)
     pair_of_row, token_of_row = indices(2, num_pairs)
-    routing_kernels.place_pairs[(num_blocks,)](
+    routing.place_pairs[(num_blocks,)](
         routes, scan, pair_of_row, token_of_row, num_pairs, num_blocks, TOP_K=top_k, BLOCK=_BLOCK, CHUNK=_CHUNK
     )
     ends, largest_first = indices(2, num_experts)
@@ -69,7 +67,7 @@ def order_pairs(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -
         most = (num_pairs + min(num_experts, num_pairs) * (height - 1)) // height
         expert, row, first, count = indices(2 * most + num_experts + 1).split((most, most, num_experts, 1))
         tiles[height] = Tiles(expert, row, first, count, most)
-        routing_kernels.lay_tiles[(num_experts,)](
+        routing.lay_tiles[(num_experts,)](
             scan,
             ends,
             largest_first,
@@ -92,7 +90,7 @@ def gather_tiles(tokens: Tensor, order: Order, height: int) -> Tensor:
     out = tokens.new_empty(tiles.most * height, width)
     block_d = min(512, _power_of_two(width))
     block_r = min(16, height)
-    routing_kernels.gather_tiles[(tiles.most * height // block_r,)](
+    routing.gather_tiles[(tiles.most * height // block_r,)](
         tokens,
         out,
         order.token_of_row,
@@ -118,9 +116,7 @@ def sum_pairs(rows: Tensor, top_k: int) -> Tensor:
     block_d = min(1024, _power_of_two(width))
     block_t = max(1, 4096 // block_d)
     grid = (-(-out.shape[0] // block_t), -(-width // block_d))
-    routing_kernels.sum_pairs[grid](
-        rows, out, num_pairs, width, TOP_K=top_k, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8
-    )
+    routing.sum_pairs[grid](rows, out, num_pairs, width, TOP_K=top_k, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8)
     return out
 
 

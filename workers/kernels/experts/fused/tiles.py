@@ -16,10 +16,9 @@ class TileConfig:
 
     `group` is the height of a band of tiles that run together. With `per_multiprocessor` programs on each
     multiprocessor a program takes several tiles; 0 starts one a tile. `tma` loads what is contiguous through tensor
-    maps. `flatten` lets a program load its next tile before it has stored the last; `specialize` asks the compiler to
-    give loads and products warps of their own. `parts` cuts the columns of an epilogue that would need too many
-    registers. With `copy` the tokens are gathered beforehand, by a kernel
-    of its own, into padded tiles of that height, and the GEMM reads all through tensor maps.
+    maps. `flatten` lets a program load its next tile before it has stored the last. `parts` cuts the columns of an
+    epilogue that would need too many registers. With `copy` the tokens are gathered beforehand, by a kernel of its own,
+    into padded tiles of that height, and the GEMM reads all through tensor maps.
     """
 
     block_m: int
@@ -31,7 +30,6 @@ class TileConfig:
     per_multiprocessor: int = 0
     tma: bool = False
     flatten: bool = False
-    specialize: bool = False
     parts: int = 1
     copy: int = 0
 
@@ -78,15 +76,14 @@ def _uniform(tile: TileConfig, **others: Any) -> FusedTiles:
 
 
 _SMALL = TileConfig(32, 32, 32, 4, 2)
-_SUM = TileConfig(128, 256, 64, 8, 5, tma=True)  # two stages more than in flight: the tokens' indices come first
 _PLAIN_IN = TileConfig(128, 256, 64, 8, 3, tma=True)
 _MANY = FusedTiles(
     project_in=TileConfig(128, 128, 64, 8, 4, tma=True),
-    project_out=TileConfig(128, 256, 64, 8, 4, tma=True),
-    grad_hidden=TileConfig(128, 128, 64, 8, 4, tma=True, parts=4),
-    grad_input=TileConfig(128, 256, 64, 8, 4, tma=True),
-    grad_w_in=_SUM,
-    grad_w_out=_SUM,
+    project_out=TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True, per_multiprocessor=1),
+    grad_hidden=TileConfig(128, 256, 64, 8, 4, tma=True, parts=4, copy=128),
+    grad_input=TileConfig(128, 256, 64, 8, 3, tma=True),
+    grad_w_in=TileConfig(128, 256, 64, 8, 5, tma=True),  # two stages more in flight: the tokens' indices come first
+    grad_w_out=TileConfig(128, 256, 64, 8, 3, tma=True, copy=128),  # of what grad_hidden gathered
 )
 _SOME = _MANY.replaced(
     project_in=TileConfig(64, 128, 64, 4, 4, tma=True),
