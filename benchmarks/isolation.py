@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -76,7 +77,7 @@ class Isolated:
             connection.close()  # the process ends when it next reads
         if process is None:
             return None
-        process.join(_END_SECONDS if connection is None or not process.is_alive() else 1.0)
+        process.join(1.0)
         if process.is_alive():
             process.kill()
             process.join(_END_SECONDS)
@@ -99,6 +100,8 @@ def _serve(connection: Connection) -> None:
             function, arguments = connection.recv()
         except EOFError:
             return
+        if not gc.get_freeze_count():
+            gc.freeze()  # what the imports made lives as long as the process: collections need not look at it
         try:
             answer = (True, function(*arguments))
         except Exception as error:  # noqa: BLE001 - raised again where the call was made
