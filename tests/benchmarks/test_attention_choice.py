@@ -176,7 +176,8 @@ def test_the_flops_are_those_of_causal_attention() -> None:
     assert cell.flops == pytest.approx(3.5 * forward)
 
 
-def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the device lock of other tests is none of ours
     out = tmp_path / "table.json"
     sizes = ["--tokens", "128", "--num-heads", "2", "--head-sizes", "16", "--seq-lengths", "64"]
     assert main(["--device", "cpu", *sizes, "--seconds", "120", "--out", str(out)]) == 0
