@@ -141,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
             "core": time_back_ends(core_pass, shape, names, device, share),
         }
         found["cells"].append(describe(cell) | choice | {"timed": timed} | verdict(choice["picked"], timed))
+        write_results(options.out, found | {"summary": summary(found["cells"])})
     found["summary"] = summary(found["cells"])
     write_results(options.out, found)
     print_table(found)

@@ -89,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
                 timed=cell.limit_bytes is None,
             )  # fmt: skip
             found["runs"].append(key | call(isolated, task))
+            write_results(options.out, found | {"summary": summary(found)})
         found["restarts"] = isolated.restarts
     found["summary"] = summary(found)
     write_results(options.out, found)
