@@ -326,6 +326,29 @@ def test_operands_of_more_than_two_to_the_31_numbers() -> None:
         assert (grad_w[7] == 0).all()
 
 
+@on_hopper
+def test_operands_of_more_than_two_to_the_31_numbers_on_hopper() -> None:
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB")
+    torch.use_deterministic_algorithms(False)  # the poison of large tensors would take longer than the test
+    x = torch.randn(1_100_005, 2048, device=CUDA, dtype=torch.bfloat16)
+    w = torch.randn(3, 128, 2048, device=CUDA, dtype=torch.bfloat16) / 128**0.5
+    ends = gemm_cases.ends_of((1_000_000, 0, 100_005), CUDA)
+    out = hopper.multiply_rows(x[:, :128].contiguous(), w, ends)
+    assert relative_error(out[-1000:], x[-1000:, :128].float() @ w[2].float()) <= 1e-2
+    narrow = hopper.multiply_rows(x, w, ends, transposed=True)
+    assert relative_error(narrow[-1000:], x[-1000:].float() @ w[2].float().T) <= 1e-2
+    wanted = x[1_000_000:].float().T @ narrow[1_000_000:].float()
+    assert relative_error(hopper.sum_over_rows(x, narrow, ends)[2], wanted) <= 1e-2
+    wide = torch.randn(9, 16384, 16384, device=CUDA, dtype=torch.bfloat16)
+    few = torch.randn(64, 16384, device=CUDA, dtype=torch.bfloat16)
+    ends = gemm_cases.ends_of((30, *([0] * 7), 34), CUDA)
+    assert relative_error(hopper.multiply_rows(few, wide, ends)[30:], few[30:].float() @ wide[8].float()) <= 1e-2
+    grad_w = hopper.sum_over_rows(few, few, ends, out=wide)
+    assert relative_error(grad_w[8], few[30:].float().T @ few[30:].float()) <= 1e-2
+    assert (grad_w[7] == 0).all()
+
+
 def test_support() -> None:
     def model(dtype: DType, width: int = 128) -> ModelSpec:
         moe = MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=width)

@@ -61,7 +61,7 @@ def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr) 
 
 
 @jit
-def sum_products(
+def start_products(
     acc: gl.tensor,
     steps: gl.tensor,
     stage: gl.tensor,
@@ -76,7 +76,9 @@ def sum_products(
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
 ) -> gl.tensor:
-    """The sum of `steps` products of the stages from `stage` on; zeros for no step. One product is always in flight.
+    """Start the sum of `steps` products of the stages from `stage` on; `finish` ends it, since one stays in flight.
+
+    The sum, the stage and parity after it, and the stage that the last product reads.
 
     `a` (STAGES * CONSUMERS, rows, columns) holds a block for each consumer, `b` (STAGES, ..., rows, columns) one for
     all of them.
@@ -91,9 +93,15 @@ def sum_products(
         mbarrier.arrive(empty.index(previous), pred=step > 0)
         previous = stage
         stage, parity = next_stage(stage, parity, STAGES)
+    return acc, stage, parity, previous
+
+
+@jit
+def finish(acc: gl.tensor, steps: gl.tensor, last: gl.tensor, empty: gl.tensor) -> gl.tensor:
+    """The sum that `start_products` began; zeros for no step. Frees the stage `last`."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(previous), pred=steps > 0)
-    return acc, stage, parity
+    mbarrier.arrive(empty.index(last), pred=steps > 0)
+    return acc
 
 
 @jit

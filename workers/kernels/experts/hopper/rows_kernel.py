@@ -8,13 +8,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from workers.kernels.experts.hopper.ring import (
     accumulator,
+    finish,
     free_buffer,
     halves,
     jit,
     make_barriers,
     next_slot,
     next_stage,
-    sum_products,
+    start_products,
 )
 from workers.kernels.experts.hopper.schedule import expert_tiles, find_rows_tile
 
@@ -145,7 +146,7 @@ def _multiply(
     slot = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _expert, row, end, col = find_rows_tile(tile, end_E, tiles_E, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        acc, stage, parity = sum_products(
+        acc, stage, parity, last = start_products(
             accumulator(ROWS, BLOCK_N, WIDTH),
             steps,
             stage,
@@ -160,11 +161,11 @@ def _multiply(
             False,
             TRANSPOSED,
         )
+        acc = finish(acc, steps, last, empty)
         row += PART * ROWS
         if row < end:
-            slot = _write(
-                acc.to(out_desc.dtype), out_desc, out, row, end, col, N, stride_out, buffers, slot, PART, BUFFERS
-            )
+            result = acc.to(out_desc.dtype)
+            slot = _write(result, out_desc, out, row, end, col, N, stride_out, buffers, slot, PART, BUFFERS)
     tma.store_wait(0)
 
 

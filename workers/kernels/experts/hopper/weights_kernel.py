@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from workers.kernels.experts.hopper.ring import (
     accumulator,
+    finish,
     free_buffer,
     halves,
     jit,
@@ -22,7 +23,7 @@ from workers.kernels.experts.hopper.ring import (
     next_slot,
     next_stage,
     operand,
-    sum_products,
+    start_products,
 )
 from workers.kernels.experts.hopper.schedule import find_weights_tile
 
@@ -174,11 +175,14 @@ def _multiply(
     parity = 0
     zeroed_parity = 0
     slot = 0
-    for tile in range(gl.program_id(0), num_experts * tiles_m * tiles_n, gl.num_programs(0)):
-        expert, start, end, row, col = find_weights_tile(tile, ends, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+    num_tiles = num_experts * tiles_m * tiles_n
+    expert, start, end, row, col = find_weights_tile(
+        gl.program_id(0), ends, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+    )
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         whole = (end - start) // BLOCK_R
         rest = (end - start) - whole * BLOCK_R
-        acc, stage, parity = sum_products(
+        acc, stage, parity, last = start_products(
             accumulator(ROWS, BLOCK_N, WIDTH),
             whole,
             stage,
@@ -193,6 +197,12 @@ def _multiply(
             True,
             False,
         )
+        # The next tile's bounds are on their way while this one's sums are written.
+        following = gl.minimum(tile + gl.num_programs(0), num_tiles - 1)
+        next_expert, next_start, next_end, next_row, next_col = find_weights_tile(
+            following, ends, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
+        acc = finish(acc, whole, last, empty)
         if rest > 0:
             acc, stage, parity, zeroed_parity = _add_partial(
                 acc, rest, stage, parity, zeroed_parity, full, empty, zeroed, a, b, PART, CONSUMERS, STAGES
@@ -200,6 +210,7 @@ def _multiply(
         row += PART * ROWS
         if row < K:
             slot = _write(acc.to(out_desc.dtype), out_desc, expert, row, col, buffers, slot, PART, BUFFERS)
+        expert, start, end, row, col = next_expert, next_start, next_end, next_row, next_col
     tma.store_wait(0)
 
 
