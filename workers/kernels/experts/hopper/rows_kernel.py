@@ -197,7 +197,7 @@ def rows_kernel(
 
     A tile has CONSUMERS * ROWS rows and BLOCK_N columns, and is written in pieces of the columns of out's descriptor.
     """
-    gl.static_assert(CONSUMERS <= 3)
+    gl.static_assert(CONSUMERS <= 3 and STAGES >= 2)
     dtype: gl.constexpr = x_desc.dtype
     a = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], x_desc.layout)
     b = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)

@@ -238,7 +238,7 @@ def weights_kernel(
 
     A tile has CONSUMERS * ROWS rows and BLOCK_N columns, and is written in pieces of the columns of out's descriptor.
     """
-    gl.static_assert(CONSUMERS <= 3)
+    gl.static_assert(CONSUMERS <= 3 and STAGES >= 2)
     dtype: gl.constexpr = x_desc.dtype
     a = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, BLOCK_R, ROWS], x_desc.layout)
     b = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], grad_desc.layout)
