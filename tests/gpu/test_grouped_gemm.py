@@ -83,7 +83,8 @@ HOPPER_TILES = {
 }
 HOPPER_WEIGHTS_TILES = {
     "wide": hopper_tiles.WIDE,
-    "short": hopper_tiles.SHORT,
+    "pair": hopper_tiles.PAIR,
+    "long": hopper_tiles.LONG,
     "medium": hopper_tiles.MEDIUM,
     "square": hopper_tiles.SQUARE,
     "low, two a multiprocessor": hopper_tiles.HopperTiles(1, 64, 256, 32, stages=3, columns=128, buffers=2, programs=2),

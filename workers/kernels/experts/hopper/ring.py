@@ -45,6 +45,15 @@ def next_stage(stage: gl.tensor, parity: gl.tensor, STAGES: gl.constexpr) -> gl.
 
 
 @jit
+def stage_before(stage: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
+    """The stage that was read before this one.
+
+    Computed, not remembered: Triton 3.6 takes a variable that a loop sets to another's old value for a constant.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@jit
 def operand(block: gl.tensor, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr) -> gl.tensor:
     """A stage's block as a matrix (ROWS, COLUMNS), or as its transpose."""
     matrix = block.reshape([ROWS, COLUMNS])
@@ -78,29 +87,27 @@ def start_products(
 ) -> gl.tensor:
     """Start the sum of `steps` products of the stages from `stage` on; `finish` ends it, since one stays in flight.
 
-    The sum, the stage and parity after it, and the stage that the last product reads.
+    Returns the sum, and the stage and parity after it.
 
     `a` (STAGES * CONSUMERS, rows, columns) holds a block for each consumer, `b` (STAGES, ..., rows, columns) one for
     all of them.
     """
-    previous = stage
     for step in range(steps):
         mbarrier.wait(full.index(stage), parity)
         a_block = operand(a.index(stage * CONSUMERS + PART), a.shape[1], a.shape[2], A_TRANSPOSED)
         b_block = operand(b.index(stage), b.shape[-2], b.shape[-1], B_TRANSPOSED)
         acc = warpgroup_mma(a_block, b_block, acc, use_acc=step > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index(previous), pred=step > 0)
-        previous = stage
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=step > 0)
         stage, parity = next_stage(stage, parity, STAGES)
-    return acc, stage, parity, previous
+    return acc, stage, parity
 
 
 @jit
-def finish(acc: gl.tensor, steps: gl.tensor, last: gl.tensor, empty: gl.tensor) -> gl.tensor:
-    """The sum that `start_products` began; zeros for no step. Frees the stage `last`."""
+def finish(acc: gl.tensor, steps: gl.tensor, stage: gl.tensor, empty: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
+    """The sum that `start_products` began; zeros for no step. Frees the last stage, the one before `stage`."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(last), pred=steps > 0)
+    mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=steps > 0)
     return acc
 
 

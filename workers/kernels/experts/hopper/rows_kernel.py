@@ -146,7 +146,7 @@ def _multiply(
     slot = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _expert, row, end, col = find_rows_tile(tile, end_E, tiles_E, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        acc, stage, parity, last = start_products(
+        acc, stage, parity = start_products(
             accumulator(ROWS, BLOCK_N, WIDTH),
             steps,
             stage,
@@ -161,7 +161,7 @@ def _multiply(
             False,
             TRANSPOSED,
         )
-        acc = finish(acc, steps, last, empty)
+        acc = finish(acc, steps, stage, empty, STAGES)
         row += PART * ROWS
         if row < end:
             result = acc.to(out_desc.dtype)

@@ -75,18 +75,21 @@ class HopperTiles:
 
 
 WIDE = HopperTiles(2, 64, 256, 64, stages=4, columns=128)
+LONG = HopperTiles(2, 64, 256, 64, stages=3, columns=128, buffers=2)
 SQUARE = HopperTiles(2, 64, 128, 64, stages=6, columns=128)
 LOW_WIDE = HopperTiles(1, 64, 256, 64, stages=5, columns=128)
 LOW = HopperTiles(1, 64, 128, 64, stages=8, columns=128)
 NARROW = HopperTiles(1, 64, 64, 128, stages=6, columns=64)
-SHORT = HopperTiles(2, 64, 256, 16, stages=4, columns=256, buffers=2)
-MEDIUM = HopperTiles(2, 64, 256, 32, stages=3, columns=256, buffers=2)
+MEDIUM = HopperTiles(2, 64, 256, 32, stages=5, columns=128, buffers=2)
+PAIR = HopperTiles(1, 64, 256, 32, stages=3, columns=128, buffers=2, programs=2)
 
 _CYCLE_FLOPS = 4096
 _CYCLE_LOADED_BYTES = 48
 _CYCLE_MEMORY_BYTES = 2600
 _TILE_CYCLES = 1000
-"""Of an H200: what a multiprocessor multiplies and loads a cycle, what all read of memory, and a tile's overhead."""
+_MANY_ROWS = 1024
+"""Of an H200: what a multiprocessor multiplies and loads a cycle, what all read of memory, and a tile's overhead; and
+rows an expert from which on a tile's end is best hidden by a second buffer on the way out."""
 
 
 def rows_tiles(num_rows: int, num_experts: int, k: int, n: int, multiprocessors: int) -> HopperTiles:
@@ -102,13 +105,15 @@ def rows_tiles(num_rows: int, num_experts: int, k: int, n: int, multiprocessors:
         memory = 2 * (num_rows * (k + n) + used * k * n) / _CYCLE_MEMORY_BYTES
         return max(-(-num_tiles // multiprocessors) * tile, memory)
 
+    if mean >= _MANY_ROWS:
+        return LONG
     return min((LOW_WIDE, WIDE, SQUARE, LOW, NARROW) if mean <= 64 else (WIDE, SQUARE, LOW, NARROW), key=cycles)
 
 
 def weights_tiles(num_rows: int, num_experts: int) -> HopperTiles:
     """For the gradient of the matrices: short steps and more room on the way out where there are few rows to sum."""
     mean = num_rows / num_experts
-    return SHORT if mean <= 32 else MEDIUM if mean <= 192 else WIDE
+    return WIDE if mean >= _MANY_ROWS else PAIR if 32 < mean <= 96 else MEDIUM
 
 
 def _down_to_8(registers: int) -> int:

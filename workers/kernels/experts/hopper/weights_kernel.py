@@ -182,7 +182,7 @@ def _multiply(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         whole = (end - start) // BLOCK_R
         rest = (end - start) - whole * BLOCK_R
-        acc, stage, parity, last = start_products(
+        acc, stage, parity = start_products(
             accumulator(ROWS, BLOCK_N, WIDTH),
             whole,
             stage,
@@ -202,7 +202,7 @@ def _multiply(
         next_expert, next_start, next_end, next_row, next_col = find_weights_tile(
             following, ends, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
         )
-        acc = finish(acc, whole, last, empty)
+        acc = finish(acc, whole, stage, empty, STAGES)
         if rest > 0:
             acc, stage, parity, zeroed_parity = _add_partial(
                 acc, rest, stage, parity, zeroed_parity, full, empty, zeroed, a, b, PART, CONSUMERS, STAGES
