@@ -40,7 +40,7 @@ def test_shared_memory_of_a_ring_and_its_way_out() -> None:
 def test_more_rows_take_taller_tiles() -> None:
     chosen = [rows_tiles(128 * tokens, 128, 2048, 1024, 132) for tokens in (16, 128, 512, 2048)]
     assert [tiles.block_m for tiles in chosen] == [64, 128, 128, 128]
-    assert chosen[-1] == hopper.WIDE
+    assert chosen[-1] == hopper.LONG
 
 
 def test_few_tiles_are_cut_for_all_multiprocessors() -> None:
@@ -51,8 +51,8 @@ def test_few_tiles_are_cut_for_all_multiprocessors() -> None:
 
 
 def test_few_rows_take_short_steps() -> None:
-    steps = [weights_tiles(128 * tokens, 128).block_k for tokens in (16, 128, 2048)]
-    assert steps == sorted(set(steps))
+    few, many = (weights_tiles(128 * tokens, 128).block_k for tokens in (16, 2048))
+    assert few < many
 
 
 def test_reasons() -> None:
