@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from tests.gpu.test_kernels import model
 from tests.kernels import expert_cases, references
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.fused.backend import FUSED
+from workers.kernels.experts.fused.hopper.support import has_hopper_kernels
+from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN
+from workers.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
 from workers.kernels.experts.registry import expert_support
 
 CUDA = torch.device("cuda")
@@ -26,12 +31,39 @@ if torch.cuda.is_available() and (REASON := FUSED.unsupported_reason(model(), CU
     pytestmark.append(pytest.mark.skip(reason=REASON))
 
 TOLERANCE = 1e-2
+
+
+def tiles_of(path: str) -> FusedTiles | None:
+    """The tiles of a path: what the host would choose, all in Triton, or Hopper's own kernels however few the rows."""
+    gathered = replace(GRAD_HIDDEN, gathered=True)
+    copied = replace(PROJECT_IN, gathered=False)
+    return {
+        "chosen": None,
+        "triton": default_tiles(1 << 20, 1 << 10, True, 2),
+        "hopper": ON_HOPPER,
+        "hopper, the other way to gather": ON_HOPPER.replaced(project_in=copied, grad_hidden=gathered),
+    }[path]
+
+
+def backend(path: str) -> ExpertBackend:
+    """The fused experts on that path."""
+    from workers.kernels.experts.fused.function import fused_ffn  # needs Triton
+
+    if path.startswith("hopper") and not has_hopper_kernels(CUDA):
+        pytest.skip("no Hopper, or another Gluon")
+    return ExpertBackend("fused", False, lambda model, device: None, partial(fused_ffn, tiles=tiles_of(path)))
+
+
+PATHS = ("chosen", "triton", "hopper", "hopper, the other way to gather")
 LARGE = (
     expert_cases.ExpertCase("many experts", 4096, 512, 2, hidden=256, width=128, skew=1.0),
     expert_cases.ExpertCase("long rows", 2000, 16, 4, hidden=512, width=384, skew=1.0),
     expert_cases.ExpertCase("one takes all", 3001, 8, 1, hidden=512, width=256, one_takes_all=True),
     expert_cases.ExpertCase("every expert for every token", 513, 8, 8, hidden=256, width=192),
     expert_cases.ExpertCase("plain gelu", 5000, 8, 2, hidden=384, width=512, gated=False, activation="gelu"),
+    expert_cases.ExpertCase("half a tile of columns", 3000, 4, 1, hidden=256, width=640, skew=1.0),
+    expert_cases.ExpertCase("plain, half a tile of columns", 700, 4, 2, hidden=256, width=392, gated=False),
+    expert_cases.ExpertCase("many tiles", 20000, 64, 2, hidden=512, width=320, skew=0.5),
     expert_cases.ExpertCase("odd widths", 1111, 4, 2, hidden=200, width=136, activation="relu"),
 )
 
@@ -64,33 +96,36 @@ def errors(backend: ExpertBackend, case: expert_cases.ExpertCase, dtype: torch.d
     return {name: references.relative_error(actual, wanted) for name, actual, wanted in pairs}
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", (*expert_cases.CASES, *LARGE), ids=lambda case: case.name)
-def test_output_and_gradients(case: expert_cases.ExpertCase, dtype: torch.dtype) -> None:
-    found = errors(FUSED, case, dtype)
+def test_output_and_gradients(case: expert_cases.ExpertCase, dtype: torch.dtype, path: str) -> None:
+    found = errors(backend(path), case, dtype)
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("num_tokens", [128, 512, 1024, 8192])
+@pytest.mark.parametrize("num_tokens", [128, 512, 1024, 2048, 8192])
 def test_default_tiles_of_every_size(num_tokens: int) -> None:
     case = expert_cases.ExpertCase("size", num_tokens, 16, 2, hidden=256, width=256, skew=1.0)
     found = errors(FUSED, case, torch.bfloat16)
     assert max(found.values()) <= TOLERANCE, found
 
 
-def test_the_same_inputs_give_the_same_bits() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_the_same_inputs_give_the_same_bits(path: str) -> None:
     routes, tensors = expert_cases.problem(LARGE[1], torch.bfloat16, CUDA)
-    first, *others = (expert_cases.run(FUSED, LARGE[1], routes, tensors) for _ in range(4))
+    first, *others = (expert_cases.run(backend(path), LARGE[1], routes, tensors) for _ in range(4))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_it_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("path", ["chosen", "hopper"])
+def test_it_never_waits_for_the_device(path: str) -> None:
     routes, tensors = expert_cases.problem(LARGE[1], torch.bfloat16, CUDA)
-    expert_cases.run(FUSED, LARGE[1], routes, tensors)
+    expert_cases.run(backend(path), LARGE[1], routes, tensors)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        expert_cases.run(FUSED, LARGE[1], routes, tensors)
+        expert_cases.run(backend(path), LARGE[1], routes, tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

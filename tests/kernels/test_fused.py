@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -19,7 +19,8 @@ from tests.kernels.test_experts import moe_model
 from tests.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.fused.backend import FUSED
-from workers.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
+from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperTile
+from workers.kernels.experts.fused.tiles import HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="runs in the interpreter, which a child is started with")
@@ -169,16 +170,44 @@ def test_no_tokens() -> None:
     assert run(x[:0], routes[:0], weights[:0], w_in, w_out, "silu").shape == (0, case.hidden)
 
 
-@pytest.mark.parametrize("mean", [1, 20, 40, 100, 5000])
+@pytest.mark.parametrize("mean", [1, 20, 40, 100, 300, 5000])
 @pytest.mark.parametrize("gated", [True, False])
-def test_default_tiles_agree_with_each_other(mean: int, gated: bool) -> None:
-    tiles = default_tiles(mean * 64, 64, gated, 2)
+@pytest.mark.parametrize("on_hopper", [True, False])
+def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: bool) -> None:
+    tiles = default_tiles(mean * 64, 64, gated, 2, on_hopper)
     for field in fields(FusedTiles):
-        tile: TileConfig = getattr(tiles, field.name)
+        tile = getattr(tiles, field.name)
+        if not isinstance(tile, TileConfig):
+            assert on_hopper
+            assert mean >= HOPPER_ROWS
+            continue
         assert tile.tma or not tile.copy
         if tile.copy:
             wanted = tile.block_k if field.name.startswith("grad_w") else tile.block_m
             assert tile.copy % wanted == 0
+    assert isinstance(tiles.project_in, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
+
+
+@pytest.mark.parametrize(
+    "tile", [PROJECT_IN, GRAD_HIDDEN, replace(PROJECT_IN, gathered=False), replace(PROJECT_IN, stages=4)]
+)
+def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
+    """A partition that asks for registers that nobody gives back waits for ever."""
+    assert tile.fits is (tile.stages == 3)
+    assert tile.launch_registers * 3 * 128 <= 65536
+    assert 2 * tile.consumer_registers + tile.other_registers <= 3 * tile.launch_registers
+    sums = tile.ROWS * tile.BLOCK_N // 128
+    assert sums < tile.consumer_registers
+
+
+@interpreted
+def test_rows_are_gathered_in_the_experts_order() -> None:
+    from workers.kernels.experts.fused.order import gather_rows, order_pairs
+
+    routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 7)
+    tokens = torch.randn(21, 24)
+    order = order_pairs(routes, 5, (16,))
+    assert torch.equal(gather_rows(tokens, order), tokens[order.token_of_row.long()])
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from workers.kernels.activations import Activation
 from workers.kernels.experts.fused import gemms
-from workers.kernels.experts.fused.gemms import Operand
-from workers.kernels.experts.fused.order import Order, gather_tiles, order_pairs, sum_pairs
+from workers.kernels.experts.fused.hopper.support import has_hopper_kernels
+from workers.kernels.experts.fused.layouts import Layout, Operand
+from workers.kernels.experts.fused.order import Order, gather_rows, gather_tiles, order_pairs, sum_pairs
 from workers.kernels.experts.fused.tiles import FusedTiles, default_tiles
 
 
@@ -45,7 +46,9 @@ def fused_ffn(
 
 def tiles_for(routes_TK: Tensor, w_in: Tensor, w_out: Tensor) -> FusedTiles:
     """The default tiles for these operands."""
-    return default_tiles(routes_TK.numel(), w_in.shape[0], w_in.shape[2] == 2 * w_out.shape[1], w_in.element_size())
+    gated = w_in.shape[2] == 2 * w_out.shape[1]
+    on_hopper = has_hopper_kernels(w_in.device)
+    return default_tiles(routes_TK.numel(), w_in.shape[0], gated, w_in.element_size(), on_hopper)
 
 
 class Kept(NamedTuple):
@@ -78,7 +81,7 @@ def run_forward(
     """The output (T, D) and, with `keep`, what backward needs. Operands are contiguous."""
     order = order_pairs(routes_TK, w_in.shape[0], tiles.heights(backward=keep))
     hidden, pre = gemms.project_in(
-        _operand(x_TD, order, tiles.project_in.copy),
+        _operand(x_TD, order, *tiles.project_in.gathers),
         weights_TK,
         w_in,
         w_out.shape[1],
@@ -106,19 +109,19 @@ def run_backward(
     needs_x, needs_weights, needs_w_in, needs_w_out = needs
     order = Order.of(kept.order, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True))
     grad_x = grad_weights = grad_w_in = grad_w_out = None
-    grad = _operand(grad_TD, order, tiles.grad_hidden.copy)
+    grad = _operand(grad_TD, order, *tiles.grad_hidden.gathers)
     grad_pre, hidden, partial = gemms.differentiate_hidden(
         grad, weights_TK, kept.pre, w_out, activation, order, tiles.grad_hidden
     )
     if needs_weights:
         grad_weights = partial.sum(dim=0).to(weights_TK.dtype).view_as(weights_TK)
     if needs_w_out:
-        if tiles.grad_w_out.copy != tiles.grad_hidden.copy:
-            grad = _operand(grad_TD, order, tiles.grad_w_out.copy)
+        if tiles.grad_w_out.gathers != tiles.grad_hidden.gathers:
+            grad = _operand(grad_TD, order, *tiles.grad_w_out.gathers)
         grad_w_out = gemms.sum_outer_products(Operand(hidden, "rows"), grad, order, tiles.grad_w_out)
     del hidden, partial, grad
     if needs_w_in:
-        x = _operand(x_TD, order, tiles.grad_w_in.copy)
+        x = _operand(x_TD, order, *tiles.grad_w_in.gathers)
         grad_w_in = gemms.sum_outer_products(x, Operand(grad_pre, "rows"), order, tiles.grad_w_in)
         del x
     if needs_x:
@@ -165,7 +168,9 @@ class _FusedFFN(Function):
         return found.x, None, found.weights, found.w_in, found.w_out, None, None, None
 
 
-def _operand(tokens: Tensor, order: Order, height: int) -> Operand:
-    if not height:
-        return Operand(tokens, "tokens")
-    return Operand(gather_tiles(tokens, order, height), "padded", height)
+def _operand(tokens: Tensor, order: Order, layout: Layout, height: int) -> Operand:
+    if layout == "tokens":
+        return Operand(tokens, layout)
+    if layout == "rows":
+        return Operand(gather_rows(tokens, order), layout)
+    return Operand(gather_tiles(tokens, order, height), layout, height)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workers.kernels.activations import Activation
+from workers.kernels.experts.fused.hopper import gemms as hopper
+from workers.kernels.experts.fused.hopper.tiles import HopperSum, HopperTile
 from workers.kernels.experts.fused.kernels.differentiate_hidden import differentiate_hidden_kernel
 from workers.kernels.experts.fused.kernels.project_back import project_back_kernel
 from workers.kernels.experts.fused.kernels.project_in import project_in_kernel
 from workers.kernels.experts.fused.kernels.sum_outer_products import sum_outer_products_kernel
+from workers.kernels.experts.fused.layouts import Operand
 from workers.kernels.experts.fused.order import Order
 from workers.kernels.experts.fused.tiles import TileConfig
+from workers.kernels.experts.hopper.gemm import sum_over_rows
 
 _INTERPRETER_PROGRAMS = 3
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One factor of a product over rows.
-
-    "rows" (R, .) are in the experts' order; "tokens" (T, .) are gathered by the GEMM itself; "padded" rows lie in tiles
-    of `height`, with zeros behind each expert's last, as `gather_tiles` writes them.
-    """
-
-    tensor: Tensor
-    layout: Literal["rows", "tokens", "padded"]
-    height: int = 1
 
 
 def project_in(
@@ -40,11 +30,13 @@ def project_in(
     hidden_size: int,
     activation: Activation,
     order: Order,
-    tile: TileConfig,
+    tile: TileConfig | HopperTile,
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted activation (R, H) and, with `keep`, what the activation was taken of (R, 2H or H)."""
+    if isinstance(tile, HopperTile):
+        return hopper.project_in(x, weights_TK, w_in, hidden_size, activation, order, tile, keep=keep)
     num_pairs, width = order.pair_of_row.numel(), w_in.shape[2]
     hidden = w_in.new_empty(num_pairs, hidden_size)
     pre = w_in.new_empty(num_pairs, width) if keep else None
@@ -110,9 +102,11 @@ def differentiate_hidden(
     w_out: Tensor,
     activation: Activation,
     order: Order,
-    tile: TileConfig,
+    tile: TileConfig | HopperTile,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of `pre`, the weighted activation again (R, H), and summands of the weights' gradient (n, R)."""
+    if isinstance(tile, HopperTile):
+        return hopper.differentiate_hidden(grad, weights_TK, pre, w_out, activation, order, tile)
     num_pairs, hidden_size = order.pair_of_row.numel(), w_out.shape[1]
     grad_pre, hidden = torch.empty_like(pre), pre.new_empty(num_pairs, hidden_size)
     columns = -(-hidden_size // tile.block_n)
@@ -146,8 +140,14 @@ def differentiate_hidden(
     return grad_pre, hidden, partial
 
 
-def sum_outer_products(a: Operand, b: Operand, order: Order, tile: TileConfig) -> Tensor:
-    """For each expert the sum over its rows of a[row]^T b[row]: (E, M, N). One of them is of "rows", the other not."""
+def sum_outer_products(a: Operand, b: Operand, order: Order, tile: TileConfig | HopperSum) -> Tensor:
+    """For each expert the sum over its rows of a[row]^T b[row]: (E, M, N).
+
+    One of them is of "rows", the other not; with `HopperSum` both are.
+    """
+    if isinstance(tile, HopperSum):
+        assert a.layout == b.layout == "rows", "the kernel itself puts the next expert's rows to zero"
+        return sum_over_rows(a.tensor, b.tensor, order.ends, tiles=tile.tiles)
     assert (a.layout == "rows") is not (b.layout == "rows"), "one side is zero behind an expert's last row"
     height = max(a.height, b.height)
     assert height == 1 or height % tile.block_k == 0, "whole blocks of padded rows"

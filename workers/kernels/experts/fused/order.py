@@ -13,6 +13,7 @@ from workers.kernels.experts.fused.kernels import routing
 _BLOCK = 256
 _CHUNK = 32
 _TILES_AT_ONCE = 128
+_GATHERED_AT_ONCE = 16
 _ALIGNMENT = 4  # of four bytes: kernels are compiled for pointers to multiples of 16
 
 
@@ -132,6 +133,18 @@ def gather_tiles(tokens: Tensor, order: Order, height: int) -> Tensor:
         BLOCK_R=block_r,
         BLOCK_D=block_d,
         num_warps=8,
+    )
+    return out
+
+
+def gather_rows(tokens: Tensor, order: Order) -> Tensor:
+    """The tokens (T, D) of the rows, in the experts' order: (R, D)."""
+    num_pairs, width = order.token_of_row.numel(), tokens.shape[1]
+    out = tokens.new_empty(num_pairs, width)
+    block_d = min(512, _power_of_two(width))
+    grid = (-(-num_pairs // _GATHERED_AT_ONCE),)
+    routing.gather_rows[grid](
+        tokens, out, order.token_of_row, num_pairs, width, BLOCK_R=_GATHERED_AT_ONCE, BLOCK_D=block_d, num_warps=8
     )
     return out
 

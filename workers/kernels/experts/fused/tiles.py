@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
+from workers.kernels.experts.fused.layouts import Layout
+
+HOPPER_ROWS = 512
+"""Rows an expert from which on the Hopper kernels are taken."""
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -29,40 +35,48 @@ class TileConfig:
     parts: int = 1
     copy: int = 0
 
+    @property
+    def gathers(self) -> tuple[Layout, int]:
+        """How the tokens lie that the GEMM reads, and the height of their tiles."""
+        return ("padded", self.copy) if self.copy else ("tokens", 1)
+
 
 @dataclass(frozen=True)
 class FusedTiles:
-    """The tiles of every GEMM of the FFN, forward and backward."""
+    """The tiles of every GEMM of the FFN, forward and backward: of Triton kernels, or of those for Hopper."""
 
-    project_in: TileConfig
+    project_in: TileConfig | HopperTile
     project_out: TileConfig
-    grad_hidden: TileConfig
+    grad_hidden: TileConfig | HopperTile
     grad_input: TileConfig
-    grad_w_in: TileConfig
-    grad_w_out: TileConfig
+    grad_w_in: TileConfig | HopperSum
+    grad_w_out: TileConfig | HopperSum
 
     def heights(self, *, backward: bool) -> tuple[int, ...]:
         """Of the tiles of rows that the GEMMs take, and of those that tokens are gathered into."""
-        gemms = [self.project_in, self.project_out]
+        gemms: list[TileConfig | HopperTile] = [self.project_in, self.project_out]
         if backward:
             gemms += [self.grad_hidden, self.grad_input]
         summed = [self.grad_w_in, self.grad_w_out] if backward else []
-        return tuple(sorted({tile.block_m for tile in gemms} | {tile.copy for tile in summed if tile.copy}))
+        heights = {tile.block_m for tile in gemms if isinstance(tile, TileConfig)}
+        return tuple(sorted(heights | {tile.copy for tile in summed if isinstance(tile, TileConfig) and tile.copy}))
 
-    def replaced(self, **tiles: TileConfig) -> FusedTiles:
+    def replaced(self, **tiles: TileConfig | HopperTile | HopperSum) -> FusedTiles:
         """With other tiles for some of the GEMMs."""
-        return replace(self, **tiles)
+        return replace(self, **tiles)  # type: ignore[arg-type] # a field's type is that of its name
 
 
 @lru_cache(maxsize=256)
-def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int) -> FusedTiles:
+def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int, on_hopper: bool = False) -> FusedTiles:
     """The tiles for so many pairs over so many experts, from what the host knows: their mean.
 
-    Those that were fastest on an H200 at 1024, 128, 64 and 16 rows an expert.
+    Those that were fastest on an H200 at 1024, 128, 64 and 16 rows an expert. `on_hopper` allows its own kernels.
     """
     mean = num_pairs / num_experts
     if itemsize > 2:
         return FusedTiles(**{field.name: _SMALL for field in fields(FusedTiles)})
+    if on_hopper and mean >= HOPPER_ROWS:
+        return ON_HOPPER
     if mean < 24:
         return _FEW
     if mean < 96:
@@ -79,6 +93,9 @@ _MANY = FusedTiles(
     grad_input=TileConfig(128, 256, 64, 8, 3, tma=True),
     grad_w_in=TileConfig(128, 256, 64, 8, 5, tma=True),  # two stages more in flight: the tokens' indices come first
     grad_w_out=TileConfig(128, 256, 64, 8, 3, tma=True, copy=128),  # of what grad_hidden gathered
+)
+ON_HOPPER = _MANY.replaced(
+    project_in=PROJECT_IN, grad_hidden=GRAD_HIDDEN, grad_w_in=HopperSum(), grad_w_out=HopperSum()
 )
 _HUNDREDS = _MANY.replaced(
     project_out=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),

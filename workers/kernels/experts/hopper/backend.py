@@ -25,7 +25,7 @@ def _forward(
     return grouped_ffn(x_TD, weights_TK, w_in, w_out, activation, rows, grouped_gemm)
 
 
-def _gluon_reason() -> str | None:
+def gluon_reason() -> str | None:
     """Why the kernels cannot be imported: Gluon is experimental, and its names move between versions."""
     try:
         from workers.kernels.experts.hopper import rows_kernel, weights_kernel  # noqa: F401, PLC0415 - optional
@@ -49,7 +49,7 @@ def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != _CAPABILITY:
         return f"hopper_grouped needs compute capability 9.0, not {capability[0]}.{capability[1]}"
-    reason = _gluon_reason()
+    reason = gluon_reason()
     if reason is not None:
         return reason
     x = torch.randn(32, 64, dtype=dtype, device=device, requires_grad=True)

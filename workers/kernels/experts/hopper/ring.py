@@ -84,18 +84,19 @@ def start_products(
     STAGES: gl.constexpr,
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
+    B_BLOCKS: gl.constexpr = 1,
 ) -> gl.tensor:
     """Start the sum of `steps` products of the stages from `stage` on; `finish` ends it, since one stays in flight.
 
     Returns the sum, and the stage and parity after it.
 
-    `a` (STAGES * CONSUMERS, rows, columns) holds a block for each consumer, `b` (STAGES, ..., rows, columns) one for
-    all of them.
+    `a` (STAGES * CONSUMERS, rows, columns) holds a block for each consumer, `b` (STAGES * B_BLOCKS, ..., rows,
+    columns) one for all of them: the first of a stage's B_BLOCKS.
     """
     for step in range(steps):
         mbarrier.wait(full.index(stage), parity)
         a_block = operand(a.index(stage * CONSUMERS + PART), a.shape[1], a.shape[2], A_TRANSPOSED)
-        b_block = operand(b.index(stage), b.shape[-2], b.shape[-1], B_TRANSPOSED)
+        b_block = operand(b.index(stage * B_BLOCKS), b.shape[-2], b.shape[-1], B_TRANSPOSED)
         acc = warpgroup_mma(a_block, b_block, acc, use_acc=step > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=step > 0)

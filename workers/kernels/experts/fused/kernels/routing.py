@@ -135,6 +135,27 @@ def gather_tiles(
 
 
 @kernel
+def gather_rows(
+    tokens: tl.tensor,
+    out: tl.tensor,
+    token_of_row: tl.tensor,
+    num_pairs: tl.tensor,
+    D: tl.tensor,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """out (num_pairs, D): the tokens of the rows."""
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = (rows < num_pairs)[:, None]
+    token = tl.load(token_of_row + rows, mask=rows < num_pairs, other=0).to(tl.int64)
+    for start in range(0, D, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        inside = live & (columns < D)[None, :]
+        found = tl.load(tokens + token[:, None] * D + columns[None, :], mask=inside)
+        tl.store(out + rows.to(tl.int64)[:, None] * D + columns[None, :], found, mask=inside)
+
+
+@kernel
 def sum_pairs(
     rows: tl.tensor,
     out: tl.tensor,
