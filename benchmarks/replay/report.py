@@ -44,7 +44,8 @@ def _row(strategy: str, figures: Mapping[str, Any]) -> str:
     return (
         f"{strategy:<21} regret {_percent(regret['median'])} p95 {_percent(regret['p95'])} max "
         f"{_percent(regret['max'])}; trials {figures['trials']['median']:>4.0f}; "
-        f"{figures['seconds']['median']:>7.1f} s ({_percent(share['median'])} of exhaustive); OOM {figures['out_of_memory']['median']:.0f}"
+        f"{figures['seconds']['median']:>7.1f} s ({_percent(share['median'])} of exhaustive); "
+        f"OOM {figures['out_of_memory']['median']:.0f}"
         + (f"; at our seconds {_percent(at_ours['median'])} p95 {_percent(at_ours['p95'])}" if at_ours else "")
     )
 

@@ -39,35 +39,42 @@ def _optimize(bench: TrialBench, sampler: BaseSampler) -> Candidate | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a sampler is experimental
         study = optuna.create_study(direction="maximize", sampler=sampler)
+        dimensions = _Dimensions(bench.truth)
         for _ in range(MAX_SUGGESTIONS):
             if len(bench.tries) >= min(NUM_TRIALS, int(bench.truth.legal_C.sum())):
                 break
-            _step(bench, study)
+            _step(bench, study, dimensions)
     return bench.fastest()
 
 
-def _step(bench: TrialBench, study: Study) -> None:
+def _step(bench: TrialBench, study: Study, dimensions: _Dimensions) -> None:
     trial = study.ask()
-    candidate = _suggest(trial, bench.truth)
-    row = bench.row(candidate)
+    row = bench.row(dimensions.suggest(trial))
     tokens = bench.run(row) if row is not None else None
     study.tell(trial, tokens or 0.0)
 
 
-def _suggest(trial: Trial, truth: GroundTruth) -> Candidate:
+class _Dimensions:
     """Sizes and tiles in their order, the rest as categories."""
-    request = truth.request
-    candidates = truth.survey.legal.candidates
-    sizes = request.micro_batch_sizes
-    tiles = sorted({c.bta_tile or 0 for c in candidates})
-    policies = [p.value for p in Recompute if any(c.recompute is p for c in candidates)]
-    attention = sorted({c.attention_backend for c in candidates})
-    experts = sorted({c.expert_backend for c in candidates if c.expert_backend is not None})
-    return Candidate(
-        micro_batch_size=sizes[trial.suggest_int("micro_batch_index", 0, len(sizes) - 1)],
-        bta_tile=tiles[trial.suggest_int("tile_index", 0, len(tiles) - 1)] or None,
-        recompute=Recompute(trial.suggest_categorical("recompute", policies)),
-        attention_backend=str(trial.suggest_categorical("attention_backend", attention)),
-        expert_backend=str(trial.suggest_categorical("expert_backend", experts)) if experts else None,
-        num_query_groups=request.model.query_groups,
-    )
+
+    def __init__(self, truth: GroundTruth) -> None:
+        candidates = truth.survey.legal.candidates
+        self._groups = truth.request.model.query_groups
+        self._sizes = truth.request.micro_batch_sizes
+        self._tiles = sorted({c.bta_tile or 0 for c in candidates})
+        found = {c.recompute for c in candidates}
+        self._policies = [policy.value for policy in Recompute if policy in found]
+        self._attention = sorted({c.attention_backend for c in candidates})
+        self._experts = sorted({c.expert_backend for c in candidates if c.expert_backend is not None})
+
+    def suggest(self, trial: Trial) -> Candidate:
+        """A point of the grid; it may be no legal candidate."""
+        experts = str(trial.suggest_categorical("expert_backend", self._experts)) if self._experts else None
+        return Candidate(
+            micro_batch_size=self._sizes[trial.suggest_int("micro_batch_index", 0, len(self._sizes) - 1)],
+            bta_tile=self._tiles[trial.suggest_int("tile_index", 0, len(self._tiles) - 1)] or None,
+            recompute=Recompute(trial.suggest_categorical("recompute", self._policies)),
+            attention_backend=str(trial.suggest_categorical("attention_backend", self._attention)),
+            expert_backend=experts,
+            num_query_groups=self._groups,
+        )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from pydantic import ValidationError
 
 from explorer.candidates import Candidate
@@ -62,14 +63,18 @@ class Recording:
         return survey_variant(model, request, self.header.report)
 
     def missing_sizes(self, request: ExplorationRequest, model: ModelSpec) -> tuple[int, ...]:
-        """The micro-batch sizes of a request's space of which some component was never recorded."""
-        table = self.survey(request, model).table
-        if table is None:
+        """The micro-batch sizes of a request's space of which some candidate cannot be composed.
+
+        Of the bases only the plainest is asked for: the others are needed only where that one does not fit.
+        """
+        found = self.survey(request, model)
+        if found.table is None:
             return ()
-        missing = {c.micro_batch_size for c in table.components if c not in self.components}
-        if 0 in missing:  # the optimizer, which all candidates have
-            return tuple(sorted({c.micro_batch_size for c in table.candidates}))
-        return tuple(sorted(missing))
+        wanted = {*found.legal.candidates, found.bases[0]}
+        rows = [row for candidate, row in found.table.row.items() if candidate in wanted]
+        recorded_K = np.array([c in self.components for c in found.table.components])
+        lacking = (found.table.uses_CK[rows] & ~recorded_K[None, :]).any(axis=1)
+        return tuple(sorted({int(m) for m in found.table.micro_batch_C[rows][lacking]}))
 
     def covered_request(self) -> ExplorationRequest:
         """The recorded request, cut to the micro-batch sizes that were recorded in full, and to its main model.

@@ -141,9 +141,11 @@ ROWS: TypeAdapter[RecordingHeader | ComponentRow | WholeModelRow] = TypeAdapter(
 
 def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
     """One line, with its end. The header is written out in full."""
-    is_header = isinstance(row, RecordingHeader)
-    content = row.model_dump(mode="json", exclude_defaults=not is_header)
-    return json.dumps({"type": row.type} | _shorten(content), separators=(",", ":")) + "\n"
+    if isinstance(row, RecordingHeader):
+        content = row.model_dump(mode="json")
+    else:
+        content = {"type": row.type} | _shorten(row.model_dump(mode="json", exclude_defaults=True))
+    return json.dumps(content, separators=(",", ":")) + "\n"
 
 
 def _shorten(value: Any) -> Any:
