@@ -196,13 +196,13 @@ def open_table(
         process_start_seconds=round(start_seconds, 3),
         noise=NOISE,
     )
-    file = RecordingFile(path, header)
-    found = file.recording.header
-    if found.request != request:
-        raise RecordingError(f"{path} records another request: give another --out")
-    if found.report.hardware.fingerprint != header.report.hardware.fingerprint:
-        raise RecordingError(f"{path} was begun on {found.report.hardware.describe()}")
-    return file
+    if path.exists():
+        found = Recording.read(path).header
+        if found.request != request:
+            raise RecordingError(f"{path} records another request: give another --out")
+        if found.report.hardware.fingerprint != header.report.hardware.fingerprint:
+            raise RecordingError(f"{path} was begun on {found.report.hardware.describe()}")
+    return RecordingFile(path, header)
 
 
 def take_over(file: RecordingFile, others: Iterable[Path]) -> int:
