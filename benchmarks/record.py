@@ -26,9 +26,11 @@ from explorer.belief import at_least
 from explorer.components import Component
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
+from explorer.hardware import HardwareSpec
 from explorer.measurements import Outcome
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
+from explorer.roofline import predict_component_seconds
 from explorer.space import EmptySpaceError
 from explorer.table import SpaceTable
 from explorer.trials import TrialKind, TrialPlan
@@ -43,6 +45,8 @@ NOISE = (
     "through the micro-batch sizes in ascending order, later runs in random order, minutes apart. device_seconds is "
     "the median of `repeats`, standard_error_seconds the standard error of that median within the run."
 )
+TRIAL_SECONDS, PASSES, EFFICIENCY = 0.35, 12, 0.5
+"""Of one component, for the estimate: its set-up, how often it is run, and how near the roofline it comes."""
 WHOLE_MODEL_SHARE = 0.4  # of the budget that is left after run 0, unless all candidates are to be timed whole
 WHOLE_MODELS = 16
 WITHIN = 0.9  # half of the whole models are drawn among candidates with this share of the best composed throughput
@@ -180,6 +184,13 @@ class Recorder:
             print(f"{what}: {done} of {of}; {now - self._started:.0f} s, {left:.0f} s left", flush=True)
 
 
+def estimate_seconds(table: SpaceTable, hardware: HardwareSpec) -> float:
+    """What one run of every component will roughly take."""
+    request = table.request
+    expected = [predict_component_seconds(c, table.model, request, hardware).device for c in table.components]
+    return TRIAL_SECONDS * len(expected) + PASSES / EFFICIENCY * sum(expected)
+
+
 def open_table(
     path: Path, name: str, request: ExplorationRequest, profiler: DeviceProfiler, start_seconds: float
 ) -> RecordingFile:
@@ -268,7 +279,12 @@ def main(arguments: list[str] | None = None) -> int:
             recorder = Recorder(file, profiler, deadline_seconds=options.deadline, budget_seconds=budget)
             tables = _tables(file.recording, request.variants())
             for table in tables:
-                print(f"{len(table.candidates)} candidates, {len(table.components)} components", flush=True)
+                seconds = estimate_seconds(table, file.recording.header.report.hardware)
+                print(
+                    f"{len(table.candidates)} candidates, {len(table.components)} components: "
+                    f"about {seconds:.0f} s a run of each",
+                    flush=True,
+                )
             done = not options.plan
             for table in tables if not options.plan else ():
                 whole_models = options.whole_models

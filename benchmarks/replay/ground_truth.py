@@ -73,7 +73,7 @@ class GroundTruth:
         tokens_C[~legal_C] = 0.0
         if not np.any(tokens_C > 0):
             raise RecordingError(f"the table '{name}' has no feasible candidate")
-        used_K = table.uses_CK[legal_C].any(axis=0)
+        used_K = np.asarray(table.uses_CK[legal_C].any(axis=0))
         costs = [_mean_cost(recording, c) for c, used in zip(table.components, used_K, strict=True) if used]
         return cls(
             name=name,
