@@ -22,5 +22,5 @@ def test_every_request_has_a_space_that_can_be_recorded(path: Path) -> None:
     request = parse_request(load_document(path.read_text()))
     table = survey_variant(request.model, request, h200_report(request.model)).table
     assert table is not None
-    assert 20 <= len(table.candidates)
+    assert len(table.candidates) >= 20
     assert len(table.components) <= 250  # a minute or two of one GPU
