@@ -266,10 +266,10 @@ class Belief:
     def _component_fails(self, component: Component) -> bool:
         if component in self.measured:
             return False
-        return any(_at_least(component, failed) for failed in self.failed)
+        return any(at_least(component, failed) for failed in self.failed)
 
 
-def _at_least(component: Component, failed: Component) -> bool:
+def at_least(component: Component, failed: Component) -> bool:
     """Whether `component` does what `failed` could not do, or more of it."""
     if component == failed:
         return True
