@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from workers.kernels.activations import Activation
+from workers.kernels.discarding import announce
 from workers.kernels.experts.fused import gemms
 from workers.kernels.experts.fused.gemms import Operand
 from workers.kernels.experts.fused.order import Order, Tiles, gather_tiles, order_pairs, sum_pairs
@@ -63,6 +64,13 @@ class _FusedFFN(Function):
             x, weights_TK, w_in, w_out.shape[1], activation, order, tiles.project_in, keep=keep
         )
         if pre is not None:
+            announce(
+                pre,
+                lambda x, weights: _pre(x, weights, w_in, w_out, activation, order, tiles),
+                x_TD,
+                weights_TK,
+                product=True,
+            )
             ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, pre, *_tensors(order))
             ctx.top_k, ctx.activation, ctx.tiles = order.top_k, activation, tiles
             ctx.heights = {height: found.most for height, found in order.tiles.items()}
@@ -97,6 +105,22 @@ class _FusedFFN(Function):
                 gemms.project_back(grad_pre, w_in, order, tiles.grad_input, transposed=True), order.top_k
             )
         return grad_x, None, grad_weights, grad_w_in, grad_w_out, None, None, None
+
+
+def _pre(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: Activation,
+    order: Order,
+    tiles: FusedTiles,
+) -> Tensor:
+    """What the first product leaves for backward, by that product run again."""
+    x = _operand(x_TD, order, tiles.project_in.copy)
+    _, pre = gemms.project_in(x, weights_TK, w_in, w_out.shape[1], activation, order, tiles.project_in, keep=True)
+    assert pre is not None, "kept because it was asked for"
+    return pre
 
 
 def _operand(tokens: Tensor, order: Order, height: int) -> Operand:
