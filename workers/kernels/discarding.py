@@ -2,9 +2,10 @@
 
 What an operation keeps for backward passes through `torch.autograd.graph.saved_tensors_hooks`. A result that was
 announced as cheap is replaced there by a recipe: the function, and the tensors or recipes that it starts from. That is
-the output-discarding recomputation of Megatron-Core, on top of autograd. torch's selective checkpointing asks a policy
-at every dispatched operator, in Python and in both passes, sees no operator inside an autograd Function such as a
-Triton kernel's, and refuses a kept product that is changed in place, as the rotation of queries and keys does.
+the output-discarding recomputation of Megatron-Core, on top of autograd. torch's selective checkpointing
+(`create_selective_checkpoint_contexts`) asks a policy at every dispatched operator, in Python and in both passes, which
+costs the host several times what the hooks do; it sees no operator inside an autograd Function such as a Triton
+kernel's; and it does not see that a kept projection was rotated in place since, and rotates it twice.
 """
 
 from __future__ import annotations
