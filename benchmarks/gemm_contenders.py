@@ -18,6 +18,7 @@ from torch import Tensor
 from workers.kernels.experts import cublas_grouped, loop, triton_gemm
 from workers.kernels.experts.block_sparse import BLOCK, SDD
 from workers.kernels.experts.block_topology import block_topology
+from workers.kernels.experts.hopper import gemm as hopper_gemm
 from workers.kernels.experts.rows import Rows
 
 
@@ -171,6 +172,12 @@ def _triton_grouped(given: Problem) -> Operands:
     return Operands(x, w, given.grad, None, lambda x, w: triton_gemm.grouped_gemm(x, w, rows))
 
 
+def _hopper_grouped(given: Problem) -> Operands:
+    x, w = _leaves(given.x, given.w)
+    rows = Rows(given.ends, given.ends, given.ends)
+    return Operands(x, w, given.grad, None, lambda x, w: hopper_gemm.grouped_gemm(x, w, rows))
+
+
 def _block_sparse(given: Problem) -> Operands:
     padded, grad, rows = _padded(given, [-(-count // BLOCK) * BLOCK for count in given.counts])
     x, w = _leaves(padded, given.w)
@@ -189,5 +196,6 @@ BASELINES: dict[str, Callable[[Problem], Operands]] = {"loop": _loop, "bmm": _bm
 OURS: dict[str, Callable[[Problem], Operands]] = {
     "cublas_grouped": _cublas_grouped,
     "triton_grouped": _triton_grouped,
+    "hopper_grouped": _hopper_grouped,
     "block_sparse": _block_sparse,
 }

@@ -1,55 +1,67 @@
-"""The tiles of the Triton grouped GEMM against each other, product by product."""
+"""The tiles of the grouped GEMMs in Triton and Gluon against each other, product by product."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gemm_contenders import Problem
-from workers.kernels.experts.triton_gemm import LARGE, LOW, SHALLOW, SQUARE, Tiles, multiply_rows, sum_over_rows
+from benchmarks.gemm_contenders import Problem, problem
+from workers.kernels.experts import triton_gemm
+from workers.kernels.experts.hopper import gemm as hopper_gemm
+from workers.kernels.experts.hopper import tiles as hopper
+from workers.kernels.experts.hopper.tiles import WIDE, HopperTiles
+from workers.kernels.experts.triton_gemm import LARGE, LOW, SHALLOW, SQUARE, Tiles
 from workers.kernels.experts.triton_support import triton_failure
 from workers.profiler.cuda_timing import CudaTimer
 
 TOLERANCE = 1e-2
+MOST_PROCESSES = 12
+"""Each holds a context of the device."""
 
-ROWS_TILES: dict[str, Tiles] = {
+ROWS_TILES: dict[str, Tiles | HopperTiles] = {
     "large": LARGE,
     "large, strips of 16": replace(LARGE, group_m=16),
-    "large, pointers": replace(LARGE, bulk_copies=False),
-    "large, halves": replace(LARGE, num_stages=4, halves=True),
-    "large, flat": replace(LARGE, num_stages=4, flatten=True),
-    "large, flat, 3 stages": replace(LARGE, flatten=True),
+    "square": SQUARE,
     "square, flat": replace(SQUARE, flatten=True),
-    "low, flat": replace(LOW, flatten=True),
-    "tall 256x128": Tiles(256, 128, 64, num_stages=3, num_warps=8),
-    "square": SQUARE,
-    "square, 3 stages": replace(SQUARE, num_stages=3),
-    "square, pointers": replace(SQUARE, bulk_copies=False),
-    "square, 4 warps, two a multiprocessor": Tiles(128, 128, 32, 4, 4, programs_per_multiprocessor=2),
     "low": LOW,
-    "low, pointers": replace(LOW, bulk_copies=False),
-    "low, deep steps": Tiles(64, 128, 128, num_stages=3, num_warps=4),
     "low and wide": Tiles(64, 256, 64, num_stages=4, num_warps=4),
+    "hopper wide": WIDE,
+    "hopper wide, pieces in turn": replace(WIDE, columns=64, buffers=2),
+    "hopper wide, 3 stages": replace(WIDE, stages=3, buffers=2),
+    "hopper wide, strips of 16": replace(WIDE, group_m=16),
+    "hopper tall": HopperTiles(2, 128, 128, 64, stages=4, columns=64),
+    "hopper, three consumers": HopperTiles(3, 64, 256, 64, stages=3, columns=128),
+    "hopper square": hopper.SQUARE,
+    "hopper low and wide": hopper.LOW_WIDE,
+    "hopper low": hopper.LOW,
+    "hopper low, two a multiprocessor": replace(hopper.LOW, stages=4, programs=2),
+    "hopper narrow": hopper.NARROW,
 }
-WEIGHTS_TILES: dict[str, Tiles] = {
+WEIGHTS_TILES: dict[str, Tiles | HopperTiles] = {
     "large": LARGE,
-    "large, strips of 16": replace(LARGE, group_m=16),
-    "large, pointers": replace(LARGE, bulk_copies=False),
-    "large, halves": replace(LARGE, num_stages=4, halves=True),
-    "tall 256x128": Tiles(256, 128, 64, num_stages=3, num_warps=8),
     "square": SQUARE,
-    "square, two a multiprocessor": Tiles(128, 128, 64, 2, 8, programs_per_multiprocessor=2),
     "shallow": SHALLOW,
-    "shallow, pointers": replace(SHALLOW, bulk_copies=False),
-    "shallow, steps of 16": Tiles(128, 128, 16, num_stages=3, num_warps=4, programs_per_multiprocessor=3),
     "shallow, three a multiprocessor": Tiles(128, 64, 32, 3, 4, programs_per_multiprocessor=3),
+    "hopper wide": WIDE,
+    "hopper wide, pieces in turn": replace(WIDE, columns=64, buffers=2),
+    "hopper wide, 3 stages": replace(WIDE, stages=3, buffers=2),
+    "hopper tall": HopperTiles(2, 128, 128, 64, stages=4, columns=64),
+    "hopper, three consumers": HopperTiles(3, 64, 256, 64, stages=3, columns=128),
+    "hopper pair": hopper.PAIR,
+    "hopper medium": hopper.MEDIUM,
+    "hopper short and low, two a multiprocessor": HopperTiles(1, 64, 256, 16, 4, columns=256, buffers=2, programs=2),
 }
+CHOICES = {"forward": ROWS_TILES, "dX": ROWS_TILES, "dW": WEIGHTS_TILES}
 
 
 class _OnePass:
@@ -75,44 +87,55 @@ class _OnePass:
         raise AssertionError(length)
 
 
+def compile_tiles(num_experts: Iterable[int], k: int, n: int) -> None:
+    """Compile what `compare_tiles` runs for these numbers of experts, in processes of its own: it takes longer."""
+    jobs = [(product, name, e, k, n) for e in num_experts for product, tiles in CHOICES.items() for name in tiles]
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for _ in pool.map(_compile, jobs, chunksize=-(-len(jobs) // processes)):
+            pass
+
+
 def compare_tiles(given: Problem, timer: CudaTimer, deadline: float) -> list[dict[str, Any]]:
     """Seconds of forward, dX and dW with every choice of tiles, and how far each is from torch's result."""
     x, w, grad, ends = given.x, given.w, given.grad, given.ends
-    products: list[tuple[str, dict[str, Tiles], Tensor, Callable[[Tensor, Tiles], Tensor]]] = [
-        (
-            "forward",
-            ROWS_TILES,
-            F.grouped_mm(x, w, offs=ends),
-            lambda out, tiles: multiply_rows(x, w, ends, out=out, tiles=tiles),
-        ),
-        (
-            "dX",
-            ROWS_TILES,
-            F.grouped_mm(grad, w.transpose(1, 2), offs=ends),
-            lambda out, tiles: multiply_rows(grad, w, ends, transposed=True, out=out, tiles=tiles),
-        ),
-        (
-            "dW",
-            WEIGHTS_TILES,
-            F.grouped_mm(x.t(), grad, offs=ends),
-            lambda out, tiles: sum_over_rows(x, grad, ends, out=out, tiles=tiles),
-        ),
-    ]
+    wanted = {
+        "forward": F.grouped_mm(x, w, offs=ends),
+        "dX": F.grouped_mm(grad, w.transpose(1, 2), offs=ends),
+        "dW": F.grouped_mm(x.t(), grad, offs=ends),
+    }
     rows: list[dict[str, Any]] = []
-    for product, choices, wanted, run in products:
+    for product, choices in CHOICES.items():
         for name, tiles in choices.items():
             if time.monotonic() > deadline:
                 return rows
             row = {"product": product, "tiles": name, **asdict(tiles)}
-            rows.append(row | _compare(run, tiles, wanted, timer))
+            rows.append(row | _compare(partial(_run, product, given, tiles=tiles), wanted[product], timer))
     return rows
 
 
-def _compare(run: Callable[[Tensor, Tiles], Tensor], tiles: Tiles, wanted: Tensor, timer: CudaTimer) -> dict[str, Any]:
+def _run(product: str, given: Problem, out: Tensor | None, *, tiles: Tiles | HopperTiles) -> Tensor:
+    kernels: Any = hopper_gemm if isinstance(tiles, HopperTiles) else triton_gemm
+    if product == "dW":
+        weights: Tensor = kernels.sum_over_rows(given.x, given.grad, given.ends, out=out, tiles=tiles)
+        return weights
+    x, transposed = (given.x, False) if product == "forward" else (given.grad, True)
+    rows: Tensor = kernels.multiply_rows(x, given.w, given.ends, transposed=transposed, out=out, tiles=tiles)
+    return rows
+
+
+def _compile(job: tuple[str, str, int, int, int]) -> None:
+    product, name, num_experts, k, n = job
+    device = torch.device("cuda")
+    given = problem((1,) * num_experts, k, n, torch.bfloat16, device)
+    triton_failure(lambda: _run(product, given, None, tiles=CHOICES[product][name]).requires_grad_(), device)
+
+
+def _compare(run: Callable[[Tensor], Tensor], wanted: Tensor, timer: CudaTimer) -> dict[str, Any]:
     out = torch.full_like(wanted, float("nan"))
 
     def differentiable() -> Tensor:
-        return run(out, tiles).flatten()[0].detach().requires_grad_()
+        return run(out).flatten()[0].detach().requires_grad_()
 
     reason = triton_failure(differentiable, wanted.device)
     if reason is not None:
@@ -121,6 +144,6 @@ def _compare(run: Callable[[Tensor, Tiles], Tensor], tiles: Tiles, wanted: Tenso
     difference /= float(torch.linalg.vector_norm(wanted, dtype=torch.float32))
     if not difference <= TOLERANCE:
         return {"reason": f"wrong by {difference:.1e}"}
-    passes = _OnePass(lambda: run(out, tiles))
+    passes = _OnePass(lambda: run(out))
     timer.warm_up(passes)
     return {"seconds": timer.time(passes).device_seconds, "difference": difference}

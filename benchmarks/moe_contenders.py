@@ -25,6 +25,7 @@ from workers.layers.weights import Weights
 HIDDEN, WIDTH = 2048, 1408
 DENSE = ("dense eager", "dense compile")
 LIGER = "liger"
+_COMPILED = " compile"
 
 
 def layer_model(num_experts: int, top_k: int) -> ModelSpec:
@@ -44,6 +45,11 @@ def contenders(model: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Every back end that serves the model here, and liger-kernel's fused MoE where it is installed."""
     names = tuple(support.name for support in expert_support(model, device) if support.usable)
     return (*names, LIGER) if _has_liger() else names
+
+
+def compiled_name(backend: str) -> str:
+    """The layer on `backend` with everything around the experts compiled."""
+    return backend + _COMPILED
 
 
 def hidden_states(micro_batch: int, seq_length: int, device: torch.device) -> Tensor:
@@ -87,13 +93,17 @@ def expert_block(
 
 
 def layer_block(name: str, num_experts: int, top_k: int, num_tokens: int, device: torch.device) -> MoEFFN:
-    """The whole layer on the back end `name`."""
+    """The whole layer on the back end `name`, or with `compiled_name`."""
     model = layer_model(num_experts, top_k)
-    block = MoEFFN(model, backend="loop", recompute=BlockRecompute.NONE, device=device, training=True)
-    block.run_experts = _run_of(name)
+    backend = name.removesuffix(_COMPILED)
+    known = "loop" if backend == LIGER else backend
+    block = MoEFFN(model, backend=known, recompute=BlockRecompute.NONE, device=device, training=True)
+    block.run_experts = _run_of(backend)
     block.set_routes(device_routes(model, RoutingSpec(), num_tokens, 0, device))
-    if name == LIGER:
+    if backend == LIGER:
         block.w_in, block.w_out = (_stored(w, True) for w in (block.w_in, block.w_out))
+    if name != backend:
+        block.compile_core()
     return block
 
 

@@ -269,10 +269,10 @@ class Belief:
     def _component_fails(self, component: Component) -> bool:
         if component in self.measured:
             return False
-        return any(_at_least(component, failed, broken=failed in self._broken) for failed in self.failed)
+        return any(at_least(component, failed, broken=failed in self._broken) for failed in self.failed)
 
 
-def _at_least(component: Component, failed: Component, *, broken: bool) -> bool:
+def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
     """Whether `component` does what `failed` could not do, or more of it.
 
     Recomputation runs what the plain block runs, and more: it helps where memory was short, not where it is `broken`.

@@ -17,6 +17,8 @@ from tests.kernels.references import relative_error
 from workers.kernels.experts.block_sparse import dsd, sdd, transposed_dsd
 from workers.kernels.experts.block_topology import block_topology
 from workers.kernels.experts.cublas_grouped import CublasGemm
+from workers.kernels.experts.hopper import gemm as hopper
+from workers.kernels.experts.hopper import tiles as hopper_tiles
 from workers.kernels.experts.registry import expert_backend, expert_support
 from workers.kernels.experts.triton_gemm import (
     LARGE,
@@ -37,7 +39,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
-OURS = ("cublas_grouped", "triton_grouped", "block_sparse")
+OURS = ("cublas_grouped", "triton_grouped", "hopper_grouped", "block_sparse")
 NAN = float("nan")
 
 
@@ -68,6 +70,26 @@ TILES = {
     "large and flat": replace(LARGE, flatten=True),
     "square and flat": replace(SQUARE, flatten=True),
 }
+HOPPER_TILES = {
+    "wide": hopper_tiles.WIDE,
+    "wide, narrow pieces in turn": replace(hopper_tiles.WIDE, columns=64, buffers=2),
+    "square": hopper_tiles.SQUARE,
+    "low and wide": hopper_tiles.LOW_WIDE,
+    "low": hopper_tiles.LOW,
+    "low, two a multiprocessor": replace(hopper_tiles.LOW, stages=4, programs=2),
+    "narrow": hopper_tiles.NARROW,
+    "three consumers": hopper_tiles.HopperTiles(3, 64, 256, 64, stages=3, columns=128),
+    "tall": hopper_tiles.HopperTiles(2, 128, 128, 64, stages=4, columns=64),
+}
+HOPPER_WEIGHTS_TILES = {
+    "wide": hopper_tiles.WIDE,
+    "pair": hopper_tiles.PAIR,
+    "long": hopper_tiles.LONG,
+    "medium": hopper_tiles.MEDIUM,
+    "square": hopper_tiles.SQUARE,
+    "low, two a multiprocessor": hopper_tiles.HopperTiles(1, 64, 256, 32, stages=3, columns=128, buffers=2, programs=2),
+    "three consumers": hopper_tiles.HopperTiles(3, 64, 256, 64, stages=3, columns=128),
+}
 UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 300, 77), 333, 117)
 
 
@@ -90,6 +112,16 @@ def triton_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
     return out
 
 
+def hopper_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
+    out: Tensor = hopper.HopperGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]
+    return out
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper device"
+)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cublas(case: GemmCase, dtype: torch.dtype) -> None:
@@ -102,6 +134,56 @@ def test_cublas(case: GemmCase, dtype: torch.dtype) -> None:
 def test_triton(case: GemmCase, dtype: torch.dtype) -> None:
     errors = gemm_cases.errors(triton_gemm, case, dtype, CUDA)
     assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_hopper(case: GemmCase, dtype: torch.dtype) -> None:
+    errors = gemm_cases.errors(hopper_gemm, case, dtype, CUDA)
+    assert max(errors.values()) <= TOLERANCES[dtype], errors
+
+
+@on_hopper
+@pytest.mark.parametrize("name", HOPPER_TILES)
+def test_all_rows_tiles_on_hopper(name: str) -> None:
+    for case in (CASES[0], CASES[7], CASES[8], CASES[11], CASES[13]):
+        x, w, grad = tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
+        ends = gemm_cases.ends_of(case.counts, CUDA)
+        tiles = HOPPER_TILES[name]
+        actual = [
+            hopper.multiply_rows(x, w, ends, out=torch.full_like(grad, NAN), tiles=tiles),
+            hopper.multiply_rows(grad, w, ends, transposed=True, out=torch.full_like(x, NAN), tiles=tiles),
+        ]
+        for value, wanted in zip(actual, gemm_cases.expected(case, tensors)[:2], strict=True):
+            assert relative_error(value, wanted) <= 1e-2, case.name
+
+
+@on_hopper
+@pytest.mark.parametrize("name", HOPPER_WEIGHTS_TILES)
+def test_all_weights_tiles_on_hopper(name: str) -> None:
+    for case in (CASES[0], CASES[7], CASES[8], CASES[11], CASES[13]):
+        x, _, grad = tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
+        out = torch.full_like(tensors[1], NAN)
+        hopper.sum_over_rows(x, grad, gemm_cases.ends_of(case.counts, CUDA), out=out, tiles=HOPPER_WEIGHTS_TILES[name])
+        assert relative_error(out, gemm_cases.expected(case, tensors)[2]) <= 1e-2, case.name
+
+
+@on_hopper
+def test_an_expert_does_not_read_into_the_next() -> None:
+    """What is not a number in one expert's rows stays out of the others' gradients and results."""
+    case = GemmCase("infected", (70, 33, 200), 128, 256)
+    x, w, grad = tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
+    ends = gemm_cases.ends_of(case.counts, CUDA)
+    wanted_w = gemm_cases.expected(case, tensors)[2]
+    x[70:103], grad[70:103] = NAN, NAN
+    grad_w = hopper.sum_over_rows(x, grad, ends)
+    out = hopper.multiply_rows(x, w, ends)
+    for expert in (0, 2):
+        assert relative_error(grad_w[expert], wanted_w[expert]) <= 1e-2
+    assert out[70:103].isnan().all()
+    assert not out[:70].isnan().any()
+    assert not out[103:].isnan().any()
 
 
 @pytest.mark.parametrize("bulk_copies", [True, False], ids=["descriptors", "pointers"])
@@ -120,7 +202,7 @@ def test_all_tiles(name: str, bulk_copies: bool) -> None:
             assert relative_error(value, wanted) <= 1e-2, case.name
 
 
-@pytest.mark.parametrize("gemm", [cublas_gemm, triton_gemm], ids=["cublas", "triton"])
+@pytest.mark.parametrize("gemm", [cublas_gemm, triton_gemm, hopper_gemm], ids=["cublas", "triton", "hopper"])
 def test_the_same_inputs_give_the_same_bits(gemm: gemm_cases.Gemm) -> None:
     case = CASES[8]
     tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
@@ -135,7 +217,7 @@ def test_another_stream_and_fresh_inputs() -> None:
         with torch.cuda.stream(stream):
             case = CASES[7]
             tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA, seed)
-            for gemm in (cublas_gemm, triton_gemm):
+            for gemm in (cublas_gemm, triton_gemm, hopper_gemm):
                 actual = gemm_cases.run(gemm, case, tensors)
                 for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
                     assert relative_error(value, wanted) <= 1e-2
@@ -201,16 +283,17 @@ def test_back_ends_agree_with_the_loop(name: str, num_experts: int, top_k: int) 
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_triton_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("function", [TritonGemm, hopper.HopperGemm])
+def test_triton_never_waits_for_the_device(function: type[torch.autograd.Function]) -> None:
     case = CASES[7]
     x, w, grad = gemm_cases.inputs(case, torch.bfloat16, CUDA)
     ends = gemm_cases.ends_of(case.counts, CUDA)
     x.requires_grad_()
     w.requires_grad_()
-    TritonGemm.apply(x, w, ends).backward(grad)  # type: ignore[no-untyped-call]
+    function.apply(x, w, ends).backward(grad)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        TritonGemm.apply(x, w, ends).backward(grad)  # type: ignore[no-untyped-call]
+        function.apply(x, w, ends).backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -244,6 +327,29 @@ def test_operands_of_more_than_two_to_the_31_numbers() -> None:
         assert (grad_w[7] == 0).all()
 
 
+@on_hopper
+def test_operands_of_more_than_two_to_the_31_numbers_on_hopper() -> None:
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB")
+    torch.use_deterministic_algorithms(False)  # the poison of large tensors would take longer than the test
+    x = torch.randn(1_100_005, 2048, device=CUDA, dtype=torch.bfloat16)
+    w = torch.randn(3, 128, 2048, device=CUDA, dtype=torch.bfloat16) / 128**0.5
+    ends = gemm_cases.ends_of((1_000_000, 0, 100_005), CUDA)
+    out = hopper.multiply_rows(x[:, :128].contiguous(), w, ends)
+    assert relative_error(out[-1000:], x[-1000:, :128].float() @ w[2].float()) <= 1e-2
+    narrow = hopper.multiply_rows(x, w, ends, transposed=True)
+    assert relative_error(narrow[-1000:], x[-1000:].float() @ w[2].float().T) <= 1e-2
+    wanted = x[1_000_000:].float().T @ narrow[1_000_000:].float()
+    assert relative_error(hopper.sum_over_rows(x, narrow, ends)[2], wanted) <= 1e-2
+    wide = torch.randn(9, 16384, 16384, device=CUDA, dtype=torch.bfloat16)
+    few = torch.randn(64, 16384, device=CUDA, dtype=torch.bfloat16)
+    ends = gemm_cases.ends_of((30, *([0] * 7), 34), CUDA)
+    assert relative_error(hopper.multiply_rows(few, wide, ends)[30:], few[30:].float() @ wide[8].float()) <= 1e-2
+    grad_w = hopper.sum_over_rows(few, few, ends, out=wide)
+    assert relative_error(grad_w[8], few[30:].float().T @ few[30:].float()) <= 1e-2
+    assert (grad_w[7] == 0).all()
+
+
 def test_support() -> None:
     def model(dtype: DType, width: int = 128) -> ModelSpec:
         moe = MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=width)
@@ -259,4 +365,6 @@ def test_support() -> None:
     single = reasons(model(DType.FLOAT32))
     assert single["cublas_grouped"] is None
     assert "float32" in (single["triton_grouped"] or "")
+    assert "float32" in (single["hopper_grouped"] or "")
+    assert "multiples of 8" in (reasons(model(DType.BFLOAT16, width=36))["hopper_grouped"] or "")
     assert "multiple of 128" in (reasons(model(DType.BFLOAT16, width=96))["block_sparse"] or "")

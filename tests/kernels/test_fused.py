@@ -141,7 +141,7 @@ def test_it_keeps_a_row_of_pre_activations_and_two_integers_a_pair() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = backend(VARIANTS["pointers"]).forward(x, routes, weights, w_in, w_out, "silu")
     pairs = case.num_tokens * case.top_k
-    for_tiles = 4 * (2 * (pairs // 16 + 4) + 3 * 4 + 1)
+    for_tiles = 4 * (2 * (pairs // 16 + 4) + 3 * 4 + 1 + 8 * 3)  # each of eight parts aligned to four numbers
     assert sum(kept.values()) <= pairs * (2 * case.width * 4 + 2 * 4) + for_tiles
     out.sum().backward()
 
@@ -192,8 +192,6 @@ def test_default_tiles_agree_with_each_other(mean: int, gated: bool) -> None:
         if tile.copy:
             wanted = tile.block_k if field.name.startswith("grad_w") else tile.block_m
             assert tile.copy % wanted == 0
-        if tile.specialize:
-            assert tile.copy or field.name in {"project_out", "grad_input"}
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")
@@ -216,3 +214,21 @@ def test_it_names_the_rule_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> No
     assert FUSED.unsupported_reason(single, cuda) == "the fused experts take bfloat16 and float16, not float32"
     odd = FUSED.unsupported_reason(moe_model(width=36), cuda)
     assert odd == "the fused experts need expert_ffn_hidden_size to be a multiple of 8, not 36"
+
+
+@interpreted
+def test_the_operators_agree_with_their_declarations() -> None:
+    from workers.kernels.experts.fused.operators import fused_experts
+
+    case = expert_cases.CASES[0]
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    x, weights, w_in, w_out = inputs = [tensor.requires_grad_() for tensor in tensors[:4]]
+    arguments = (x, routes, weights, w_in, w_out, case.activation)
+    for keep in (True, False):
+        checks = ("test_schema", "test_faketensor") + (("test_autograd_registration",) if keep else ())
+        torch.library.opcheck(fused_experts, (*arguments, keep), test_utils=checks)
+    out = fused_experts(*arguments, True)[0]
+    expected = FUSED.forward(x, routes, weights, w_in, w_out, case.activation)
+    assert torch.equal(out, expected)
+    gradients = [torch.autograd.grad(result, inputs, tensors[4]) for result in (out, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -12,7 +12,7 @@ import torch
 
 from tests.kernels.references import relative_error
 from tests.kernels.triton_interpreter import is_interpreting
-from workers.kernels.router import route
+from workers.kernels.router import route, score
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu")
 runs_kernels = pytest.mark.skipif(
@@ -77,3 +77,36 @@ def test_in_the_interpreter() -> None:
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=200, check=False
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+
+def test_scores_pass_the_hidden_states_on_and_add_their_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    h, w, grad_scores, grad_passed = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 12), (5, 12), (7, 5), (7, 12))
+    )
+    leaves = [t.clone().requires_grad_() for t in (h, w)]
+    scores, passed = score(*leaves)
+    assert torch.equal(passed, h)
+    torch.autograd.backward([scores, passed * 2.0], [grad_scores, grad_passed])
+    assert torch.allclose(scores, h @ w.T)
+    grad_h, grad_w = (leaf.grad for leaf in leaves)
+    assert grad_h is not None
+    assert grad_w is not None
+    assert torch.allclose(grad_h, grad_scores @ w + 2.0 * grad_passed)
+    assert torch.allclose(grad_w, grad_scores.T @ h)
+
+
+@runs_kernels
+@pytest.mark.skipif(is_interpreting(), reason="the compiler's graphs are built on the device")
+@pytest.mark.parametrize("norm", [False, True])
+def test_within_a_graph(norm: bool) -> None:
+    scores, forced, gradient = problem(64, 16, 2)
+    found = []
+    for run in (route, torch.compile(route, fullgraph=True, dynamic=False)):
+        leaf = scores.to(DEVICE).requires_grad_()
+        _, weights = run(leaf, forced.to(DEVICE), norm_topk_prob=norm, dtype=torch.float32)
+        weights.backward(gradient.to(DEVICE))
+        assert leaf.grad is not None
+        found.append((weights.detach(), leaf.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

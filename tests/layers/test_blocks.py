@@ -120,7 +120,7 @@ def test_the_router_goes_where_the_routes_say() -> None:
         block.w_router[1].fill_(100.0)
     wanted = torch.tensor([[2, 3], [5, 0], [4, 1]])
     block.set_routes(wanted)
-    routes, weights = block._route(torch.randn(3, 48, generator=torch.Generator().manual_seed(0)))
+    routes, weights, _ = block._route(torch.randn(3, 48, generator=torch.Generator().manual_seed(0)))
     assert [set(row) for row in routes.tolist()] == [set(row) for row in wanted.tolist()]
     assert weights.shape == (3, 2)
 

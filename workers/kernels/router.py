@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -29,10 +30,15 @@ def route(
     A weight is the softmax over all experts, in float32, of the score of one of the top K, divided by the sum of the K
     with `norm_topk_prob`. The scores of `forced_TK` (T, K) are raised above all others for the choice alone. The order
     of a token's routes is left open. `fused` asks for the one kernel or for torch; by default the kernel runs on CUDA,
-    where Triton is installed and for up to 16 of up to 1024 experts, and not within torch.compile, which has its own.
+    where Triton is installed and for up to 16 of up to 1024 experts.
     """
     if fused is None:
-        fused = not torch.compiler.is_compiling() and _is_fusible(scores_TE, forced_TK.shape[1])
+        fused = _is_fusible(scores_TE, forced_TK.shape[1])
+    if fused and torch.compiler.is_compiling():
+        from workers.kernels import router_operators  # noqa: PLC0415 - needs Triton
+
+        chosen, shares, _ = router_operators.route(scores_TE, forced_TK, norm_topk_prob, dtype)
+        return chosen, shares
     if fused:
         routes, weights = _Route.apply(scores_TE, forced_TK, norm_topk_prob, dtype)  # type: ignore[no-untyped-call]
         return routes, weights
@@ -43,6 +49,34 @@ def route(
     if norm_topk_prob:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return routes_TK, weights_TK.to(dtype)
+
+
+def score(h_TD: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
+    """The router's scores (T, E) for hidden states (T, D) and its matrix (E, D), and the hidden states again.
+
+    What the experts take must be the second result: its gradient is then added to the router's within the product that
+    makes the latter, and not in one more pass over memory. Within torch.compile the compiler sees to it.
+    """
+    if torch.compiler.is_compiling():
+        return F.linear(h_TD, w_router), h_TD
+    scores_TE, passed_TD = _Score.apply(h_TD, w_router)  # type: ignore[no-untyped-call]
+    return scores_TE, passed_TD
+
+
+class _Score(Function):
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(h_TD, w_router)
+        return F.linear(h_TD, w_router), h_TD.view_as(h_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        h_TD, w_router = ctx.saved_tensors
+        needs_h, needs_w = ctx.needs_input_grad
+        # In place: the gradient was made by the experts' backward, which kept no reference to it.
+        grad_h = grad_TD.addmm_(grad_TE, w_router) if needs_h else None
+        return grad_h, grad_TE.t() @ h_TD if needs_w else None
 
 
 def _is_fusible(scores_TE: Tensor, top_k: int) -> bool:

@@ -10,7 +10,7 @@ from explorer.components import BlockRecompute
 from explorer.models import ModelSpec
 from workers.kernels.discarding import recomputable
 from workers.kernels.experts.registry import expert_backend
-from workers.kernels.router import route
+from workers.kernels.router import route, score
 from workers.layers.block import ResidualBlock
 from workers.layers.compilation import left_eager
 from workers.layers.mlp import MLP
@@ -64,7 +64,7 @@ class MoEFFN(ResidualBlock):
         """The branch of a micro-batch."""
         h_BSD: Tensor = recomputable(self.norm, x_BSD)
         h_TD = h_BSD.flatten(0, 1)
-        routes_TK, weights_TK = self._route(h_TD)
+        routes_TK, weights_TK, h_TD = self._route(h_TD)
         out = self.run_experts(h_TD, routes_TK, weights_TK, self.w_in, self.w_out, self.activation)
         if self.shared is not None:
             shared = self.shared(h_TD)
@@ -77,11 +77,13 @@ class MoEFFN(ResidualBlock):
             self.run_experts = left_eager(self.backend.forward)
         super().compile_core()
 
-    def _route(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes and their weights, and the hidden states for the experts."""
         assert self.routes is not None, "routes are set before the first forward"
         assert self.routes.shape[0] == h_TD.shape[0], "routes for every token of the micro-batch"
-        scores_TE = F.linear(h_TD, self.w_router)
-        return route(scores_TE, self.routes, norm_topk_prob=self.norm_topk_prob, dtype=h_TD.dtype)
+        scores_TE, h_TD = score(h_TD, self.w_router)
+        routes_TK, weights_TK = route(scores_TE, self.routes, norm_topk_prob=self.norm_topk_prob, dtype=h_TD.dtype)
+        return routes_TK, weights_TK, h_TD
 
     def _gate(self, h_TD: Tensor) -> Tensor:
         assert self.w_shared_gate is not None

@@ -12,10 +12,11 @@ from workers.kernels.experts.bmm import BMM
 from workers.kernels.experts.cublas_grouped import CUBLAS_GROUPED
 from workers.kernels.experts.fused.backend import FUSED
 from workers.kernels.experts.grouped_mm import GROUPED_MM
+from workers.kernels.experts.hopper.backend import HOPPER_GROUPED
 from workers.kernels.experts.loop import LOOP
 from workers.kernels.experts.triton_gemm import TRITON_GROUPED
 
-_ALL = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, BLOCK_SPARSE, FUSED)
+_ALL = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, HOPPER_GROUPED, BLOCK_SPARSE, FUSED)
 _BACKENDS = {backend.name: backend for backend in _ALL}
 
 

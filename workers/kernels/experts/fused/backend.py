@@ -16,11 +16,18 @@ from workers.kernels.probe import failure_of
 _DTYPES = (DType.BFLOAT16, DType.FLOAT16)
 _MULTIPLE = 8  # elements of two bytes in the 16 bytes that one load and one row of a tensor map are aligned to
 _MIN_CAPABILITY = (9, 0)
+_TRACEABLE = frozenset(torch_dtype(dtype) for dtype in _DTYPES)
 
 
 def _forward(
     x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
 ) -> Tensor:
+    if torch.compiler.is_compiling() and routes_TK.numel():
+        from workers.kernels.experts.fused.operators import fused_experts  # noqa: PLC0415 - needs Triton
+
+        keep = torch.is_grad_enabled()
+        out: Tensor = fused_experts(x_TD, routes_TK, weights_TK, w_in, w_out, activation, keep)[0]
+        return out
     from workers.kernels.experts.fused.function import fused_ffn  # noqa: PLC0415 - needs Triton
 
     return fused_ffn(x_TD, routes_TK, weights_TK, w_in, w_out, activation)
@@ -58,4 +65,4 @@ def _probe(dtype: torch.dtype, device: torch.device) -> Tensor:
     return _forward(x, routes, torch.ones_like(routes, dtype=dtype), w_in, w_out, "silu")
 
 
-FUSED = ExpertBackend("fused", False, _unsupported_reason, _forward)
+FUSED = ExpertBackend("fused", False, _unsupported_reason, _forward, _TRACEABLE)

@@ -10,7 +10,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workers.kernels.activations import Activation
-from workers.kernels.experts.fused import row_kernels, weight_kernels
+from workers.kernels.experts.fused.kernels.differentiate_hidden import differentiate_hidden_kernel
+from workers.kernels.experts.fused.kernels.project_back import project_back_kernel
+from workers.kernels.experts.fused.kernels.project_in import project_in_kernel
+from workers.kernels.experts.fused.kernels.sum_outer_products import sum_outer_products_kernel
 from workers.kernels.experts.fused.order import Order
 from workers.kernels.experts.fused.tiles import TileConfig
 
@@ -46,7 +49,7 @@ def project_in(
     hidden = w_in.new_empty(num_pairs, hidden_size)
     pre = w_in.new_empty(num_pairs, width) if keep else None
     tiles = order.tiles[tile.block_m]
-    row_kernels.project_in[_grid(tile, tiles.most, hidden_size, w_in.device)](
+    project_in_kernel[_grid(tile, tiles.most, hidden_size, w_in.device)](
         _rows_of(x, tile),
         _map(w_in, (1, tile.block_k, tile.block_n)) if tile.tma else w_in,
         hidden if pre is None else pre,
@@ -80,7 +83,7 @@ def project_back(
     out = rows.new_empty(num_pairs, n) if out is None else out
     tiles = order.tiles[tile.block_m]
     w_block = (1, tile.block_n, tile.block_k) if transposed else (1, tile.block_k, tile.block_n)
-    row_kernels.project_back[_grid(tile, tiles.most, n, rows.device)](
+    project_back_kernel[_grid(tile, tiles.most, n, rows.device)](
         _map(rows, (tile.block_m, tile.block_k)) if tile.tma else rows,
         _map(w, w_block) if tile.tma else w,
         out,
@@ -115,7 +118,7 @@ def differentiate_hidden(
     columns = -(-hidden_size // tile.block_n)
     partial = torch.empty(columns, num_pairs, dtype=torch.float32, device=pre.device)
     tiles = order.tiles[tile.block_m]
-    row_kernels.differentiate_hidden[_grid(tile, tiles.most, hidden_size, pre.device)](
+    differentiate_hidden_kernel[_grid(tile, tiles.most, hidden_size, pre.device)](
         _rows_of(grad, tile),
         _map(w_out, (1, tile.block_n, tile.block_k)) if tile.tma else w_out,
         pre,
@@ -151,7 +154,7 @@ def sum_outer_products(a: Operand, b: Operand, order: Order, tile: TileConfig) -
     num_experts, m, n = order.ends.numel(), a.tensor.shape[1], b.tensor.shape[1]
     out = a.tensor.new_empty(num_experts, m, n)
     tiles = order.tiles[height] if height > 1 else next(iter(order.tiles.values()))
-    weight_kernels.sum_outer_products[_grid(tile, num_experts * -(-m // tile.block_m), n, out.device)](
+    sum_outer_products_kernel[_grid(tile, num_experts * -(-m // tile.block_m), n, out.device)](
         _summed(a, tile, tile.block_m),
         _summed(b, tile, tile.block_n),
         out,
@@ -207,7 +210,6 @@ def _options(tile: TileConfig, like: Tensor) -> dict[str, Any]:
         "PRECISION": "ieee" if like.dtype is torch.float32 else "tf32",
         "TMA": tile.tma,
         "FLATTEN": tile.flatten,
-        "SPECIALIZE": tile.specialize,
         "GROUP": tile.group,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from workers.kernels.experts.fused import routing_kernels
+from workers.kernels.experts.fused.kernels import routing
 
 _BLOCK = 256
 _CHUNK = 32
 _TILES_AT_ONCE = 128
+_ALIGNMENT = 4  # of four bytes: kernels are compiled for pointers to multiples of 16
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,39 @@ class Order:
     """Rows sorted by expert and then by token, all int32.
 
     `pair_of_row` and `token_of_row` (R,); `ends` (E,), the row behind each expert's last; `largest_first` (E,), experts
-    by descending number of rows; `tiles`, by their height.
+    by descending number of rows; `tiles`, by their height. All are views of `buffer`.
     """
 
     top_k: int
+    buffer: Tensor
     pair_of_row: Tensor
     token_of_row: Tensor
     ends: Tensor
     largest_first: Tensor
     tiles: dict[int, Tiles]
+
+    @classmethod
+    def of(cls, buffer: Tensor, num_pairs: int, num_experts: int, top_k: int, heights: tuple[int, ...]) -> Order:
+        """What lies in a buffer of `order_size` numbers."""
+        sizes = _sizes(num_pairs, num_experts, heights)
+        starts = accumulate((_aligned(size) for size in sizes), initial=0)
+        views = iter([buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)])
+        pairs, tokens, ends, largest_first = next(views), next(views), next(views), next(views)
+        tiles = {}
+        for height in heights:
+            expert, row, first, count = next(views), next(views), next(views), next(views)
+            tiles[height] = Tiles(expert, row, first, count, most_tiles(num_pairs, num_experts, height))
+        return cls(top_k, buffer, pairs, tokens, ends, largest_first, tiles)
+
+
+def order_size(num_pairs: int, num_experts: int, heights: tuple[int, ...]) -> int:
+    """Numbers that an order takes."""
+    return sum(map(_aligned, _sizes(num_pairs, num_experts, heights)))
+
+
+def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
+    """Tiles of that height over the rows of each expert, at most."""
+    return (num_pairs + min(num_experts, num_pairs) * (height - 1)) // height
 
 
 def order_pairs(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -> Order:
@@ -51,39 +77,40 @@ def order_pairs(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -
     num_blocks = -(-num_pairs // _BLOCK)
     bins = _power_of_two(num_experts + 1)
 
-    def indices(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=routes.device)
+    def indices(length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.int32, device=routes.device)
 
+    order = Order.of(indices(order_size(num_pairs, num_experts, heights)), num_pairs, num_experts, top_k, heights)
     counts = indices(num_experts * num_blocks)
-    routing_kernels.count_experts[(num_blocks,)](
-        routes, counts, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, BINS=bins
-    )
+    routing.count_experts[(num_blocks,)](routes, counts, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, BINS=bins)
     scan = torch.cumsum(counts, 0, dtype=torch.int32)
-    pair_of_row, token_of_row = indices(2, num_pairs)
-    routing_kernels.place_pairs[(num_blocks,)](
-        routes, scan, pair_of_row, token_of_row, num_pairs, num_blocks, TOP_K=top_k, BLOCK=_BLOCK, CHUNK=_CHUNK
+    routing.place_pairs[(num_blocks,)](
+        routes,
+        scan,
+        order.pair_of_row,
+        order.token_of_row,
+        num_pairs,
+        num_blocks,
+        TOP_K=top_k,
+        BLOCK=_BLOCK,
+        CHUNK=_CHUNK,
     )
-    ends, largest_first = indices(2, num_experts)
-    tiles: dict[int, Tiles] = {}
-    for height in sorted(set(heights)):
-        most = (num_pairs + min(num_experts, num_pairs) * (height - 1)) // height
-        expert, row, first, count = indices(2 * most + num_experts + 1).split((most, most, num_experts, 1))
-        tiles[height] = Tiles(expert, row, first, count, most)
-        routing_kernels.lay_tiles[(num_experts,)](
+    for height, tiles in order.tiles.items():
+        routing.lay_tiles[(num_experts,)](
             scan,
-            ends,
-            largest_first,
-            first,
-            expert,
-            row,
-            count,
+            order.ends,
+            order.largest_first,
+            tiles.first,
+            tiles.expert,
+            tiles.row,
+            tiles.count,
             num_blocks,
             num_experts,
             BLOCK_M=height,
             BINS=bins,
             CHUNK=_TILES_AT_ONCE,
         )
-    return Order(top_k, pair_of_row, token_of_row, ends, largest_first, tiles)
+    return order
 
 
 def gather_tiles(tokens: Tensor, order: Order, height: int) -> Tensor:
@@ -92,7 +119,7 @@ def gather_tiles(tokens: Tensor, order: Order, height: int) -> Tensor:
     out = tokens.new_empty(tiles.most * height, width)
     block_d = min(512, _power_of_two(width))
     block_r = min(16, height)
-    routing_kernels.gather_tiles[(tiles.most * height // block_r,)](
+    routing.gather_tiles[(tiles.most * height // block_r,)](
         tokens,
         out,
         order.token_of_row,
@@ -118,11 +145,21 @@ def sum_pairs(rows: Tensor, top_k: int) -> Tensor:
     block_d = min(1024, _power_of_two(width))
     block_t = max(1, 4096 // block_d)
     grid = (-(-out.shape[0] // block_t), -(-width // block_d))
-    routing_kernels.sum_pairs[grid](
-        rows, out, num_pairs, width, TOP_K=top_k, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8
-    )
+    routing.sum_pairs[grid](rows, out, num_pairs, width, TOP_K=top_k, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8)
     return out
 
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+def _sizes(num_pairs: int, num_experts: int, heights: tuple[int, ...]) -> list[int]:
+    sizes = [num_pairs, num_pairs, num_experts, num_experts]
+    for height in heights:
+        most = most_tiles(num_pairs, num_experts, height)
+        sizes += [most, most, num_experts, 1]
+    return sizes
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

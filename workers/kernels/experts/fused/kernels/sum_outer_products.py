@@ -1,48 +1,15 @@
-"""Grouped GEMMs whose output is one matrix an expert: the gradients of the weights, summed over the expert's rows."""
+"""A grouped GEMM whose output is one matrix an expert: the gradients of the weights, summed over the expert's rows."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from workers.kernels.experts.fused.row_kernels import tile_of
-from workers.kernels.jit import jit, kernel
-
-
-@jit
-def load_rows(
-    x: tl.tensor,
-    token_of_row: tl.tensor,
-    first: tl.tensor,
-    padded_first: tl.tensor,
-    end: tl.tensor,
-    column: tl.tensor,
-    WIDTH: tl.tensor,
-    LAYOUT: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> tl.tensor:
-    """A (BLOCK_R, BLOCK_C) tile of x: rows, or the tokens of rows. Without TMA rows from `end` on are zero."""
-    if LAYOUT == "padded":
-        tile = x.load([padded_first, column])
-    elif TMA and LAYOUT == "rows":
-        tile = x.load([first, column])
-    else:
-        rows = first + tl.arange(0, BLOCK_R)
-        columns = column + tl.arange(0, BLOCK_C)
-        live = rows < end
-        if LAYOUT == "tokens":
-            rows = tl.load(token_of_row + rows, mask=live, other=0)
-        mask = live[:, None]
-        if not EVEN:
-            mask = mask & (columns < WIDTH)[None, :]
-        tile = tl.load(x + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
-    return tile
+from workers.kernels.experts.fused.kernels.tile_loads import load_rows, tile_of
+from workers.kernels.jit import kernel
 
 
 @kernel
-def sum_outer_products(
+def sum_outer_products_kernel(
     a: tl.tensor,
     b: tl.tensor,
     out: tl.tensor,
@@ -61,7 +28,6 @@ def sum_outer_products(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -77,9 +43,7 @@ def sum_outer_products(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     per_expert = num_m * num_n
-    for index in tl.range(
-        tl.program_id(0), E * per_expert, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
-    ):
+    for index in tl.range(tl.program_id(0), E * per_expert, tl.num_programs(0), flatten=FLATTEN):
         expert = tl.load(largest_first + index // per_expert)
         end = tl.load(ends + expert)
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)

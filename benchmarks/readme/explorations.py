@@ -1,58 +1,18 @@
-"""Puts the measured figures into README.md, from the raw JSON under results/ and from nowhere else.
-
-python -m benchmarks.readme            # rewrites the marked sections
-python -m benchmarks.readme --check    # fails if README.md says something else
-"""
+"""Whole explorations, and their compositions against whole models."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import statistics
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
+from benchmarks.readme.results import load, measured_on
 from explorer.candidates import Candidate
-from explorer.hardware import HardwareSpec
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_CODES = ("BEXP102", "BEXP202", "BEXP203", "BEXP401")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check README.md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args(arguments)
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = fill(old)
-    if options.check:
-        if new != old:
-            print("README.md does not say what benchmarks/results/ holds: run python -m benchmarks.readme")
-        return int(new != old)
-    readme.write_text(new)
-    return 0
-
-
-def fill(text: str) -> str:
-    """`text` with every marked section replaced by what the results say."""
-    for name, render in SECTIONS.items():
-        section = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
-        if not section.search(text):
-            raise ValueError(f"README.md has no section {name}")
-        head, tail = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        text = section.sub((head + render() + tail).replace("\\", r"\\"), text)
-    return text
 
 
 def log_of_olmoe() -> str:
     """The lines that a person sees of one run, as they were."""
-    (run,) = _load("h200-olmoe-fused")["runs"]
+    (run,) = load("h200-olmoe-fused")["runs"]
     lines = [line for line in run["lines"] if line.startswith(SHOWN_CODES)]
     return "```\n" + "\n".join(lines) + "\n```\n"
 
@@ -67,25 +27,8 @@ def explorations_fused() -> str:
     return _explorations("h200-olmoe-fused")
 
 
-def moe_layer() -> str:
-    """A whole MoE layer by back end, at the largest micro-batch that was timed."""
-    results = _load("h200-moe-layer-quick")
-    largest = max(row["micro_batch_size"] for row in results["rows"])
-    rows = [
-        "| back end | forward + backward | of a dense FFN of the same active FLOPs | saved activations |",
-        "| --- | --- | --- | --- |",
-    ]
-    rows += [
-        f"| {row['backend']} | {1e3 * row['device_seconds']:.1f} ms | {row['relative_to_dense']:.2f}x | "
-        f"{row['saved_bytes'] / 2**30:.2f} GiB |"
-        for row in results["rows"]
-        if row["micro_batch_size"] == largest
-    ]
-    return "\n".join(rows) + "\n"
-
-
 def _explorations(name: str) -> str:
-    results = _load(name)
+    results = load(name)
     rows = [
         "| model | submit to final | to confidence 95 | recommended | x base | confidence | over the largest that fits "
         "| trials | composed step, peak against the whole model |",
@@ -116,14 +59,14 @@ def _explorations(name: str) -> str:
     rows.append(
         f"\nA trial's overhead: suggest {1e3 * suggest:.0f} ms and messages {1e3 * messaging:.1f} ms in the median, "
         f"storage {1e3 * storage:.0f} ms in the mean. Process starts a job: {starts}. "
-        f"The profiler was idle {100 * idle:.0f}% of a job at most. {_environment(results)}"
+        f"The profiler was idle {100 * idle:.0f}% of a job at most. {measured_on(results)}"
     )
     return "\n".join(rows) + "\n"
 
 
 def fidelity() -> str:
     """Errors of composed steps, by configuration."""
-    results = _load("h200-fidelity")
+    results = load("h200-fidelity")
     rows = [
         "| model | candidates | step: median, largest error | peak: median, largest error |",
         "| --- | --- | --- | --- |",
@@ -136,22 +79,8 @@ def fidelity() -> str:
             errors = [abs(check[what]) for check in checks]
             cells.append(f"{100 * statistics.median(errors):.1f}%, {100 * max(errors):.1f}%")
         rows.append(f"| {name} | {len(checks)} | {' | '.join(cells)} |")
-    rows.append(f"\n{_environment(results)}")
+    rows.append(f"\n{measured_on(results)}")
     return "\n".join(rows) + "\n"
-
-
-SECTIONS: dict[str, Callable[[], str]] = {
-    "log": log_of_olmoe,
-    "explorations": explorations,
-    "fidelity": fidelity,
-    "explorations-fused": explorations_fused,
-    "moe-layer": moe_layer,
-}
-
-
-def _load(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
 
 
 def _short(candidate: Candidate) -> str:
@@ -161,13 +90,3 @@ def _short(candidate: Candidate) -> str:
     parts += [candidate.attention_backend]
     parts += [candidate.expert_backend] if candidate.expert_backend else []
     return ", ".join(parts)
-
-
-def _environment(results: dict[str, Any]) -> str:
-    environment = results["environment"]
-    hardware = HardwareSpec.model_validate(results["hardware"])
-    return f"Measured on {hardware.describe()}, {environment['date'][:10]}."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Times attention back ends against each other, apart from the profiler: interleaved, and for longer than a trial.
+
+Contenders take turns in an order that changes from round to round, without a pause of the device between them, so that
+a drift of its clocks meets all alike. A contender that is clearly slower than the fastest leaves after a few rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from explorer.components import Component, ComponentKind
+from explorer.measurements import Outcome
+from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
+from workers.kernels.attention import attention_backend
+from workers.kernels.dtypes import torch_dtype
+from workers.layers.factory import build_block
+from workers.profiler.failures import classify
+from workers.profiler.timing import standard_error
+
+LOST, HOPELESS = 1.25, 2.0
+"""Over the fastest's median after `MIN_ROUNDS`, and after the first: such a contender is timed no more."""
+MIN_ROUNDS, SURE_ROUNDS, MAX_ROUNDS = 5, 15, 60
+RELATIVE_ERROR = 0.001
+"""Of every median that is left, from which on, after `SURE_ROUNDS`, no more rounds are made."""
+WARM_UP_SECONDS = 0.3
+
+Stopwatch = Callable[[Callable[[], None]], Callable[[], float]]
+"""Issues a call; what it returns gives the seconds, once the device has been waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A request's model, and how many of its sequences are run at once."""
+
+    model: ModelSpec
+    request: ExplorationRequest
+    micro_batch_size: int
+
+
+def block_pass(shape: Shape, name: str, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of a whole attention block: norm, projections, positions, attention."""
+    model = shape.model
+    component = Component(kind=ComponentKind.ATTENTION, micro_batch_size=shape.micro_batch_size, backend=name)
+    generator = torch.Generator(device).manual_seed(0)
+    block = build_block(model, component, shape.request, device, generator=generator)
+    size = (shape.micro_batch_size, model.seq_length, model.hidden_size)
+    dtype = torch_dtype(model.dtype)
+    x, gradient = (torch.randn(size, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    x.requires_grad_()
+
+    def run() -> None:
+        x.grad = None
+        torch.autograd.backward(block(x), gradient)
+
+    return run
+
+
+def core_pass(shape: Shape, name: str, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of attention alone, on tensors that lie as a block leaves them."""
+    model, attend = shape.model, attention_backend(name).run
+    heads, groups = model.num_attention_heads, model.query_groups
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(num_heads: int) -> Tensor:
+        size = (shape.micro_batch_size, model.seq_length, num_heads, model.head_size)
+        return torch.randn(size, dtype=torch_dtype(model.dtype), device=device, generator=generator)
+
+    parts = normal(heads + 2 * groups).split((heads, groups, groups), dim=2)
+    q, k, v = (part.transpose(1, 2).requires_grad_() for part in parts)
+    gradient = normal(heads).transpose(1, 2)
+
+    def run() -> None:
+        torch.autograd.grad(attend(q, k, v), (q, k, v), gradient)
+
+    return run
+
+
+def time_back_ends(
+    build: Callable[[Shape, str, torch.device], Callable[[], None]],
+    shape: Shape,
+    names: tuple[str, ...],
+    device: torch.device,
+    seconds: float,
+) -> dict[str, dict[str, Any]]:
+    """What became of every back end: its outcome, and the median and spread of its rounds."""
+    runs: dict[str, Callable[[], None]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        reason = attention_backend(name).unsupported_reason(shape.model, device)
+        if reason is not None:
+            found[name] = {"outcome": Outcome.UNSUPPORTED.value, "reason": reason}
+            continue
+        try:
+            runs[name] = build(shape, name, device)
+        except Exception as error:  # noqa: BLE001 - whatever a back end raises is its outcome
+            found[name] = _failure(error)
+    found |= time_in_turns(runs, stopwatch(device), device, seconds)
+    runs.clear()
+    _release(device)
+    return {name: found[name] for name in names}
+
+
+def time_in_turns(
+    runs: dict[str, Callable[[], None]], watch: Stopwatch, device: torch.device, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Rounds over all that still matter, until their medians are known well or the time is up."""
+    deadline = time.monotonic() + seconds
+    found: dict[str, dict[str, Any]] = {}
+    for name in tuple(runs):
+        try:
+            _warm_up(runs[name], device)
+        except Exception as error:  # noqa: BLE001 - whatever a back end raises is its outcome
+            found[name] = _failure(error)
+            del runs[name]
+        if name not in runs:
+            _release(device)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    order, shuffle = list(runs), random.Random(0).shuffle  # noqa: S311 - an order, not a secret
+    while order:
+        shuffle(order)
+        pending = [(name, watch(runs[name])) for name in order]
+        _synchronize(device)
+        for name, read in pending:
+            samples[name].append(read())
+        rounds = max(map(len, samples.values()))
+        medians = {name: statistics.median(samples[name]) for name in order}
+        limit = (LOST if rounds >= MIN_ROUNDS else HOPELESS) * min(medians.values())
+        order = [name for name in order if medians[name] <= limit]
+        errors = [standard_error(samples[name]) / medians[name] for name in order]
+        is_sure = rounds >= SURE_ROUNDS and max(errors) <= RELATIVE_ERROR
+        if rounds >= MIN_ROUNDS and (len(order) == 1 or is_sure or time.monotonic() > deadline):
+            break
+        if rounds >= MAX_ROUNDS:
+            break
+    for name, values in samples.items():
+        found[name] = {
+            "outcome": Outcome.OK.value,
+            "seconds": statistics.median(values),
+            "standard_error_seconds": standard_error(values),
+            "rounds": len(values),
+        }
+    return found
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """Device events around a call, after the second-level cache was overwritten; the clock on a CPU."""
+    if device.type != "cuda":
+        return _time_on_host
+    flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
+
+    def watch(run: Callable[[], None]) -> Callable[[], float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        return lambda: float(start.elapsed_time(end)) / 1e3
+
+    return watch
+
+
+def _time_on_host(run: Callable[[], None]) -> Callable[[], float]:
+    started = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - started
+    return lambda: seconds
+
+
+def _warm_up(run: Callable[[], None], device: torch.device) -> None:
+    started = time.perf_counter()
+    for _ in range(3):
+        run()
+        _synchronize(device)
+        if time.perf_counter() - started > WARM_UP_SECONDS:
+            return
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    outcome, reason = classify(error)
+    return {"outcome": outcome.value, "reason": reason}
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,47 @@
+"""Which section of README.md shows which results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.readme.attention import attention_choice, bta
+from benchmarks.readme.explorations import explorations, explorations_fused, fidelity, log_of_olmoe
+from benchmarks.readme.kernels import grouped_gemm, variable_gemm
+from benchmarks.readme.layers import moe_layer
+from benchmarks.readme.results import exists, load
+
+
+def fill(text: str) -> str:
+    """`text` with every marked section replaced by what the results say; nothing for results that do not exist."""
+    for name, render in SECTIONS.items():
+        section = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
+        if not section.search(text):
+            raise ValueError(f"README.md has no section {name}")
+        head, tail = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        text = section.sub((head + render() + tail).replace("\\", r"\\"), text)
+    return text
+
+
+def _of(render: Callable[[dict[str, Any], str], str], *names: str) -> Callable[[], str]:
+    """A section of the first of these results that exists."""
+
+    def section() -> str:
+        return next((render(load(name), name) for name in names if exists(name)), "")
+
+    return section
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "log": log_of_olmoe,
+    "explorations": explorations,
+    "fidelity": fidelity,
+    "explorations-fused": explorations_fused,
+    "grouped-gemm": _of(grouped_gemm, "h200-grouped-gemm"),
+    "variable-gemm": _of(variable_gemm, "h200-variable-gemm"),
+    "moe-layer": _of(moe_layer, "h200-moe-layer", "h200-moe-layer-quick"),
+    "bta": _of(bta, "h200-bta"),
+    "bta-math": _of(bta, "h200-bta-math"),
+    "attention-choice": _of(attention_choice, "h200-attention-choice"),
+}

@@ -1,0 +1,229 @@
+"""Variable-sized grouped GEMMs: every case on every back end, on the whole card and within 16 GiB.
+
+    python -m benchmarks.variable_gemm --out results/NAME.json [--quick] [--seconds S]
+
+Multiplied is the first projection of an expert FFN, hidden_size to 4 * hidden_size, for rows sorted by expert: alone,
+and with both gradients. Rows are split over the experts at random, or as a case says. bfloat16, float16, and float32
+without TF32. In the same run every result is compared with float64 (relative error in norm, see `projected_errors`),
+the outputs filled with NaN beforehand. Times are those of the profiler's timer, as in `benchmarks.kernels`.
+
+Within 16 GiB means that torch's allocator may reserve no more than that, less what the device's context takes, and
+that a contender's operands, products, gradients and scratch are counted, but nothing that only the benchmark holds.
+Such runs are checked and not timed: the kernels are the same. Operands that alone are larger are so for everyone.
+
+Each contender runs in a process that is replaced if it crashes or hangs. The uneven distribution and the even split of
+as many rows are timed in the order even, uneven, uneven, even; one counts as faster if both its times are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, Case
+from benchmarks.gemm_contenders import BASELINES, OURS
+from benchmarks.gemm_runs import TOLERANCES, TOO_LARGE, WRONG, Run, contenders, device_hardware, run
+from benchmarks.isolation import Isolated, Lost
+from explorer.measurements import Outcome
+from explorer.models import DType
+
+LIMIT_BYTES = 16 << 30
+SECONDS, QUICK_SECONDS = 150.0, 60.0
+RUN_SECONDS, START_SECONDS = 60.0, 180.0
+DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Contenders on one case, one after the other."""
+
+    case: Case
+    dtype: DType
+    limit_bytes: int | None = None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what there is time for and write one JSON file; 1 if a result was wrong or a process was lost."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="bfloat16 and the most telling cases, within 60 s")
+    parser.add_argument("--seconds", type=float, help=f"start nothing after so long (default {SECONDS:g})")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--shrink", type=int, default=1, help="divide tokens and widths by this, for small machines")
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + (options.seconds or (QUICK_SECONDS if options.quick else SECONDS))
+    with Isolated() as isolated:
+        hardware = isolated.call(device_hardware, options.device, seconds=START_SECONDS)
+        if isinstance(hardware, Lost):
+            parser.error(f"{options.device}: {hardware.reason}")
+        found: dict[str, Any] = {
+            "environment": describe_environment(),
+            "hardware": hardware,
+            "limit_bytes": LIMIT_BYTES,
+            "context_bytes": hardware["context_bytes"],
+            "tf32": False,
+            "tolerances": {dtype.value: tolerance for dtype, tolerance in TOLERANCES.items()},
+            "contenders": {"baselines": list(BASELINES), "ours": list(OURS)},
+            "cases": {},
+            "runs": [],
+            "left_out": [],
+        }
+        for cell, contender in tasks(quick=options.quick, limited=hardware["device_kind"] == "cuda"):
+            case = cell.case.shrunk(options.shrink)
+            found["cases"][case.name] = _describe(case)
+            key = {"case": case.name, "dtype": cell.dtype.value, "limit_bytes": cell.limit_bytes}
+            key["contender"] = contender
+            if time.monotonic() > deadline:
+                found["left_out"].append(key)
+                continue
+            task = Run(
+                case, cell.dtype, contender, options.device, cell.limit_bytes, found["context_bytes"],
+                timed=cell.limit_bytes is None,
+            )  # fmt: skip
+            found["runs"].append(key | call(isolated, task))
+            write_results(options.out, found | {"summary": summary(found)})
+        found["restarts"] = isolated.restarts
+    found["summary"] = summary(found)
+    write_results(options.out, found)
+    print_table(found)
+    bad = {WRONG, Outcome.CRASHED.value, Outcome.TIMED_OUT.value}
+    return int(any(row[of]["outcome"] in bad for row in found["runs"] for of in ("training", "forward")))
+
+
+def tasks(*, quick: bool, limited: bool) -> Iterator[tuple[Cell, str]]:
+    """What is run, the most telling first."""
+    names = tuple(contenders())
+    for dtype in DTYPES[:1] if quick else DTYPES:
+        for name in names:  # one contender's four times lie close together
+            for case in (*PAIR, *PAIR[::-1]):
+                yield Cell(case, dtype), name
+        cells = [Cell(case, dtype) for case in TELLING]
+        if limited:
+            cells += [replace(cell, limit_bytes=LIMIT_BYTES) for cell in (*cells, Cell(PAIR[1], dtype))]
+        yield from ((cell, name) for cell in cells for name in names)
+    for dtype in () if quick else DTYPES:
+        cells = [Cell(case, dtype) for case in OTHERS]
+        if limited:
+            cells += [replace(cell, limit_bytes=LIMIT_BYTES) for cell in cells]
+        yield from ((cell, name) for cell in cells for name in names)
+
+
+def call(isolated: Isolated, task: Run) -> dict[str, Any]:
+    """The outcomes of a run, also of one that took its process down."""
+    started = isolated.restarts
+    found = isolated.call(run, task, seconds=RUN_SECONDS)
+    if isinstance(found, Lost):
+        outcome = Outcome.TIMED_OUT if found.timed_out else Outcome.CRASHED
+        lost = {"outcome": outcome.value, "reason": found.reason}
+        return {"training": lost, "forward": lost}
+    return dict(found) | ({"in_new_process": True} if isolated.restarts != started else {})
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Whether every case passes with ours, where memory ran out, and whether uneven is faster.
+
+    A cell is a case in a number format under a memory limit. Cells that are incomplete for want of time do not count,
+    nor do those whose operands alone exceed the limit, in the passes for which they do.
+    """
+    ours = found["contenders"]["ours"]
+    names = [*found["contenders"]["baselines"], *ours]
+    result: dict[str, Any] = {}
+    for of in ("forward", "training"):
+        cells: dict[tuple[str, str, int | None], dict[str, str]] = {}
+        for row in found["runs"]:
+            key = (row["case"], row["dtype"], row["limit_bytes"])
+            cells.setdefault(key, {})[row["contender"]] = row[of]["outcome"]
+        cells = {key: outcomes for key, outcomes in cells.items() if len(outcomes) == len(names)}
+        feasible = {key: outcomes for key, outcomes in cells.items() if TOO_LARGE not in outcomes.values()}
+        counts = {name: Counter(outcomes[name] for outcomes in feasible.values()) for name in names}
+        failed = [key for key, outcomes in feasible.items() if not any(outcomes[name] == Outcome.OK for name in ours)]
+        result[of] = {
+            "cells": len(feasible),
+            "cells_larger_than_the_limit": len(cells) - len(feasible),
+            "cells_passed_by_ours": len(feasible) - len(failed),
+            "cells_not_passed_by_ours": [
+                dict(zip(("case", "dtype", "limit_bytes"), key, strict=True)) for key in failed
+            ],
+            "outcomes": counts,
+            "out_of_memory": [
+                {name: row[name] for name in ("case", "dtype", "limit_bytes", "contender")}
+                for row in found["runs"]
+                if row[of]["outcome"] == Outcome.OUT_OF_MEMORY
+            ],
+        }
+    return result | {"uneven_over_even": _uneven_over_even(found["runs"])}
+
+
+def _uneven_over_even(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Seconds of the uneven distribution over those of the even split, by contender, dtype and passes."""
+    even, uneven = (case.name for case in PAIR)
+    rows = []
+    for dtype, name in dict.fromkeys((row["dtype"], row["contender"]) for row in runs):
+        mine = [row for row in runs if (row["dtype"], row["contender"], row["limit_bytes"]) == (dtype, name, None)]
+        for of in ("forward", "training"):
+            evens, unevens = (
+                [row[of]["seconds"] for row in mine if row["case"] == case and "seconds" in row[of]]
+                for case in (even, uneven)
+            )
+            if len(evens) < 2 or len(unevens) < 2:
+                continue
+            verdict = "faster" if max(unevens) < min(evens) else "slower" if min(unevens) > max(evens) else "level"
+            ratio = statistics.mean(unevens) / statistics.mean(evens)
+            rows.append({"dtype": dtype, "contender": name, "of": of, "ratio": ratio, "verdict": verdict})
+    return rows
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """TFLOP/s forward and backward of each contender, or why there are none, and the summary."""
+    names = [*found["contenders"]["baselines"], *found["contenders"]["ours"]]
+    print("TFLOP/s of forward, dX and dW on the whole card; what became of it within 16 GiB")
+    print(f"{'case':<32}{'dtype':<10}{'memory':<8}" + "".join(f"{name[:15]:>16}" for name in names))
+    cells: dict[tuple[str, str, int | None], dict[str, list[dict[str, Any]]]] = {}
+    for row in found["runs"]:
+        key = (row["case"], row["dtype"], row["limit_bytes"])
+        cells.setdefault(key, {}).setdefault(row["contender"], []).append(row)
+    for (case, dtype, limit), rows in cells.items():
+        shown = "".join(f"{_shown(rows.get(name, [])):>16}" for name in names)
+        print(f"{case:<32}{dtype:<10}{'whole' if limit is None else f'{limit >> 30} GiB':<8}{shown}")
+    result = found["summary"]
+    for of in ("forward", "training"):
+        part = result[of]
+        print(f"{of}: {part['cells_passed_by_ours']} of {part['cells']} cells pass with ours; ", end="")
+        print("; ".join(f"{name} {part['outcomes'][name].get(Outcome.OK, 0)}" for name in names))
+        for row in part["out_of_memory"]:
+            memory = "whole card" if row["limit_bytes"] is None else f"{row['limit_bytes'] >> 30} GiB"
+            print(f"{of}, out of memory: {row['contender']} {row['case']} {row['dtype']}, {memory}")
+    for row in result["uneven_over_even"]:
+        print(f"uneven / even {row['dtype']} {row['contender']} {row['of']}: {row['ratio']:.3f} ({row['verdict']})")
+    reasons = {(row["contender"], row["training"]["reason"]) for row in found["runs"] if "reason" in row["training"]}
+    for name, reason in sorted(reasons):
+        print(f"{name}: {reason[:200]}")
+    if found["left_out"]:
+        print(f"left out for want of time: {len(found['left_out'])} runs")
+
+
+def _shown(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "-"
+    training = rows[0]["training"]
+    if training["outcome"] != Outcome.OK:
+        forward = "forward ok" if rows[0]["forward"]["outcome"] == Outcome.OK else ""
+        return forward or str(training["outcome"])[:15]
+    rates = [row["training"]["flops_per_second"] for row in rows if "flops_per_second" in row["training"]]
+    return f"{statistics.mean(rates) / 1e12:.1f}" if rates else "ok"
+
+
+def _describe(case: Case) -> dict[str, Any]:
+    return {"counts": case.counts, "k": case.k, "n": case.n, "rows": sum(case.counts), "shrink": case.shrink}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

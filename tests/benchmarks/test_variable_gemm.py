@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import gemm_runs
+from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, UNEVEN, Case, split_at_random
+from benchmarks.gemm_contenders import BASELINES, OURS, Operands, Problem
+from benchmarks.gemm_runs import Run, device_hardware, run
+from benchmarks.isolation import Isolated, Lost
+from benchmarks.variable_gemm import DTYPES, LIMIT_BYTES, main, summary, tasks
+from explorer.models import DType
+
+SMALL = Case(64, 1024, 512, 8, 3).shrunk(1024)
+
+
+def _run(contender: str, **changes: Any) -> dict[str, Any]:
+    found = run(replace(Run(SMALL, DType.FLOAT32, contender, "cpu"), **changes))
+    assert isinstance(found, dict)
+    return found
+
+
+def _contender(multiply: Callable[[Problem], Callable[[Tensor, Tensor], Tensor]]) -> Callable[[Problem], Operands]:
+    def build(given: Problem) -> Operands:
+        x, w = given.x.detach().requires_grad_(), given.w.detach().requires_grad_()
+        return Operands(x, w, given.grad, None, multiply(given))
+
+    return build
+
+
+def test_the_pair_has_as_many_rows() -> None:
+    even, uneven = (case.counts for case in PAIR)
+    assert uneven == UNEVEN
+    assert sum(even) == sum(uneven) == 524_088
+    assert max(even) - min(even) <= 1
+
+
+@pytest.mark.parametrize("case", [*TELLING, *OTHERS], ids=lambda case: case.name)
+def test_a_random_split_is_one_that_routing_can_give(case: Case) -> None:
+    rows = case.num_sequences * case.sequence_length * case.top_k
+    assert sum(case.counts) == rows
+    assert len(case.counts) == case.num_experts
+    assert max(case.counts) <= rows / case.top_k + 1
+    assert case.counts == case.counts
+    if case.top_k < case.num_experts:
+        assert max(case.counts) > 1.5 * rows / case.num_experts
+
+
+def test_an_impossible_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="no random split"):
+        split_at_random(1000, 64, 63)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_right_result_is_timed(name: str, dtype: DType) -> None:
+    found = _run(name, dtype=dtype)
+    assert found["training"]["outcome"] == found["forward"]["outcome"] == "ok"
+    assert set(found["training"]["errors"]) == {"out", "x", "w"}
+    assert 0 < found["forward"]["seconds"] < found["training"]["seconds"]
+    assert "seconds" not in _run(name, dtype=dtype, timed=False)["training"]
+
+
+def test_rows_that_are_never_written_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a good result filled just before would hide it, were it not for the poison."""
+
+    def multiply(given: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+        def run(x: Tensor, w: Tensor) -> Tensor:
+            out = torch.empty(x.shape[0], w.shape[2])
+            start = 0
+            for expert, count in enumerate(given.counts):
+                wanted = max(0, count - (expert == 2))
+                out[start : start + wanted] = x[start : start + wanted] @ w[expert]
+                start += count
+            return out
+
+        return run
+
+    monkeypatch.setitem(OURS, "forgetful", _contender(multiply))
+    found = _run("forgetful")
+    assert found["training"]["outcome"] == found["forward"]["outcome"] == "wrong"
+    assert found["training"]["errors"]["out"] is None
+    assert json.dumps(found, allow_nan=False)
+
+
+def test_a_gradient_alone_that_is_wrong_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(given: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+        good = BASELINES["loop"](given).multiply
+        return lambda x, w: good(x, w.detach()) + 0 * good(x, w) if x.requires_grad else good(x, w)
+
+    monkeypatch.setitem(OURS, "constant", _contender(multiply))
+    found = _run("constant")
+    assert found["training"]["outcome"] == "wrong"
+    assert found["training"]["errors"]["out"] <= 1e-5
+    assert found["forward"]["outcome"] == "ok"
+
+
+def test_memory_that_runs_out_is_an_outcome_of_these_passes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(given: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+        good = BASELINES["loop"](given).multiply
+
+        def run(x: Tensor, w: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+            return good(x, w)
+
+        return run
+
+    monkeypatch.setitem(OURS, "large", _contender(multiply))
+    found = _run("large")
+    assert found["training"]["outcome"] == "out_of_memory"
+    assert found["forward"]["outcome"] == "ok"
+    assert found["forward"]["seconds"] > 0
+    assert _run("loop")["training"]["outcome"] == "ok"
+
+
+def test_a_refusal_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _run("cublas_grouped")
+    assert found["training"] == {"outcome": "unsupported", "reason": "cuBLAS needs a CUDA device"}
+
+    def multiply(given: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+        raise RuntimeError("only even sizes")
+
+    monkeypatch.setitem(OURS, "picky", _contender(multiply))
+    assert _run("picky")["training"] == {"outcome": "unsupported", "reason": "RuntimeError: only even sizes"}
+
+
+def test_operands_that_alone_exceed_the_limit_are_too_large_for_everyone() -> None:
+    size = SMALL.operand_bytes(4, training=True)
+    for name in BASELINES:
+        found = _run(name, limit_bytes=size - 1)
+        assert found["training"] == {"outcome": "operands_exceed_limit", "operand_bytes": size}
+        assert found["forward"]["outcome"] == "ok"
+        assert _run(name, limit_bytes=size)["training"]["outcome"] == "ok"
+        assert _run(name, limit_bytes=size, context_bytes=1)["training"]["outcome"] == "operands_exceed_limit"
+
+
+def test_bytes_of_the_largest_case() -> None:
+    rows, k, n = 64 * 1024 * 3, 4224, 4 * 4224
+    assert TELLING[2].operand_bytes(2, training=False) == 2 * (rows * k + rows * n + 8 * k * n)
+    assert TELLING[2].flops(training=True) == 3 * 2 * rows * k * n
+
+
+def test_what_the_benchmark_alone_holds_does_not_count() -> None:
+    given = gemm_runs._problem(SMALL, DType.FLOAT32, torch.device("cpu"))
+    sizes = {name: gemm_runs._bytes(build(given)) for name, build in BASELINES.items()}
+    own = 4 * sum(t.numel() for t in (given.x, given.w, given.grad))
+    assert sizes["loop"] == sizes["grouped_mm"] == own
+    rows, capacity = sum(given.counts), max(given.counts) * len(given.counts)
+    padding = 4 * (capacity - rows) * (SMALL.k + SMALL.n)
+    assert sizes["bmm"] == own + padding + 8 * rows
+
+
+def _row(contender: str, training: str, forward: str = "ok", case: str = "a", **more: Any) -> dict[str, Any]:
+    key = {"case": case, "dtype": "bfloat16", "limit_bytes": None, "contender": contender}
+    return key | {"training": {"outcome": training} | more, "forward": {"outcome": forward}}
+
+
+def test_summary_asks_whether_one_of_ours_passes() -> None:
+    found = {
+        "contenders": {"baselines": ["bmm"], "ours": ["x", "y"]},
+        "runs": [
+            *[_row("bmm", "out_of_memory"), _row("x", "wrong", "wrong"), _row("y", "ok")],
+            *[_row("bmm", "ok", case="b"), _row("x", "wrong", case="b"), _row("y", "unsupported", case="b")],
+            *[_row(name, "operands_exceed_limit", case="c") for name in ("bmm", "x", "y")],
+            _row("bmm", "ok", case="d"),  # the others were left out
+        ],
+    }
+    result = summary(found)
+    assert result["training"]["cells"] == 2
+    assert result["training"]["cells_larger_than_the_limit"] == 1
+    assert result["training"]["cells_passed_by_ours"] == 1
+    assert [row["case"] for row in result["training"]["cells_not_passed_by_ours"]] == ["b"]
+    assert [row["case"] for row in result["training"]["out_of_memory"]] == ["a"]
+    assert result["training"]["outcomes"]["bmm"] == {"out_of_memory": 1, "ok": 1}
+    assert result["forward"]["cells"] == result["forward"]["cells_passed_by_ours"] == 3
+
+
+@pytest.mark.parametrize(
+    ("evens", "unevens", "verdict"),
+    [((2.0, 2.2), (1.0, 1.2), "faster"), ((2.0, 2.2), (2.1, 1.0), "level"), ((2.0, 2.2), (2.3, 2.4), "slower")],
+)
+def test_uneven_is_faster_if_both_times_are(evens: Any, unevens: Any, verdict: str) -> None:
+    even, uneven = (case.name for case in PAIR)
+    rows = [_row("x", "ok", case=even, seconds=seconds) for seconds in evens]
+    rows += [_row("x", "ok", case=uneven, seconds=seconds) for seconds in unevens]
+    (found,) = summary({"contenders": {"baselines": [], "ours": ["x"]}, "runs": rows})["uneven_over_even"]
+    assert found["verdict"] == verdict
+    assert found["of"] == "training"
+
+
+def test_all_contenders_meet_all_cases_with_and_without_the_limit() -> None:
+    found = list(tasks(quick=False, limited=True))
+    for name in (*BASELINES, *OURS):
+        cells = [cell for cell, contender in found if contender == name]
+        for case in (*TELLING, *OTHERS):
+            for dtype in DTYPES:
+                limits = [cell.limit_bytes for cell in cells if (cell.case, cell.dtype) == (case, dtype)]
+                assert sorted(limits, key=str) == [LIMIT_BYTES, None]
+    assert {cell.limit_bytes for cell, _ in tasks(quick=False, limited=False)} == {None}
+
+
+def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table.json"
+    arguments = ["--device", "cpu", "--shrink", "4096", "--quick", "--seconds", "250", "--out", str(out)]
+    assert main(arguments) == 0
+    found = json.loads(out.read_text())
+    assert not found["left_out"]
+    assert found["hardware"]["device_kind"] == "cpu"
+    assert found["summary"]["training"]["outcomes"]["loop"] == {"ok": 5}
+    assert "uneven / even bfloat16 loop training" in capsys.readouterr().out
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub(Isolated):
+        def call(self, function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
+            if function is device_hardware:
+                return {"device_kind": "cpu", "context_bytes": 0}
+            return Lost(True, "no result within 60 s")
+
+    monkeypatch.setattr("benchmarks.variable_gemm.Isolated", Stub)
+    out = tmp_path / "table.json"
+    assert main(["--out", str(out), "--device", "cpu", "--quick", "--seconds", "1e-9"]) == 0
+    found = json.loads(out.read_text())
+    assert not found["runs"]
+    assert {row["contender"] for row in found["left_out"]} == {*BASELINES, *OURS}
+
+    assert main(["--out", str(out), "--device", "cpu", "--quick"]) == 1
+    found = json.loads(out.read_text())
+    assert not found["left_out"]
+    assert found["runs"][0]["training"] == {"outcome": "timed_out", "reason": "no result within 60 s"}
+    assert found["summary"]["training"]["cells_passed_by_ours"] == 0

@@ -1,0 +1,141 @@
+"""What the Hopper kernels share: the ring of operand stages, its main loop, and the way out. Imports Triton's Gluon.
+
+A program is one producer warp and one to three consumer warpgroups. The producer copies operand blocks into a ring of
+stages by the tensor memory accelerator and runs ahead over the ends of tiles; the consumers multiply them, each its own
+rows of the tile by columns that they share. `full[stage]` completes when a stage's bytes are there, `empty[stage]` when
+every consumer has read it. Nothing but the ring ties the consumers together, so that one writes its part of a tile
+while another still multiplies.
+
+A stage is used once a round. The producer waits for the parity of the round before, which a fresh barrier counts as
+complete; the consumers wait for the parity of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+jit: Callable[[Callable[..., Any]], Any] = gluon.jit
+
+
+@jit
+def make_barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
+    """One barrier a stage, each completed by ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=ARRIVALS)
+    return barriers
+
+
+@jit
+def next_stage(stage: gl.tensor, parity: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
+    """The stage after, and the parity of its round."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, parity ^ 1, parity)
+
+
+@jit
+def stage_before(stage: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
+    """The stage that was read before this one.
+
+    Computed, not remembered: Triton 3.6 takes a variable that a loop sets to another's old value for a constant.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@jit
+def operand(block: gl.tensor, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr) -> gl.tensor:
+    """A stage's block as a matrix (ROWS, COLUMNS), or as its transpose."""
+    matrix = block.reshape([ROWS, COLUMNS])
+    if TRANSPOSED:
+        matrix = matrix.permute((1, 0))
+    return matrix
+
+
+@jit
+def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr) -> gl.tensor:
+    """Zeros in the registers of one warpgroup, to be multiplied WIDTH columns an instruction."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@jit
+def start_products(
+    acc: gl.tensor,
+    steps: gl.tensor,
+    stage: gl.tensor,
+    parity: gl.tensor,
+    full: gl.tensor,
+    empty: gl.tensor,
+    a: gl.tensor,
+    b: gl.tensor,
+    PART: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    A_TRANSPOSED: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr,
+) -> gl.tensor:
+    """Start the sum of `steps` products of the stages from `stage` on; `finish` ends it, since one stays in flight.
+
+    Returns the sum, and the stage and parity after it.
+
+    `a` (STAGES * CONSUMERS, rows, columns) holds a block for each consumer, `b` (STAGES, ..., rows, columns) one for
+    all of them.
+    """
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), parity)
+        a_block = operand(a.index(stage * CONSUMERS + PART), a.shape[1], a.shape[2], A_TRANSPOSED)
+        b_block = operand(b.index(stage), b.shape[-2], b.shape[-1], B_TRANSPOSED)
+        acc = warpgroup_mma(a_block, b_block, acc, use_acc=step > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=step > 0)
+        stage, parity = next_stage(stage, parity, STAGES)
+    return acc, stage, parity
+
+
+@jit
+def finish(acc: gl.tensor, steps: gl.tensor, stage: gl.tensor, empty: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
+    """The sum that `start_products` began; zeros for no step. Frees the last stage, the one before `stage`."""
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=steps > 0)
+    return acc
+
+
+@jit
+def halves(x: gl.tensor) -> gl.tensor:
+    """The left and the right half of the columns."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@jit
+def free_buffer(buffers: gl.tensor, slot: gl.tensor, PART: gl.constexpr, BUFFERS: gl.constexpr) -> gl.tensor:
+    """The buffer `slot` of the BUFFERS of consumer PART, once what was written from it is on its way.
+
+    A buffer's turn comes only after every other's, so that with one copy fewer under way than buffers it is free.
+    """
+    tma.store_wait(BUFFERS - 1)
+    gl.thread_barrier()
+    return buffers.index(PART * BUFFERS + slot)
+
+
+@jit
+def next_slot(slot: gl.tensor, BUFFERS: gl.constexpr) -> gl.tensor:
+    """Whose turn it is after a bulk copy was started from `slot`."""
+    return gl.where(slot == BUFFERS - 1, 0, slot + 1)
+
+
+@jit
+def make_visible() -> None:
+    """What this warpgroup wrote to shared memory is there for bulk copies and products from here on."""
+    fence_async_shared()
+    gl.thread_barrier()

@@ -1,0 +1,85 @@
+"""Which tile a program works on: the search that the partitions of a Hopper kernel each make. Imports Triton's Gluon.
+
+The experts' bounds stay in registers, all of them in every warp, so that a search is four reductions within a warp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+jit: Callable[[Callable[..., Any]], Any] = gluon.jit
+
+
+@jit
+def _add(a: gl.tensor, b: gl.tensor) -> gl.tensor:
+    return a + b
+
+
+@jit
+def expert_tiles(
+    ends: gl.tensor, num_experts: gl.tensor, BLOCK_M: gl.constexpr, EXPERTS: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """The experts' ends (EXPERTS,), and how many row tiles lie before each end; EXPERTS >= num_experts."""
+    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0])
+    experts = gl.arange(0, EXPERTS, layout)
+    exists = experts < num_experts
+    end_E = gl.load(ends + experts, mask=exists, other=0x7FFFFFFF)
+    start_E = gl.load(ends + experts - 1, mask=exists & (experts > 0), other=0)
+    tiles_E = gl.where(exists, (end_E - start_E + BLOCK_M - 1) // BLOCK_M, 0)
+    return end_E, gl.associative_scan(tiles_E, 0, _add)
+
+
+@jit
+def grouped_order(
+    tile: gl.tensor, tiles_m: gl.tensor, tiles_n: gl.tensor, GROUP_M: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """The row and column of a tile when columns of GROUP_M tiles are walked one after the other."""
+    strip = tile // (GROUP_M * tiles_n)
+    first_m = strip * GROUP_M
+    height = gl.minimum(tiles_m - first_m, GROUP_M)
+    inside = tile - strip * (GROUP_M * tiles_n)
+    return first_m + inside % height, inside // height
+
+
+@jit
+def find_rows_tile(
+    tile: gl.tensor,
+    end_E: gl.tensor,
+    tiles_E: gl.tensor,
+    tiles_n: gl.tensor,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    GROUP_M: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Expert, first row, the expert's end and first column of a tile, from what `expert_tiles` found."""
+    before = tiles_E * tiles_n <= tile
+    expert = gl.sum(before.to(gl.int32), 0)
+    first = gl.max(gl.where(before, tiles_E, 0), 0)
+    start = gl.max(gl.where(before, end_E, 0), 0)
+    end = gl.min(gl.where(before, 0x7FFFFFFF, end_E), 0)
+    tiles_m = (end - start + BLOCK_M - 1) // BLOCK_M
+    tile_m, tile_n = grouped_order(tile - first * tiles_n, tiles_m, tiles_n, GROUP_M)
+    return expert, start + tile_m * BLOCK_M, end, tile_n * BLOCK_N
+
+
+@jit
+def find_weights_tile(
+    tile: gl.tensor,
+    ends: gl.tensor,
+    tiles_m: gl.tensor,
+    tiles_n: gl.tensor,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    GROUP_M: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Expert, its first row and its end, and the first row and column of a tile of its matrix."""
+    tiles = tiles_m * tiles_n
+    expert = tile // tiles
+    tile_m, tile_n = grouped_order(tile - expert * tiles, tiles_m, tiles_n, GROUP_M)
+    end = gl.load(ends + expert)
+    start = gl.load(ends + expert - 1, mask=expert > 0, other=0)
+    return expert, start, end, tile_m * BLOCK_M, tile_n * BLOCK_N
