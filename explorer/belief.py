@@ -66,7 +66,7 @@ class Belief:
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
         self.measured: dict[Component, ComponentMeasurement] = {}
         self.failed: dict[Component, str] = {}
-        self._broken: set[Component] = set()  # failed for another reason than memory
+        self._broken: set[Component] = set()  # crashed or timed out
         self.rejected: dict[Candidate, str] = {}
         self._suggestion: int | None = None
         self._suggested = False
@@ -86,7 +86,7 @@ class Belief:
                 reason = measurement.reason or measurement.outcome.value
                 if measurement.failed_component is not None:
                     self.failed.setdefault(measurement.failed_component, reason)
-                    if measurement.outcome is not Outcome.OUT_OF_MEMORY:
+                    if measurement.outcome in {Outcome.CRASHED, Outcome.TIMED_OUT}:
                         self._broken.add(measurement.failed_component)
                 else:
                     self.rejected.setdefault(measurement.candidate, reason)
