@@ -20,7 +20,7 @@ from explorer.memory import predict_memory
 from explorer.models import ModelSpec
 from explorer.narration import space_event, variant_event
 from explorer.requests import ExplorationRequest
-from explorer.sampler import ComponentSampler, distributions, reconcile
+from explorer.sampler import ComponentSampler, admits, distributions, reconcile
 from explorer.space import LegalSpace, base_candidates, enumerate_candidates
 from explorer.table import SpaceTable
 from explorer.trials import TrialKind
@@ -123,6 +123,8 @@ def prepare(
     dimensions = distributions(table.candidates)
     name = "" if index == 0 else f"num_query_groups={model.query_groups}"
     study = open_study(name, ComponentSampler(belief))
+    if not admits(study, dimensions):  # begun by a version that had other choices: a new projection of the same trials
+        study = open_study(f"{name} {len(table.candidates)} candidates".lstrip(), ComponentSampler(belief))
     reconcile(study, past, dimensions)
     belief.learn(t.measurement for t in past if t.kind is TrialKind.COMPONENTS)
     belief.absorb(m for t in ledger.trials for m in t.measurement.components)
