@@ -1,9 +1,8 @@
 """Tiles that programs take as they become free, and how a producer tells its consumers. Imports Triton's Gluon.
 
-A program's first tile is its own number. For each tile that it begins, its producer draws a ticket, which a counter in
-global memory hands out in order, and the ticket is the tile after. Every tile draws one ticket, so that the counter ends
-at the number of tiles, and whoever draws the last ticket knows that nobody will draw again and puts the counter back to
-zero for the next launch.
+A program's first tile is its own number. For each tile that it begins, its producer draws a ticket for its next one
+from a counter in global memory. One ticket is drawn a tile, so that the counter ends at the number of tiles, and whoever
+draws the last ticket knows that nobody will draw again and puts the counter back to zero for the next launch.
 
 The consumers read each tile from a ring of messages in shared memory, with barriers as the operands have.
 """

@@ -24,9 +24,10 @@ class HopperTiles:
     """An output tile of consumers * rows by block_n, and block_k of the summed axis a step.
 
     Each of the 1 to 3 consumers is a warpgroup with `rows` (64 or 128) of the tile. It writes them in pieces of
-    `columns` through `buffers` pieces of shared memory. `programs` share a multiprocessor. Where `dynamic`, the programs
-    of the sum over rows take tiles as they become free, those of experts with many rows first; up to
-    `MOST_ORDERED_EXPERTS`. The other products have tiles that are all alike.
+    `columns` through `buffers` pieces of shared memory. `programs` share a multiprocessor.
+
+    Where `dynamic`, the programs of the sum over rows take tiles as they become free, those of experts with many rows
+    first; up to `MOST_ORDERED_EXPERTS`. The other products have tiles that are all alike.
     """
 
     consumers: int

@@ -293,8 +293,8 @@ def weights_kernel(
 
     A tile has CONSUMERS * ROWS rows and BLOCK_N columns, and is written in pieces of the columns of out's descriptor.
 
-    Programs take every so many tiles, or, where DYNAMIC, draw them from `counter` (1,) int32, those of experts with many
-    rows first. It is zero before and after.
+    Programs take every so many tiles, or, where DYNAMIC, draw them from `counter` (1,) int32, zero before and after;
+    those of experts with many rows come first.
     """
     gl.static_assert(CONSUMERS <= 3 and STAGES >= 2)
     dtype: gl.constexpr = x_desc.dtype
