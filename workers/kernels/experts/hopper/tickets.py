@@ -1,7 +1,7 @@
 """Tiles that programs take as they become free, and how a producer tells its consumers. Imports Triton's Gluon.
 
 A program's first tile is its own number. For each tile that it begins, its producer draws a ticket for its next one
-from a counter in global memory. One ticket is drawn a tile, so that the counter ends at the number of tiles, and whoever
+from a counter in global memory. One ticket is drawn a tile, so that the counter ends at the number of tiles, and who
 draws the last ticket knows that nobody will draw again and puts the counter back to zero for the next launch.
 
 The consumers read each tile from a ring of messages in shared memory, with barriers as the operands have.
