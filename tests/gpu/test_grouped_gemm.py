@@ -83,7 +83,6 @@ HOPPER_TILES = {
 }
 HOPPER_WEIGHTS_TILES = {
     "wide": hopper_tiles.WIDE,
-    "pair": hopper_tiles.PAIR,
     "long": hopper_tiles.LONG,
     "medium": hopper_tiles.MEDIUM,
     "square": hopper_tiles.SQUARE,
@@ -92,7 +91,7 @@ HOPPER_WEIGHTS_TILES = {
 }
 HOPPER_WEIGHTS_TILES |= {
     f"{name}, heavy experts first": replace(HOPPER_WEIGHTS_TILES[name], dynamic=True)
-    for name in ("wide", "pair", "long", "medium", "three consumers")
+    for name in ("wide", "long", "medium", "three consumers")
 }
 DYNAMIC = replace(hopper_tiles.WIDE, dynamic=True)
 UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 300, 77), 333, 117)

@@ -81,7 +81,7 @@ def sum_over_rows(
     if num_rows == 0:
         return out.zero_()
     multiprocessors = num_multiprocessors(x_RK.device)
-    tiles = tiles or weights_tiles(num_rows, num_experts, k, n, multiprocessors)
+    tiles = tiles or weights_tiles(num_experts, k, n, multiprocessors)
     assert num_experts <= MOST_ORDERED_EXPERTS or not tiles.dynamic, f"{num_experts} experts are taken in their order"
     num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
     with launching_on(x_RK.device):

@@ -87,7 +87,6 @@ LOW_WIDE = HopperTiles(1, 64, 256, 64, stages=5, columns=128)
 LOW = HopperTiles(1, 64, 128, 64, stages=8, columns=128)
 NARROW = HopperTiles(1, 64, 64, 128, stages=6, columns=64)
 MEDIUM = HopperTiles(2, 64, 256, 32, stages=5, columns=128, buffers=2)
-PAIR = HopperTiles(1, 64, 256, 32, stages=3, columns=128, buffers=2, programs=2)
 
 _CYCLE_FLOPS = 4096
 _CYCLE_LOADED_BYTES = 48
@@ -116,17 +115,15 @@ def rows_tiles(num_rows: int, num_experts: int, k: int, n: int, multiprocessors:
     return min((LOW_WIDE, WIDE, SQUARE, LOW, NARROW) if mean <= 64 else (WIDE, SQUARE, LOW, NARROW), key=cycles)
 
 
-def weights_tiles(num_rows: int, num_experts: int, k: int, n: int, multiprocessors: int) -> HopperTiles:
-    """For the gradient of the matrices: short steps and more room on the way out where there are few rows to sum.
+def weights_tiles(num_experts: int, k: int, n: int, multiprocessors: int) -> HopperTiles:
+    """For the gradient of the matrices.
 
-    A tile's steps are its expert's rows, which the host does not know: where there are rows enough to matter and
-    tiles enough to choose from, programs take them as they become free.
+    A tile's steps are its expert's rows, which the host does not know: where there are more tiles than programs, these
+    take them as they become free.
     """
-    mean = num_rows / num_experts
-    tiles = WIDE if mean >= _MANY_ROWS else PAIR if 32 < mean <= 96 else MEDIUM
-    num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
-    uneven = mean > 96 and 1 < num_experts <= MOST_ORDERED_EXPERTS and num_tiles > tiles.programs * multiprocessors
-    return replace(tiles, dynamic=uneven)
+    num_tiles = num_experts * -(-k // MEDIUM.block_m) * -(-n // MEDIUM.block_n)
+    uneven = 1 < num_experts <= MOST_ORDERED_EXPERTS and num_tiles > MEDIUM.programs * multiprocessors
+    return replace(MEDIUM, dynamic=uneven)
 
 
 def _down_to_8(registers: int) -> int:
