@@ -85,6 +85,7 @@ def test_grouped_gemm_shows_the_ratio_and_counts_the_wrong() -> None:
     assert _cells(text, "16")[0][0] == f"{few['ratio']:.2f}"
     assert _cells(text, "2048")[0][0] == f"{many['ratio']:.2f} ({many['roofline_share']:.0%})"
     assert "Wrong results: none." in text
+    assert "at 8192^3, as the cells are timed (672 TFLOP/s, 1485 MHz, 692 of 700 W)" in text
     many["runs"][-1]["outcome"] = "wrong"
     del few["ratio"]
     text = grouped_gemm(found, "x")
