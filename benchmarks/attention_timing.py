@@ -128,10 +128,20 @@ def time_in_turns(
     order, shuffle = list(runs), random.Random(0).shuffle  # noqa: S311 - an order, not a secret
     while order:
         shuffle(order)
-        pending = [(name, watch(runs[name])) for name in order]
+        pending = []
+        for name in tuple(order):
+            try:
+                pending.append((name, watch(runs[name])))
+            except torch.cuda.OutOfMemoryError as error:  # it fitted alone, but not into what the others left cached
+                found[name] = _failure(error)
+                order.remove(name)
+                del runs[name], samples[name]
+                _release(device)
         _synchronize(device)
         for name, read in pending:
             samples[name].append(read())
+        if not order:
+            break
         rounds = max(map(len, samples.values()))
         medians = {name: statistics.median(samples[name]) for name in order}
         limit = (LOST if rounds >= MIN_ROUNDS else HOPELESS) * min(medians.values())

@@ -57,8 +57,10 @@ WEIGHTS_TILES: dict[str, Tiles | HopperTiles] = {
     "hopper wide, 3 stages": replace(WIDE, stages=3, buffers=2),
     "hopper tall": HopperTiles(2, 128, 128, 64, stages=4, columns=64),
     "hopper, three consumers": HopperTiles(3, 64, 256, 64, stages=3, columns=128),
-    "hopper pair": hopper.PAIR,
     "hopper medium": hopper.MEDIUM,
+    "hopper wide, heavy experts first": replace(WIDE, dynamic=True),
+    "hopper wide, 3 stages, heavy experts first": replace(WIDE, stages=3, buffers=2, dynamic=True),
+    "hopper medium, heavy experts first": replace(hopper.MEDIUM, dynamic=True),
     "hopper short and low, two a multiprocessor": HopperTiles(1, 64, 256, 16, 4, columns=256, buffers=2, programs=2),
 }
 CHOICES = {"forward": ROWS_TILES, "dX": ROWS_TILES, "dW": WEIGHTS_TILES}

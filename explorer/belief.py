@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind
+from explorer.components import BlockRecompute, Component, ComponentKind
 from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome
@@ -66,6 +66,7 @@ class Belief:
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
         self.measured: dict[Component, ComponentMeasurement] = {}
         self.failed: dict[Component, str] = {}
+        self._broken: set[Component] = set()  # crashed or timed out
         self.rejected: dict[Candidate, str] = {}
         self._suggestion: int | None = None
         self._suggested = False
@@ -85,6 +86,8 @@ class Belief:
                 reason = measurement.reason or measurement.outcome.value
                 if measurement.failed_component is not None:
                     self.failed.setdefault(measurement.failed_component, reason)
+                    if measurement.outcome in {Outcome.CRASHED, Outcome.TIMED_OUT}:
+                        self._broken.add(measurement.failed_component)
                 else:
                     self.rejected.setdefault(measurement.candidate, reason)
         if before != (len(self.measured), len(self.failed), len(self.rejected)):
@@ -266,20 +269,20 @@ class Belief:
     def _component_fails(self, component: Component) -> bool:
         if component in self.measured:
             return False
-        return any(_at_least(component, failed) for failed in self.failed)
+        return any(at_least(component, failed, broken=failed in self._broken) for failed in self.failed)
 
 
-def _at_least(component: Component, failed: Component) -> bool:
-    """Whether `component` does what `failed` could not do, or more of it."""
+def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
+    """Whether `component` does what `failed` could not do, or more of it.
+
+    Recomputation runs what the plain block runs, and more: it helps where memory was short, not where it is `broken`.
+    """
     if component == failed:
         return True
     if component.kind is not failed.kind or component.kind is ComponentKind.OPTIMIZER:
         return False
-    same = (component.recompute, component.backend, component.num_query_groups) == (
-        failed.recompute,
-        failed.backend,
-        failed.num_query_groups,
-    )
-    if not same or (component.bta_tile is None) != (failed.bta_tile is None):
+    runs_it = component.recompute is failed.recompute or (broken and failed.recompute is BlockRecompute.NONE)
+    same = (component.backend, component.num_query_groups) == (failed.backend, failed.num_query_groups)
+    if not (same and runs_it) or (component.bta_tile is None) != (failed.bta_tile is None):
         return False
     return component.micro_batch_size >= failed.micro_batch_size and (component.bta_tile or 0) >= (failed.bta_tile or 0)

@@ -14,15 +14,38 @@ from explorer.models import LayerKind, ModelSpec
 class Recompute(StrEnum):
     """Which activations are recomputed in backward (Korthikanti et al., 2022, arXiv:2205.05198).
 
-    `selective` recomputes the attention core, `partial_*` whole layers for that share of them, `full` every layer.
+    By operation, in every layer, cheapest first:
+    `selective` recomputes the attention core.
+    `activations` keeps the results of matrix products and of attention and recomputes what lies between them: norms,
+    activations and their products with the gate, the gathering of tokens for experts. Expert GEMMs are not run again.
+    `qkv` recomputes the norm, the projection of queries, keys and values, and their rotation; attention's result and
+    log-sum-exp are kept, so that the attention kernel does not run again.
+    `experts` recomputes the expert FFN up to its second GEMM, which nothing in backward asks for.
+    `projections` is `qkv`, and the same for every FFN: only the results of attention and of blocks are kept.
+
+    By layer: `partial_*` recomputes whole layers, that share of them; `full` every layer.
     """
 
     NONE = "none"
     SELECTIVE = "selective"
+    ACTIVATIONS = "activations"
+    QKV = "qkv"
+    EXPERTS = "experts"
+    PROJECTIONS = "projections"
     PARTIAL_25 = "partial_25"
     PARTIAL_50 = "partial_50"
     PARTIAL_75 = "partial_75"
     FULL = "full"
+
+    @property
+    def by_operation(self) -> bool:
+        """Whether what is kept is chosen operation by operation, rather than by kernel or layer."""
+        return self in {Recompute.ACTIVATIONS, Recompute.QKV, Recompute.EXPERTS, Recompute.PROJECTIONS}
+
+    @property
+    def untiled_only(self) -> bool:
+        """Whether the policy says what of attention is kept; a tile, which recomputes all of it, contradicts that."""
+        return self in {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS}
 
     @property
     def layer_share(self) -> float:

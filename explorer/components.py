@@ -26,11 +26,49 @@ class ComponentKind(StrEnum):
 
 
 class BlockRecompute(StrEnum):
-    """What one block does in backward: nothing again, its attention core again, or all of it again."""
+    """What one block does again in backward.
+
+    `none` of it; `selective`: the attention core; `activations`: everything but matrix products, attention and routing;
+    `projections`: moreover the first matrix product, of queries, keys and values or into the FFN's hidden size; `full`:
+    all of it.
+    """
 
     NONE = "none"
     SELECTIVE = "selective"
+    ACTIVATIONS = "activations"
+    PROJECTIONS = "projections"
     FULL = "full"
+
+    @property
+    def by_operation(self) -> bool:
+        """Whether single operations of the block run again, and others do not."""
+        return self in {BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS}
+
+
+_BLOCKS: dict[Recompute, dict[ComponentKind, BlockRecompute]] = {
+    Recompute.SELECTIVE: {ComponentKind.ATTENTION: BlockRecompute.SELECTIVE},
+    Recompute.ACTIVATIONS: {
+        ComponentKind.ATTENTION: BlockRecompute.ACTIVATIONS,
+        ComponentKind.DENSE_FFN: BlockRecompute.ACTIVATIONS,
+        ComponentKind.MOE_FFN: BlockRecompute.ACTIVATIONS,
+    },
+    Recompute.QKV: {ComponentKind.ATTENTION: BlockRecompute.PROJECTIONS},
+    Recompute.EXPERTS: {ComponentKind.MOE_FFN: BlockRecompute.PROJECTIONS},
+    Recompute.PROJECTIONS: {
+        ComponentKind.ATTENTION: BlockRecompute.PROJECTIONS,
+        ComponentKind.DENSE_FFN: BlockRecompute.PROJECTIONS,
+        ComponentKind.MOE_FFN: BlockRecompute.PROJECTIONS,
+    },
+}
+
+
+def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | None) -> BlockRecompute:
+    """What a policy asks of one block of a layer that is not recomputed as a whole.
+
+    A tile recomputes its attention already, so that nothing of a tiled block is left to a policy by operation.
+    """
+    asked = _BLOCKS.get(recompute, {}).get(kind, BlockRecompute.NONE)
+    return BlockRecompute.NONE if asked.by_operation and bta_tile is not None else asked
 
 
 class Component(Frozen):
@@ -105,18 +143,18 @@ class Decomposer:
         """The components of one step of `candidate`."""
         m = candidate.micro_batch_size
         groups = candidate.num_query_groups
-        selective = candidate.recompute is Recompute.SELECTIVE
         layers = []
         for kind, recomputed, count, below in self._layer_groups(candidate.recompute):
-            whole = BlockRecompute.FULL if recomputed else BlockRecompute.NONE
-            core = BlockRecompute.SELECTIVE if selective else whole
+            moe = kind is LayerKind.MOE
+            ffn_kind = ComponentKind.MOE_FFN if moe else ComponentKind.DENSE_FFN
+            core = again = BlockRecompute.FULL
+            if not recomputed:
+                core = block_recompute(candidate.recompute, ComponentKind.ATTENTION, candidate.bta_tile)
+                again = block_recompute(candidate.recompute, ffn_kind, None)
             attention = self._share(
                 ComponentKind.ATTENTION, m, candidate.bta_tile, core, candidate.attention_backend, groups
             )
-            if kind is LayerKind.MOE:
-                ffn = self._share(ComponentKind.MOE_FFN, m, None, whole, candidate.expert_backend, None)
-            else:
-                ffn = self._share(ComponentKind.DENSE_FFN, m, None, whole, None, None)
+            ffn = self._share(ffn_kind, m, None, again, candidate.expert_backend if moe else None, None)
             layers.append(LayerGroup(count, attention, ffn, recomputed, below))
         plain = (None, BlockRecompute.NONE, None)
         return Decomposition(

@@ -1,7 +1,8 @@
 """Predicted bytes of components, before anything is measured.
 
 The counts follow Korthikanti et al. (2022, arXiv:2205.05198), written out for the blocks that the profiler builds:
-gated FFNs, RMSNorm, flash attention, no dropout. They decide what is worth measuring; the measured bytes replace them.
+gated FFNs, norms that keep a number or two a token, flash attention, no dropout. They decide what is worth measuring;
+the measured bytes replace them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from explorer.requests import ExplorationRequest
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
+SPARSE_BLOCK = 128  # rows of a block of `block_sparse`
 OPTIMIZER_BUCKET_BYTES = 256 << 20  # the optimizer converts at most this much at a time
 
 
@@ -87,37 +89,78 @@ def _attention(component: Component, model: ModelSpec, request: ExplorationReque
     return ComponentBytes(output, output + max(output, tile.forward_peak), output + tile.backward_peak)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes that a block keeps for backward, by the recomputation that spares them.
+
+    `between` lies between matrix products, attention and routing; `products` are the results of the first matrix
+    product; `always` is kept whatever is recomputed by operation, the block's output among it.
+    """
+
+    between: int
+    products: int
+    always: int
+
+    @property
+    def live(self) -> int:
+        """All of it, as it exists at the end of forward, and again in backward."""
+        return self.between + self.products + self.always
+
+    def saved(self, recompute: BlockRecompute) -> int:
+        """What is left of it between forward and backward."""
+        if recompute is BlockRecompute.ACTIVATIONS:
+            return self.products + self.always
+        return self.always if recompute is BlockRecompute.PROJECTIONS else self.live
+
+
 def _attention_block(component: Component, batch: int, model: ModelSpec) -> ComponentBytes:
     item = model.dtype.itemsize
-    tokens = batch * model.seq_length
-    query = tokens * model.num_attention_heads * model.head_size * item
-    key = tokens * (component.num_query_groups or model.query_groups) * model.head_size * item
-    hidden = tokens * model.hidden_size * item
-    rotated = query + key if model.position == "rope" else 0
+    rows = batch * model.seq_length
+    heads = rows * model.num_attention_heads
+    groups = component.num_query_groups or model.query_groups
+    query = heads * model.head_size * item
+    key = rows * groups * model.head_size * item
+    hidden = rows * model.hidden_size * item
+    projections = query + 2 * key  # rotated where they lie
     normed = query + key if model.qk_norm != "none" else 0
-    projections = query + 2 * key
-    lse = batch * model.num_attention_heads * model.seq_length * FLOAT32_BYTES
-    scores = batch * model.num_attention_heads * model.seq_length**2
-    core = 2 * scores * (FLOAT32_BYTES + item) // 2 if component.backend == "math" else lse
-    core_saved = 0 if component.recompute is BlockRecompute.SELECTIVE else core
-    saved = hidden + projections + rotated + normed + query + hidden + core_saved
-    forward_transient = projections // 2 + (core if component.backend == "math" else 0)
-    backward_transient = 2 * projections + hidden + (2 * core if component.backend == "math" else 0)
-    recomputed = core - core_saved
-    return ComponentBytes(saved, saved + forward_transient, saved + backward_transient + recomputed)
+    math = component.backend == "math"
+    scores = heads * model.seq_length * FLOAT32_BYTES if math else 0
+    # Plain attention works on copies of queries, keys and values in float32; a fused one on what it is given.
+    core = scores + 3 * heads * model.head_size * FLOAT32_BYTES if math else heads * FLOAT32_BYTES
+    between, products = hidden, projections
+    if component.recompute is BlockRecompute.SELECTIVE:
+        between, again, core = between + normed, core, 0
+    else:
+        again = 0
+        between += normed if not math else 0
+        products = projections if normed or not math else 0
+        if component.backend == "efficient" and groups < model.num_attention_heads:
+            between += 2 * query  # keys and values for every query head
+    kept = _Kept(between, products, core + query + hidden)
+    saved = kept.saved(component.recompute)
+    forward = max(saved + hidden + scores + (scores if again else 0), kept.live)
+    # The gradients of the projections, and what a fused kernel accumulates those of the queries in.
+    return ComponentBytes(saved, forward, kept.live + again + projections + (scores + projections if math else query))
 
 
 def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:
     tokens = component.micro_batch_size * model.seq_length
-    return _mlp_bytes(tokens, model.hidden_size, model.ffn_hidden_size, model)
+    hidden = tokens * model.hidden_size * model.dtype.itemsize
+    wide = tokens * model.ffn_hidden_size * model.dtype.itemsize
+    mlp = _mlp(wide, model)
+    kept = _Kept(hidden + mlp.between, mlp.products, mlp.always + hidden)
+    saved = kept.saved(component.recompute)
+    transient = (3 if model.gated_mlp else 2) * wide
+    return ComponentBytes(saved, max(saved + hidden, kept.live), kept.live - hidden + transient)
 
 
-def _mlp_bytes(tokens: int, hidden_size: int, ffn_hidden_size: int, model: ModelSpec) -> ComponentBytes:
-    item = model.dtype.itemsize
-    hidden = tokens * hidden_size * item
-    wide = tokens * ffn_hidden_size * item
-    saved = 2 * hidden + (4 if model.gated_mlp else 2) * wide
-    return ComponentBytes(saved, saved + wide, saved + 3 * wide + hidden)
+def _mlp(wide: int, model: ModelSpec) -> _Kept:
+    """An MLP beside its input and output, `wide` the bytes of its hidden activations."""
+    if model.gated_mlp:
+        return _Kept(between=wide, products=2 * wide, always=0)
+    if model.activation == "relu":  # its backward asks for its result alone
+        return _Kept(between=0, products=0, always=wide)
+    return _Kept(between=wide, products=wide, always=0)
 
 
 def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
@@ -125,36 +168,45 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     assert moe is not None
     item = model.dtype.itemsize
     tokens = component.micro_batch_size * model.seq_length
-    pairs = tokens * moe.top_k
     rows = _expert_rows(component, model, request)
     hidden = tokens * model.hidden_size * item
-    wide = (3 if model.gated_mlp else 2) * rows * moe.expert_ffn_hidden_size * item
-    routed = 2 * rows * model.hidden_size * item + wide
-    if component.backend == "bmm":
-        routed += pairs * model.hidden_size * item
-    saved = 2 * hidden + routed + _router_bytes(component, model)
-    transient = rows * (2 * model.hidden_size + 2 * moe.expert_ffn_hidden_size) * item
+    gathered = rows * model.hidden_size * item
+    wide = rows * moe.expert_ffn_hidden_size * item
+    products = (2 if model.gated_mlp else 1) * wide
+    between = hidden
+    if component.backend != "fused":  # which gathers and activates within its products, in both passes
+        between += gathered + (2 if component.backend == "block_sparse" else 1) * wide
+    always = hidden + _router_bytes(component, model)
     if moe.shared_expert_ffn_hidden_size:
-        shared = _mlp_bytes(tokens, model.hidden_size, moe.shared_expert_ffn_hidden_size, model)
-        saved += shared.saved
-    return ComponentBytes(saved, saved + transient // 2, saved + transient)
+        shared = _mlp(tokens * moe.shared_expert_ffn_hidden_size * item, model)
+        between, products = between + shared.between, products + shared.products
+        always += shared.always + (hidden if moe.shared_expert_gate else 0)
+    kept = _Kept(between, products, always)
+    return ComponentBytes(
+        kept.saved(component.recompute), kept.live + 2 * gathered, kept.live + 2 * gathered + 3 * wide
+    )
 
 
 def _expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
-    """Rows that the experts' GEMMs see: the token-expert pairs, and with `bmm` the padding to the largest expert."""
+    """Rows that the experts' GEMMs see: the token-expert pairs, and what pads them.
+
+    `bmm` pads every expert to the largest, `block_sparse` to whole blocks, half a block an expert on average.
+    """
     assert model.moe is not None
     pairs = component.micro_batch_size * model.seq_length * model.moe.top_k
+    if component.backend == "block_sparse":
+        return pairs + model.moe.num_experts * SPARSE_BLOCK // 2
     if component.backend != "bmm":
         return pairs
     return int(pairs * max(1.0, largest_share(request) * model.moe.num_experts))
 
 
 def _router_bytes(component: Component, model: ModelSpec) -> int:
-    """Logits, probabilities, scores, and the indices that sort the pairs."""
+    """Probabilities, routing weights, routes, and the indices that sort the pairs."""
     assert model.moe is not None
     tokens = component.micro_batch_size * model.seq_length
-    scores = tokens * model.moe.num_experts * (model.dtype.itemsize + 2 * FLOAT32_BYTES)
-    return scores + 4 * tokens * model.moe.top_k * INDEX_BYTES
+    pairs = tokens * model.moe.top_k
+    return tokens * model.moe.num_experts * FLOAT32_BYTES + pairs * (3 * INDEX_BYTES + model.dtype.itemsize)
 
 
 def largest_share(request: ExplorationRequest) -> float:

@@ -20,8 +20,8 @@ from explorer.memory import predict_memory
 from explorer.models import ModelSpec
 from explorer.narration import space_event, variant_event
 from explorer.requests import ExplorationRequest
-from explorer.sampler import ComponentSampler, distributions, reconcile
-from explorer.space import base_candidates, enumerate_candidates
+from explorer.sampler import ComponentSampler, admits, distributions, reconcile
+from explorer.space import LegalSpace, base_candidates, enumerate_candidates
 from explorer.table import SpaceTable
 from explorer.trials import TrialKind
 
@@ -29,6 +29,23 @@ OPTIMISTIC_ACTIVATIONS = 0.7
 """A candidate is left out unmeasured only if it would not fit with this share of its predicted activations."""
 
 OpenStudy = Callable[[str, BaseSampler], Study]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The space of a variant before anything is measured; it depends on neither seed nor budget.
+
+    `legal` holds the candidates that may fit, `num_predicted_out` counts the others. `table` has a row for each of
+    `legal` and of those `bases` that may fit; null if nothing may.
+    """
+
+    legal: LegalSpace
+    num_predicted_out: int
+    bases: tuple[Candidate, ...]
+    table: SpaceTable | None
+
+
+SurveyVariant = Callable[[ModelSpec, ExplorationRequest, DeviceReport], Survey]
 
 
 @dataclass(slots=True)
@@ -57,6 +74,24 @@ class Ground:
     plainest: Candidate
 
 
+def survey_variant(model: ModelSpec, request: ExplorationRequest, report: DeviceReport) -> Survey:
+    """Enumerate the space of a variant and drop what is predicted not to fit.
+
+    Raises:
+        EmptySpaceError: the request admits no candidate on this device.
+    """
+    space = enumerate_candidates(request, report, model)
+    members = set(space.candidates)
+    bases = base_candidates(request, report, model)
+    everything = SpaceTable((*space.candidates, *(c for c in bases if c not in members)), model, request)
+    required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
+    limit = memory_limit(request, report.hardware)
+    fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
+    legal = space.restrict(c for c in fitting if c in members)
+    table = SpaceTable(fitting, model, request) if legal.candidates else None
+    return Survey(legal, len(space.candidates) - len(legal.candidates), bases, table)
+
+
 def prepare(
     index: int,
     model: ModelSpec,
@@ -64,38 +99,32 @@ def prepare(
     report: DeviceReport,
     ledger: Ledger,
     open_study: OpenStudy,
+    survey: SurveyVariant = survey_variant,
 ) -> tuple[Opening, Ground | None]:
-    """Enumerate the space, drop what is predicted not to fit, and take in what is stored; null if nothing is left.
+    """Survey the space and take in what is stored; null if no candidate is predicted to fit.
 
     Raises:
         EmptySpaceError: the request admits no candidate on this device.
     """
     hardware = report.hardware
-    space = enumerate_candidates(request, report, model)
-    members = set(space.candidates)
-    bases = base_candidates(request, report, model)
-    everything = SpaceTable((*space.candidates, *(c for c in bases if c not in members)), model, request)
-    required = predict_memory(everything, hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
-    limit = memory_limit(request, hardware)
-    fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
-    legal = [c for c in fitting if c in members]
-
+    found = survey(model, request, report)
     past = ledger.trials_of(model.query_groups)
-    left = space.restrict(legal)
     opening = Opening()
     if not past:
         if len(request.variants()) > 1:
             opening.events.append(variant_event(model))
-        opening.events.append(space_event(left, len(space.candidates) - len(legal), limit))
-        opening.space = left.summarize() if index == 0 else None
-    if not legal:
+        opening.events.append(space_event(found.legal, found.num_predicted_out, memory_limit(request, hardware)))
+        opening.space = found.legal.summarize() if index == 0 else None
+    table, bases = found.table, found.bases
+    if table is None:
         return opening, None
 
-    table = SpaceTable(fitting, model, request)
-    belief = Belief(table, legal, request, hardware)
+    belief = Belief(table, found.legal.candidates, request, hardware)
     dimensions = distributions(table.candidates)
     name = "" if index == 0 else f"num_query_groups={model.query_groups}"
     study = open_study(name, ComponentSampler(belief))
+    if not admits(study, dimensions):  # begun by a version that had other choices: a new projection of the same trials
+        study = open_study(f"{name} {len(table.candidates)} candidates".lstrip(), ComponentSampler(belief))
     reconcile(study, past, dimensions)
     belief.learn(t.measurement for t in past if t.kind is TrialKind.COMPONENTS)
     belief.absorb(m for t in ledger.trials for m in t.measurement.components)

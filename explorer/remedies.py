@@ -55,9 +55,9 @@ def _changes(request: ExplorationRequest) -> Iterator[tuple[str, ExplorationRequ
         yield f"micro_batch_size {m}", _change(request, micro_batch_size=m)
     training = request.mode == "train"
     if training and Recompute.FULL not in request.recompute_policies:
-        policies = (Recompute.SELECTIVE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75)
-        for policy in (*policies, Recompute.FULL):
-            yield f"recompute {policy}", _change(request, recompute=(policy,))
+        for policy in _change(request, recompute=None).recompute_policies:
+            if policy is not Recompute.NONE:
+                yield f"recompute {policy}", _change(request, recompute=(policy,))
     if request.training.loss.kind == "full":
         loss = request.training.loss.model_copy(update={"kind": "chunked"})
         yield "the chunked loss", _change(request, training=request.training.model_copy(update={"loss": loss}))

@@ -15,7 +15,7 @@ from explorer.training import Sharding, TrainingSpec
 
 MAX_MICRO_BATCH_SIZE = 256
 MAX_NUM_QUERY_GROUPS_VARIANTS = 8
-MAX_COMBINATIONS = 2048  # of micro-batch, tile and recomputation; back ends multiply them by about ten
+MAX_COMBINATIONS = 3072  # of micro-batch, tile and recomputation; back ends multiply them by about ten
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
@@ -119,7 +119,7 @@ class ExplorationRequest(Frozen):
         | None
     ) = Field(None, description="Settings to compare as separate models; they change the model.")
     bta: BTASpec = BTASpec()
-    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=6)] | None = None
+    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=len(Recompute))] | None = None
     attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
     flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
@@ -178,12 +178,14 @@ class ExplorationRequest(Frozen):
         unused = [tile for tile in self.bta.tiles or () if tile not in tiles]
         if unused:
             raise ValueError(f"bta.tiles: {unused[0]} is no factor of any micro-batch size of the space")
-        if None not in tiles and self.recompute_policies == (Recompute.SELECTIVE,):
+        self._check_policies()
+        if self.recompute_policies and not any(self.policies_for(tile) for tile in tiles):
+            named = "' and '".join(self.recompute_policies)
             raise ValueError(
-                "bta.enable with recompute 'selective' alone leaves nothing: a tile recomputes its attention already"
+                f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already"
             )
-        tilings = sum(len(self.tiles_for(m)) for m in self.micro_batch_sizes)
-        if (combinations := tilings * len(self.recompute_policies)) > MAX_COMBINATIONS:
+        tilings = [tile for m in self.micro_batch_sizes for tile in self.tiles_for(m)]
+        if (combinations := sum(len(self.policies_for(tile)) for tile in tilings)) > MAX_COMBINATIONS:
             raise ValueError(
                 f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
                 f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
@@ -196,6 +198,16 @@ class ExplorationRequest(Frozen):
                     f"num_query_groups ({groups}) must divide num_attention_heads ({self.model.num_attention_heads})"
                 )
         return self
+
+    def _check_policies(self) -> None:
+        for policy in self.recompute or ():
+            if policy is Recompute.EXPERTS and self.model.moe is None:
+                raise ValueError("recompute 'experts' given for a model without experts")
+            if policy.by_operation and self.execution == "compile":
+                raise ValueError(
+                    f"recompute '{policy}' needs execution 'eager': within a graph, the compiler chooses which "
+                    "operations to run again"
+                )
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -225,7 +237,7 @@ class ExplorationRequest(Frozen):
     @property
     def recompute_policies(self) -> tuple[Recompute, ...]:
         """The recomputation policies to consider, without those that amount to another; in eval mode only `none`."""
-        allowed = tuple(Recompute) if self.recompute is None else self.recompute
+        allowed = self._all_policies if self.recompute is None else self.recompute
         if self.mode == "eval":
             return (Recompute.NONE,) if Recompute.NONE in allowed else ()
         # In a shallow model some shares round to the same layers: one of them is enough, the whole before the part.
@@ -234,6 +246,22 @@ class ExplorationRequest(Frozen):
             layers = recomputed_layers(self.model, policy)
             distinct.setdefault(layers if any(layers) else policy, policy)
         return tuple(p for p in Recompute if p in distinct.values())
+
+    def policies_for(self, bta_tile: int | None) -> tuple[Recompute, ...]:
+        """The recomputation policies to consider with one attention tile; null is no tiling."""
+        if bta_tile is None or self.mode == "eval":
+            return self.recompute_policies
+        return tuple(policy for policy in self.recompute_policies if not policy.untiled_only)
+
+    @property
+    def _all_policies(self) -> tuple[Recompute, ...]:
+        compiled = self.execution == "compile"
+        return tuple(
+            policy
+            for policy in Recompute
+            if not (compiled and policy.by_operation)
+            and (policy is not Recompute.EXPERTS or self.model.moe is not None)
+        )
 
     @property
     def optimizer_shards(self) -> int:

@@ -23,6 +23,7 @@ from explorer.requests import ExplorationRequest
 
 BACKWARD_FLOPS = 2.0  # a matmul's backward is two matmuls
 FLASH_BACKWARD_FLOPS = 2.5  # flash attention's backward recomputes the scores: five matmuls for two
+BY_OPERATION_PASSES = 0.5  # forward passes that recomputation by operation issues again, roughly
 OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pass issues about twice as many
     ComponentKind.EMBEDDING: 2,
     ComponentKind.ATTENTION: 20,
@@ -74,7 +75,7 @@ def predict_component_seconds(
         again = _recomputed_work(component, forward, model)
         if again is not None:
             device += seconds(again)
-            passes += 1.0
+            passes += BY_OPERATION_PASSES if component.recompute.by_operation else 1.0
     tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
     return PredictedSeconds(device, host * passes * tiles)
 
@@ -82,7 +83,7 @@ def predict_component_seconds(
 def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:
     tokens = component.micro_batch_size * model.seq_length
     item = model.dtype.itemsize
-    moved = 2.0 * predict_component_bytes(component, model, request).saved
+    moved = 2.0 * predict_component_bytes(_plain(component), model, request).saved
     if component.kind is ComponentKind.EMBEDDING:
         return Work(0.0, moved)
     if component.kind is ComponentKind.HEAD:
@@ -129,11 +130,32 @@ def _backward_work(component: Component, forward: Work, model: ModelSpec) -> Wor
 def _recomputed_work(component: Component, forward: Work, model: ModelSpec) -> Work | None:
     if component.recompute is BlockRecompute.SELECTIVE:
         return _attention_core(component, model)
+    if component.recompute.by_operation:
+        return _operations_work(component, forward, model)
     if component.recompute is BlockRecompute.FULL and component.bta_tile is not None:
         return Work(2.0 * forward.flops, 2.0 * forward.bytes)  # once for the layer, once more for each tile
     if component.recompute is BlockRecompute.FULL or component.bta_tile is not None:
         return forward
     return None
+
+
+def _operations_work(component: Component, forward: Work, model: ModelSpec) -> Work:
+    """Norms, activations and gathers read and write a good half of what the forward pass moves, products apart."""
+    between = Work(0.0, forward.bytes / 2)
+    if component.recompute is BlockRecompute.ACTIVATIONS:
+        return between
+    if component.kind is ComponentKind.ATTENTION:
+        core = _attention_core(component, model).flops
+        projected = model.num_attention_heads + 2 * (component.num_query_groups or model.query_groups)
+        return Work((forward.flops - core) * projected / (projected + model.num_attention_heads), between.bytes)
+    return Work(forward.flops * (2 / 3 if model.gated_mlp else 1 / 2), between.bytes)
+
+
+def _plain(component: Component) -> Component:
+    """The block that recomputes nothing: what is recomputed is written and read in forward all the same."""
+    if not component.recompute.by_operation:
+        return component
+    return component.model_copy(update={"recompute": BlockRecompute.NONE})
 
 
 def _optimizer_bytes(model: ModelSpec, request: ExplorationRequest) -> float:

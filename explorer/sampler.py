@@ -116,6 +116,15 @@ def _violation(trial: Trial) -> float:
     return -1.0 if trial.measurement.outcome is Outcome.OK else 1.0
 
 
+def admits(study: Study, space: dict[str, BaseDistribution]) -> bool:
+    """Whether a study may be asked for points of `space`: the choices of its dimensions can never change."""
+    return all(
+        trial.distributions.get(name, distribution) == distribution
+        for trial in study.get_trials(deepcopy=False)
+        for name, distribution in space.items()
+    )
+
+
 def reconcile(study: Study, history: Sequence[Trial], space: dict[str, BaseDistribution]) -> None:
     """Make a study the projection of the stored trials: running ones failed, missing ones added."""
     present: set[int] = set()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import optuna
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 
-from explorer.ground import OpenStudy
+from explorer.ground import OpenStudy, SurveyVariant, survey_variant
 from explorer.hardware import DeviceReport
 from explorer.ledger import Ledger
 from explorer.narration import end_event
@@ -28,6 +29,8 @@ def explore(
     *,
     history: Sequence[Trial] = (),
     open_study: OpenStudy | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    survey: SurveyVariant = survey_variant,
 ) -> Iterator[Progress]:
     """Run a request on a device and hand out what is learnt, step by step; the last step has the answer.
 
@@ -38,13 +41,17 @@ def explore(
         history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
             search goes on as it would have gone.
         open_study: opens the Optuna study of a variant by name; default: in memory.
+        clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
+        survey: enumerates a variant's space; a caller who explores one space many times may keep the result.
 
     Each `Progress` must be stored before the next is asked for.
     """
     ledger = Ledger(history, request.budget, len(request.variants()))
     answers = []
     for index in range(len(request.variants())):
-        search = VariantSearch(index, request, report, measure, ledger, open_study or _in_memory)
+        search = VariantSearch(
+            index, request, report, measure, ledger, open_study or _in_memory, clock=clock, survey=survey
+        )
         try:
             yield from search.run()
         except EmptySpaceError as error:

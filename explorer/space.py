@@ -49,8 +49,8 @@ class LegalSpace:
 def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> LegalSpace:
     """All legal candidates of one variant, whether or not they fit the memory.
 
-    Tiling with selective recomputation is left out: a tile recomputes its attention already. Eval mode has no
-    recomputation at all.
+    Tiling with a policy that says what of attention is kept is left out: a tile recomputes its attention already. Eval
+    mode has no recomputation at all.
 
     Raises:
         EmptySpaceError: a restriction leaves a dimension empty on this device.
@@ -63,14 +63,10 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     experts: list[str] | list[None] = [None]
     if model.moe is not None:
         experts = _usable("expert back end", report.expert_backends, request.expert_backends)
-    training = request.mode == "train"
-    policies = request.recompute_policies
     candidates = []
     for m in request.micro_batch_sizes:
         for tile in request.tiles_for(m):
-            for recompute in policies:
-                if training and tile is not None and recompute is Recompute.SELECTIVE:
-                    continue
+            for recompute in request.policies_for(tile):
                 for attention_backend, expert_backend in product(attention, experts):
                     candidates.append(
                         Candidate(
@@ -83,7 +79,9 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                         )
                     )
     if not candidates:
-        raise EmptySpaceError("tiling combined with selective recomputation only: a tile recomputes attention already")
+        raise EmptySpaceError(
+            "tiling with policies that keep a part of attention only: a tile recomputes attention already"
+        )
     return LegalSpace(model, tuple(candidates))
 
 

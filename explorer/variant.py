@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
 from optuna.trial import Trial as OptunaTrial
@@ -20,7 +20,7 @@ from explorer.candidates import Candidate
 from explorer.components import Component
 from explorer.composition import GIB, memory_limit
 from explorer.events import EventDraft, recommendation_event, render_message
-from explorer.ground import OpenStudy, prepare
+from explorer.ground import OpenStudy, SurveyVariant, prepare, survey_variant
 from explorer.hardware import DeviceReport
 from explorer.ledger import Ledger
 from explorer.measurements import Measurement, Outcome
@@ -58,6 +58,9 @@ class VariantSearch:
         measure: Measure,
         ledger: Ledger,
         open_study: OpenStudy,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        survey: SurveyVariant = survey_variant,
     ) -> None:
         self.model: ModelSpec = request.variants()[index]
         self.recommendation: Recommendation | None = None
@@ -68,11 +71,13 @@ class VariantSearch:
         self._measure = measure
         self._ledger = ledger
         self._open_study = open_study
+        self._clock = clock
+        self._survey = survey
 
     def run(self) -> Iterator[Progress]:
         """Explore until the confidence target or the budget is reached, then compare and check."""
         self._opening, ground = prepare(
-            self._index, self.model, self._request, self._report, self._ledger, self._open_study
+            self._index, self.model, self._request, self._report, self._ledger, self._open_study, self._survey
         )
         if ground is None:
             events, space = self._opening.take()
@@ -135,12 +140,12 @@ class VariantSearch:
                 return
             if verdict is not None and 100 * verdict.probability >= target:
                 return
-            started = time.perf_counter()
+            started = self._clock()
             if self._belief.suggest() is None:
                 return
             asked = self._ground.study.ask(self._ground.distributions)
             candidate = to_candidate(asked.params, self.model.query_groups)
-            yield from self._run(candidate, asked, time.perf_counter() - started)
+            yield from self._run(candidate, asked, self._clock() - started)
 
     def _compare(self) -> Iterator[Progress]:
         """Measure what the answer is compared with."""
@@ -181,9 +186,9 @@ class VariantSearch:
         predicted_peak = self._belief.bytes(row).peak
         expected = self._belief.seconds(row).tokens_per_second
         missing = self._table.missing(row, self._belief.surrogate.known_K)
-        started = time.perf_counter()
+        started = self._clock()
         measurement = self._measure(self._plan(candidate, TrialKind.COMPONENTS, missing))
-        measured = time.perf_counter()
+        measured = self._clock()
         self._belief.learn([measurement])
         measurement = self._judge(row, measurement)
         ok = measurement.outcome is Outcome.OK
@@ -195,7 +200,7 @@ class VariantSearch:
             measured_peak_bytes=self._belief.bytes(row).peak if self._belief.is_known(row) else None,
             predicted_tokens_per_second=expected,
             tokens_per_second=self._belief.seconds(row).tokens_per_second if ok else None,
-            suggest_seconds=suggest_seconds + time.perf_counter() - measured,
+            suggest_seconds=suggest_seconds + self._clock() - measured,
             seconds=measured - started,
         )
         self._ledger.add(trial)
@@ -224,7 +229,7 @@ class VariantSearch:
 
     def _run_whole_model(self, candidate: Candidate) -> Iterator[Progress]:
         row = self._table.row[candidate]
-        started = time.perf_counter()
+        started = self._clock()
         measurement = self._measure(self._plan(candidate, TrialKind.WHOLE_MODEL, ()))
         whole = measurement.whole_model
         trial = Trial(
@@ -235,7 +240,7 @@ class VariantSearch:
             measured_peak_bytes=whole.peak_bytes if whole else None,
             predicted_tokens_per_second=self._belief.seconds(row).tokens_per_second,
             tokens_per_second=whole_model_tokens_per_second(self._belief, candidate, whole) if whole else None,
-            seconds=time.perf_counter() - started,
+            seconds=self._clock() - started,
         )
         self._ledger.add(trial)
         check = check_whole_model(self._belief, row, trial)

@@ -10,9 +10,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 import sqlalchemy as sa
 
+from explorer.search import explore
 from storage.database import Database, open_database
 from storage.queue import Queue
 from storage.schema import upgrade
@@ -21,6 +24,7 @@ from workers.device_sets import default_devices, parse_devices
 from workers.devices import visible_devices
 from workers.doctor import main as diagnose
 from workers.launcher import Profiler, ProfilerError
+from workers.replay.profiler import PREFIX, ReplayProfiler
 from workers.runner import DATABASE_TROUBLE
 from workers.settings import Settings, read_settings
 from workers.worker import Worker
@@ -37,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="doctor")
     doctor = commands.add_parser("doctor", help="tell which devices and back ends are usable, and why others are not")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--device", help="cpu, cuda:0 or cuda:0-3; default: the first GPU, else the CPU")
+    parser.add_argument(
+        "--device",
+        help="cpu, cuda:0, cuda:0-3 or replay:TABLE (a recorded table); default: the first GPU, else the CPU",
+    )
     parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
     parser.add_argument("--once", action="store_true", help="end after one job")
     parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
@@ -56,15 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     settings = read_settings()
     try:
-        given = options.device
-        devices = parse_devices(given) if given else default_devices(visible_devices(settings.environment))
+        devices = _devices(options.device, settings)
         database = open_database(options.database_url or settings.database_url)
         job_ids: list[str] | None = [] if options.jobs_from_stdin else None
         workers = [_build_worker(database, device, settings, job_ids) for device in devices]
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"the database cannot be opened: {error.strerror}: {error.filename}")
+        parser.error(f"this file cannot be opened: {error.strerror}: {error.filename}")
     try:
         upgrade(database)
         return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)
@@ -75,7 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         database.dispose()
 
 
+def _devices(given: str | None, settings: Settings) -> tuple[str, ...]:
+    if given is None:
+        return default_devices(visible_devices(settings.environment))
+    return (given,) if given.startswith(PREFIX) else parse_devices(given)
+
+
 def _build_worker(database: Database, device: str, settings: Settings, job_ids: list[str] | None) -> Worker:
+    if device.startswith(PREFIX):
+        replay = ReplayProfiler(Path(device.removeprefix(PREFIX)))
+        return Worker(Queue(database), replay, "replay", explore=partial(explore, clock=replay.clock), job_ids=job_ids)
     profiler = Profiler(device, environment=settings.environment, on_wait=_log.info)
     return Worker(Queue(database), profiler, device, job_ids=job_ids)
 

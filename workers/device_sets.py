@@ -16,7 +16,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
     """
     match = _DEVICES.fullmatch(text)
     if match is None:
-        raise ValueError(f"device '{text}' is none of cpu, cuda:0 and cuda:0-3")
+        raise ValueError(f"device '{text}' is none of cpu, cuda:0, cuda:0-3 and replay:TABLE")
     if text == "cpu":
         return ("cpu",)
     first = int(match["first"] or 0)

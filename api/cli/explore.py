@@ -21,7 +21,9 @@ from explorer.requests import ExplorationRequest
 CANCEL_SECONDS = 5.0
 START_SECONDS = 10.0
 
-WorkerDevice = Annotated[str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3", help="What to explore on.")]
+WorkerDevice = Annotated[
+    str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="What to explore on.")
+]
 
 
 def explore(

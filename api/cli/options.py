@@ -86,7 +86,9 @@ def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
         return "cpu"
     if kind == "cuda":
         return "cuda"
-    raise CommandError(ExitCode.USAGE, f"--device {device!r} is none of cpu, cuda:0 and cuda:0-3")
+    if kind == "replay":  # a recorded table has the kind of the device that it was recorded on
+        return None
+    raise CommandError(ExitCode.USAGE, f"--device {device!r} is none of cpu, cuda:0, cuda:0-3 and replay:TABLE")
 
 
 def _read(config: Path) -> str:

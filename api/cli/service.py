@@ -43,7 +43,9 @@ def serve(
 
 
 def worker(
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3", help="The devices to own.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to own.")
+    ] = None,
 ) -> None:
     """Claim explorations and run them, until told to end."""
     options.device_kind(device)

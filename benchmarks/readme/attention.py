@@ -61,7 +61,7 @@ def attention_choice(results: dict[str, Any], name: str) -> str:
         [
             f"The attention back end that the explorer picks ({results['num_heads']} heads, {results['tokens']} "
             "tokens, causal, bfloat16, forward and backward), and its time over the fastest's when all are timed again "
-            "independently, for the whole block and for attention alone "
+            "independently, for the whole block and for attention alone (once where both are equal) "
             f"(`python -m benchmarks.attention_choice --out benchmarks/results/{name}.json`):\n\n",
             table(["", *(f"S={length}" for length in lengths)], lines),
             f"\n{'; '.join(parts)}.{left_out(len(results['left_out']), 'shapes')} {measured_on(results)}\n",
@@ -73,7 +73,8 @@ def _picked(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     ratios = (cell["verdict"][of]["ratio"] for of in ("block", "core"))
-    return f"{cell['picked']} " + ", ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+    shown = dict.fromkeys("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+    return f"{cell['picked']} {', '.join(shown)}"
 
 
 def _relative(row: dict[str, Any], limit: str, means: str) -> str:

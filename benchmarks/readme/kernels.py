@@ -34,12 +34,24 @@ def grouped_gemm(results: dict[str, Any], name: str) -> str:
         f"\nGeometric mean {summary['geometric_mean_ratio']:.3f}, worst {summary['worst_ratio']:.2f}; at least 0.99 in "
         f"{summary['cells_at_least_0.99']} of {summary['cells_timed']} cells. The roofline goal (85% from 512 tokens "
         f"an expert on, 70% below) is reached in {summary['roofline_cells_reached']} of {summary['roofline_cells']} "
-        f"cells. Fastest of all: {_counted(fastest)}. ",
+        f"cells with the peak of an instant ({results['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s), and in "
+        f"{summary['sustained_roofline_cells_reached']} with what cuBLAS sustains at 8192^3, as the cells are timed "
+        f"({_sustained(results['sustained'])}). Fastest of all: {_counted(fastest)}. ",
         f"Wrong results: {', '.join(wrong) if wrong else 'none'}.",
         left_out(summary["cells"] - summary["cells_timed"], "cells"),
         f" {measured_on(results)}\n",
     ]
     return "".join(say)
+
+
+def _sustained(found: dict[str, Any]) -> str:
+    """Rate, clock and power of a card that never rests."""
+    parts = [f"{found['flops_per_second'] / 1e12:.0f} TFLOP/s"]
+    if found["clock_mhz"] is not None:
+        parts.append(f"{found['clock_mhz']:.0f} MHz")
+    if found["power_watts"] is not None and found["power_limit_watts"] is not None:
+        parts.append(f"{found['power_watts']:.0f} of {found['power_limit_watts']:.0f} W")
+    return ", ".join(parts)
 
 
 def variable_gemm(results: dict[str, Any], name: str) -> str:

@@ -10,6 +10,7 @@ from benchmarks.readme.attention import attention_choice, bta
 from benchmarks.readme.explorations import explorations, explorations_fused, fidelity, log_of_olmoe
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
 from benchmarks.readme.layers import moe_layer
+from benchmarks.readme.recomputation import recomputation
 from benchmarks.readme.results import exists, load
 
 
@@ -43,5 +44,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "moe-layer": _of(moe_layer, "h200-moe-layer", "h200-moe-layer-quick"),
     "bta": _of(bta, "h200-bta"),
     "bta-math": _of(bta, "h200-bta-math"),
+    "recomputation": _of(recomputation, "h200-recomputation"),
     "attention-choice": _of(attention_choice, "h200-attention-choice"),
 }

@@ -140,6 +140,20 @@ def test_memory_that_runs_out_is_an_outcome() -> None:
     assert time_in_turns(only, watch, CPU, seconds=0).keys() == {"b"}
 
 
+def test_memory_that_runs_out_between_the_others_is_an_outcome() -> None:
+    runs, watch = _watch(lambda _: 1.0)
+    b, calls = runs["b"], itertools.count()
+
+    def exhaust() -> None:
+        b()
+        if next(calls) == 4:  # after the warm-up, which runs it three times
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    runs["b"] = exhaust
+    found = time_in_turns(runs, watch, CPU, seconds=0)
+    assert {name: run["outcome"] for name, run in found.items()} == {"a": "ok", "b": "out_of_memory", "c": "ok"}
+
+
 @pytest.mark.parametrize("build", [block_pass, core_pass])
 def test_every_back_end_has_a_line(build: Any) -> None:
     found = time_back_ends(build, Cell(64, 16, 1, 2, 64).shape(), ("flash", "cudnn", "math"), CPU, seconds=0.1)

@@ -15,6 +15,8 @@ from benchmarks.readme import results as files
 from benchmarks.readme.attention import attention_choice, bta
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
 from benchmarks.readme.layers import moe_layer
+from benchmarks.readme.recomputation import recomputation
+from benchmarks.readme.results import load
 from benchmarks.readme.sections import SECTIONS, fill
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -83,6 +85,7 @@ def test_grouped_gemm_shows_the_ratio_and_counts_the_wrong() -> None:
     assert _cells(text, "16")[0][0] == f"{few['ratio']:.2f}"
     assert _cells(text, "2048")[0][0] == f"{many['ratio']:.2f} ({many['roofline_share']:.0%})"
     assert "Wrong results: none." in text
+    assert "at 8192^3, as the cells are timed (672 TFLOP/s, 1485 MHz, 692 of 700 W)" in text
     many["runs"][-1]["outcome"] = "wrong"
     del few["ratio"]
     text = grouped_gemm(found, "x")
@@ -156,3 +159,15 @@ def test_attention_choice_says_how_far_the_picks_are() -> None:
     text = attention_choice(found, "x")
     assert _cells(text, "D=16 MQA")[0][1] == "flash 1.023, -"
     assert "3 of 4 picks are within 1% of the fastest by the attention block (worst 1.023)" in text
+
+
+def test_recomputation_has_a_column_a_model_and_back_end() -> None:
+    found = load("h200-recomputation")
+    text = recomputation(found, "x")
+    row = next(
+        row
+        for row in found["rows"]
+        if row["candidate"]["expert_backend"] == "fused" and row["candidate"]["recompute"] == "projections"
+    )
+    assert f"{row['bytes_share']:.0%}, {row['step_cost']:+.1%}" == _cells(text, "projections")[0][1]
+    assert _cells(text, "experts")[0][2] == "-"  # a dense model has none

@@ -261,6 +261,39 @@ def test_the_study_can_be_opened_with_optunas_own_tools() -> None:
     assert study.best_trial.values[0] == pytest.approx(found.tokens_per_second, rel=0.02)
 
 
+def test_a_study_that_was_begun_with_fewer_choices_does_not_end_the_job() -> None:
+    """As after an upgrade: the request says the same, and the space has grown."""
+    storage = optuna.storages.InMemoryStorage()
+
+    def open_study(name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
+        return optuna.create_study(
+            study_name=f"job/{name}", sampler=sampler, storage=storage, direction="maximize", load_if_exists=True
+        )
+
+    older = request(recompute=["none", "selective", "full"])
+    device = SimulatedDevice(older, noise=0.0)
+    steps = []
+    for step in explore(older, report(memory_gib=40), device, open_study=open_study):
+        steps.append(step)
+        if len(trials_of(steps)) == 4:
+            break
+    req = request()
+    after = list(
+        explore(
+            req,
+            report(memory_gib=40),
+            SimulatedDevice(req, noise=0.0),
+            history=trials_of(steps),
+            open_study=open_study,
+        )
+    )
+    assert answer_of(after).recommendation is not None
+    names = sorted(study.study_name for study in optuna.get_all_study_summaries(storage))
+    assert len(names) == 2
+    again = optuna.load_study(study_name=names[1], storage=storage)
+    assert len(again.trials) == len([t for t in trials_of(steps + after) if t.kind is TrialKind.COMPONENTS])
+
+
 def test_restrictions_leave_an_explanation() -> None:
     req = request(attention_backends=["nosuch"])
     answer = answer_of(run(req, SimulatedDevice(req)))

@@ -83,13 +83,17 @@ HOPPER_TILES = {
 }
 HOPPER_WEIGHTS_TILES = {
     "wide": hopper_tiles.WIDE,
-    "pair": hopper_tiles.PAIR,
     "long": hopper_tiles.LONG,
     "medium": hopper_tiles.MEDIUM,
     "square": hopper_tiles.SQUARE,
     "low, two a multiprocessor": hopper_tiles.HopperTiles(1, 64, 256, 32, stages=3, columns=128, buffers=2, programs=2),
     "three consumers": hopper_tiles.HopperTiles(3, 64, 256, 64, stages=3, columns=128),
 }
+HOPPER_WEIGHTS_TILES |= {
+    f"{name}, heavy experts first": replace(HOPPER_WEIGHTS_TILES[name], dynamic=True)
+    for name in ("wide", "long", "medium", "three consumers")
+}
+DYNAMIC = replace(hopper_tiles.WIDE, dynamic=True)
 UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 300, 77), 333, 117)
 
 
@@ -167,6 +171,52 @@ def test_all_weights_tiles_on_hopper(name: str) -> None:
         out = torch.full_like(tensors[1], NAN)
         hopper.sum_over_rows(x, grad, gemm_cases.ends_of(case.counts, CUDA), out=out, tiles=HOPPER_WEIGHTS_TILES[name])
         assert relative_error(out, gemm_cases.expected(case, tensors)[2]) <= 1e-2, case.name
+
+
+HEAVY = GemmCase("heavy experts behind light ones", (*(17 * 2 ** (i // 8) + i for i in range(64)), 0, 3), 512, 512)
+
+
+@on_hopper
+def test_the_order_of_tiles_does_not_show_in_the_bits() -> None:
+    x, _, grad = gemm_cases.inputs(HEAVY, torch.bfloat16, CUDA)
+    ends = gemm_cases.ends_of(HEAVY.counts, CUDA)
+    wanted = hopper.sum_over_rows(x, grad, ends, tiles=hopper_tiles.WIDE)
+    for _ in range(10):
+        assert torch.equal(hopper.sum_over_rows(x, grad, ends, tiles=DYNAMIC), wanted)
+
+
+@on_hopper
+def test_streams_and_graphs_draw_their_tiles_apart() -> None:
+    """A counter that two launches shared would leave tiles out, whose sums would stay NaN."""
+    x, w, grad = gemm_cases.inputs(HEAVY, torch.bfloat16, CUDA)
+    ends = gemm_cases.ends_of(HEAVY.counts, CUDA)
+    wanted = hopper.sum_over_rows(x, grad, ends, tiles=DYNAMIC)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [[torch.full_like(w, NAN) for _ in range(8)] for _ in streams]
+    captured = torch.full_like(w, NAN)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            hopper.sum_over_rows(x, grad, ends, out=captured, tiles=DYNAMIC)
+    for first, second in zip(*outs, strict=True):
+        with torch.cuda.stream(streams[0]):
+            hopper.sum_over_rows(x, grad, ends, out=first, tiles=DYNAMIC)
+        with torch.cuda.stream(streams[1]):
+            hopper.sum_over_rows(x, grad, ends, out=second, tiles=DYNAMIC)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for of_stream in outs for out in of_stream)
+    for _ in range(2):
+        captured.fill_(NAN)
+        outs[1][0].fill_(NAN)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        with torch.cuda.stream(streams[1]):
+            hopper.sum_over_rows(x, grad, ends, out=outs[1][0], tiles=DYNAMIC)
+        torch.cuda.synchronize()
+        assert torch.equal(captured, wanted)
+        assert torch.equal(outs[1][0], wanted)
 
 
 @on_hopper

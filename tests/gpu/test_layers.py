@@ -134,6 +134,10 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"recompute": "selective"},
     {"recompute": "full", "bta_tile": 2},
     {"recompute": "partial_50"},
+    {"recompute": "activations", "bta_tile": 2},
+    {"recompute": "qkv"},
+    {"recompute": "experts"},
+    {"recompute": "projections"},
 )
 
 

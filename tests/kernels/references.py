@@ -21,12 +21,13 @@ def leaves(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> lis
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
-    """Norm of the difference over the norm of what was expected."""
+    """Norm of the difference over the norm of what was expected; infinite for NaN, which `max` may pass over."""
     assert actual is not None
     assert expected is not None
     assert actual.shape == expected.shape
     difference = (actual.detach().double().cpu() - expected.detach().double().cpu()).norm()
-    return float(difference / expected.detach().double().cpu().norm().clamp(min=1e-30))
+    error = float(difference / expected.detach().double().cpu().norm().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error
 
 
 def activation(x: Tensor, name: str, gated: bool) -> Tensor:

@@ -10,6 +10,7 @@ from tests.kernels import expert_cases
 from tests.kernels.interpreter import interpreted
 from tests.kernels.references import relative_error
 from tests.kernels.test_experts import moe_model
+from workers.kernels.discarding import discarding
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.block_sparse import BLOCK_SPARSE, block_sparse_ffn, dsd, sdd, transposed_dsd
 from workers.kernels.experts.block_topology import block_topology, blocked_rows
@@ -87,6 +88,17 @@ def test_the_whole_ffn(case: expert_cases.ExpertCase) -> None:
     case = expert_cases.ExpertCase(**{**vars(case), "width": 2 * BLOCK})
     errors = expert_cases.errors(SMALL_BLOCKS, case, torch.float32, CPU)
     assert max(errors.values()) <= 1e-5, errors
+
+
+@interpreted
+@pytest.mark.parametrize("products", [False, True])
+def test_discarded_blocks_come_back_the_same(products: bool) -> None:
+    case = expert_cases.ExpertCase("discarded", 40, 4, 3, width=2 * BLOCK, skew=1.0)
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    plain = expert_cases.run(SMALL_BLOCKS, case, routes, tensors)
+    with discarding(products=products):
+        again = expert_cases.run(SMALL_BLOCKS, case, routes, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
 
 
 def test_reasons() -> None:

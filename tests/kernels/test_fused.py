@@ -17,6 +17,7 @@ from explorer.models import DType
 from tests.kernels import expert_cases, references
 from tests.kernels.test_experts import moe_model
 from tests.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
+from workers.kernels.discarding import discarding
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.fused.backend import FUSED
 from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperTile
@@ -144,6 +145,18 @@ def test_it_keeps_a_row_of_pre_activations_and_two_integers_a_pair() -> None:
     for_tiles = 4 * (2 * (pairs // 16 + 4) + 3 * 4 + 1 + 8 * 3)  # each of eight parts aligned to four numbers
     assert sum(kept.values()) <= pairs * (2 * case.width * 4 + 2 * 4) + for_tiles
     out.sum().backward()
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["pointers", "copies"])
+def test_discarded_pre_activations_come_back_the_same(name: str) -> None:
+    case = expert_cases.ExpertCase("discarded", 40, 4, 3, skew=1.0)
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    plain = expert_cases.run(backend(VARIANTS[name]), case, routes, tensors)
+    for products in (False, True):
+        with discarding(products=products):
+            again = expert_cases.run(backend(VARIANTS[name]), case, routes, tensors)
+        assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
 
 
 @interpreted

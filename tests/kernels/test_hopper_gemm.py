@@ -50,9 +50,21 @@ def test_few_tiles_are_cut_for_all_multiprocessors() -> None:
     assert rows_tiles(1, 1, 8, 8, 132).consumers == 1
 
 
-def test_few_rows_take_short_steps() -> None:
-    few, many = (weights_tiles(128 * tokens, 128).block_k for tokens in (16, 2048))
-    assert few < many
+@pytest.mark.parametrize(
+    ("experts", "k", "n", "dynamic"),
+    [
+        (128, 2048, 1024, True),
+        (8, 2048, 1024, True),
+        (1, 4096, 4096, False),
+        (600, 2048, 1024, False),
+        (8, 256, 256, False),
+    ],
+    ids=["many experts", "few experts", "one expert", "experts beyond the order", "a tile each"],
+)
+def test_programs_take_tiles_as_they_become_free_where_experts_may_differ(
+    experts: int, k: int, n: int, dynamic: bool
+) -> None:
+    assert weights_tiles(experts, k, n, 132).dynamic is dynamic
 
 
 def test_reasons() -> None:

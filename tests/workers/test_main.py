@@ -109,6 +109,20 @@ def test_bad_input_is_a_usage_error_that_names_it(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("table", "named"), [("/none/table.jsonl", "No such file"), ("/dev/null", "is no recorded table")]
+)
+def test_a_file_that_is_no_table_is_a_usage_error(
+    table: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--device", f"replay:{table}", "--database-url", f"sqlite:///{tmp_path / 'bexp.db'}"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert table in said
+
+
 def test_a_database_that_is_away_is_named_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     assert main(["--device", "cpu", "--database-url", "postgresql://nobody@127.0.0.1:1/none"]) == SERVICE_FAILED
     assert "the database cannot be used" in caplog.text

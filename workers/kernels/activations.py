@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from workers.kernels.discarding import recomputable
+
 Activation = Literal["silu", "gelu", "relu"]
 
 
@@ -17,12 +20,20 @@ def activate(x: Tensor, activation: Activation, *, gated: bool, row_weights: Ten
     """`act(x)`, or `act(gate) * up` where x is (..., 2H) with the gate in front (Shazeer, 2020, arXiv:2002.05202).
 
     `row_weights` (rows,) multiplies the rows of a two-dimensional result. Gated or weighted, only x and the row weights
-    are kept for backward, which computes the activation again and writes both halves of the gradient in place.
+    are kept for backward, which computes the activation again and writes both halves of the gradient in place. The
+    result is recomputable, but for a plain relu's, which is what its own backward keeps.
     """
     if not gated and row_weights is None:
-        return _forward(x, activation)
+        plain = partial(_forward, activation=activation)
+        return plain(x) if activation == "relu" else recomputable(plain, x)
     if torch.compiler.is_compiling():
         return _weighted(_product(x, activation, gated), row_weights)
+    if row_weights is None:
+        return recomputable(lambda x: _activate(x, None, activation, gated), x)
+    return recomputable(lambda x, weights: _activate(x, weights, activation, gated), x, row_weights)
+
+
+def _activate(x: Tensor, row_weights: Tensor | None, activation: Activation, gated: bool) -> Tensor:
     out: Tensor = _Activate.apply(x, row_weights, activation, gated)  # type: ignore[no-untyped-call]
     return out
 

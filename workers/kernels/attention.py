@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from explorer.hardware import BackendSupport
 from explorer.models import DType, ModelSpec
+from workers.kernels.discarding import recomputable
 from workers.kernels.dtypes import torch_dtype
 from workers.kernels.probe import failure_of
 
@@ -119,7 +120,7 @@ def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _expand(q: Tensor, k: Tensor) -> Tensor:
     """Keys or values repeated to one for each query head."""
     group = q.shape[1] // k.shape[1]
-    return k if group == 1 else k.repeat_interleave(group, dim=1)
+    return k if group == 1 else recomputable(lambda x: x.repeat_interleave(group, dim=1), k)
 
 
 def _flash_reason(model: ModelSpec, device: torch.device) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from explorer.components import BlockRecompute
 from explorer.models import ModelSpec
 from workers.kernels.attention import attention_backend
+from workers.kernels.discarding import recomputable
 from workers.layers.block import ResidualBlock
 from workers.layers.norm import RMSNorm, build_norm
 from workers.layers.recomputation import recomputed
@@ -19,7 +20,8 @@ from workers.layers.weights import Weights
 class AttentionBlock(ResidualBlock):
     """Causal self-attention with one projection for queries, keys and values, in this order of heads.
 
-    `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward.
+    `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward;
+    recomputation of the projections runs all that comes before it, and keeps what the kernel itself keeps.
     """
 
     recompute_to_the_end = True
@@ -58,7 +60,7 @@ class AttentionBlock(ResidualBlock):
 
     def core(self, x_BSD: Tensor) -> Tensor:
         """Norm, projections and attention of a tile."""
-        q, k, v = (heads.transpose(1, 2) for heads in self._project(self.norm(x_BSD)))
+        q, k, v = (heads.transpose(1, 2) for heads in self._project(recomputable(self.norm, x_BSD)))
         if self.recompute is BlockRecompute.SELECTIVE and self.training:
             out_BHSD = recomputed(self.attend, q, k, v)
         else:
@@ -67,12 +69,23 @@ class AttentionBlock(ResidualBlock):
 
     def _project(self, h_BSD: Tensor) -> tuple[Tensor, ...]:
         """Queries (B, S, H, D), keys and values (B, S, G, D), with their positions."""
+        q, k, v = recomputable(self._project_heads, h_BSD, product=True)
+        if self.q_norm is not None:
+            q, k = recomputable(self._norm_heads, q, k)
+        return q, k, v
+
+    def _project_heads(self, h_BSD: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values as views of one tensor; rotated in it unless they are to be normalised first."""
         sizes = (self.num_heads, self.num_groups, self.num_groups)
-        num_rotated = self.num_heads + self.num_groups
         qkv = F.linear(h_BSD, self.w_qkv, self.b_qkv).unflatten(-1, (sum(sizes), self.head_size))
-        if self.q_norm is None or self.k_norm is None:
-            return qkv.split(sizes, dim=2) if self.rotary is None else self.rotary.split(qkv, sizes, num_rotated)
-        q, k, v = qkv.split(sizes, dim=2)
+        if self.rotary is None or self.q_norm is not None:
+            return tuple(qkv.split(sizes, dim=2))
+        return self.rotary.split(qkv, sizes, self.num_heads + self.num_groups)
+
+    def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Queries and keys normalised, then rotated."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         if self.norm_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         else:
@@ -81,4 +94,4 @@ class AttentionBlock(ResidualBlock):
         if self.rotary is not None:
             (q,) = self.rotary.split(q, (self.num_heads,), self.num_heads)
             (k,) = self.rotary.split(k, (self.num_groups,), self.num_groups)
-        return q, k, v
+        return q, k

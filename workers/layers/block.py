@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from explorer.components import BlockRecompute
+from workers.kernels.discarding import discarding
 from workers.layers.compilation import compiled
 from workers.layers.recomputation import recomputed
 from workers.layers.tiling import tiled
@@ -18,7 +20,8 @@ class ResidualBlock(nn.Module, ABC):
     """`x + core(x)` for hidden states x (B, S, D).
 
     `core` is the branch as a function of one tile. `branch` runs it with the block's tiling, `residual` adds x, and
-    `forward` moreover recomputes all of it in backward if the block says so.
+    `forward` moreover recomputes all of it in backward if the block says so. Recomputation by operation is part of the
+    branch; where the block is tiled it is without effect, since each tile is recomputed as a whole.
     """
 
     recompute_to_the_end: ClassVar[bool] = False
@@ -51,7 +54,11 @@ class ResidualBlock(nn.Module, ABC):
         return self.residual(x_BSD)
 
     def compile_core(self) -> None:
-        """Compile what a tile runs. Tiling and recomputation stay outside, so that no graph grows with the batch."""
+        """Compile what a tile runs. Tiling and recomputation stay outside, so that no graph grows with the batch.
+
+        Recomputation by operation cannot: what lies between the operations is the compiler's.
+        """
+        assert not self.recompute.by_operation, "the request refuses it"
         self._compiled_core = compiled(self.core)
         self._compiled_sum = compiled(self._sum)
 
@@ -59,4 +66,7 @@ class ResidualBlock(nn.Module, ABC):
         return x_BSD + self.core(x_BSD)
 
     def _tiled(self, function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+        if self.recompute.by_operation and self.bta_tile is None and self.training and torch.is_grad_enabled():
+            with discarding(products=self.recompute is BlockRecompute.PROJECTIONS):
+                return function(x_BSD)
         return tiled(function, x_BSD, self.bta_tile, keep_inputs_only=self.training)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from explorer.candidates import Candidate, Recompute, recomputed_layers
-from explorer.components import BlockRecompute, Component, ComponentKind
+from explorer.candidates import Candidate, recomputed_layers
+from explorer.components import Component, ComponentKind, block_recompute
 from explorer.models import LayerKind, ModelSpec
 from explorer.requests import ExplorationRequest
 from workers.layers.attention_block import AttentionBlock
@@ -65,17 +65,14 @@ class DecoderModel(nn.Module):
         def build(component: Component, w_tied: nn.Parameter | None = None) -> nn.Module:
             return build_block(model, component, request, device, generator=generator, w_tied=w_tied)
 
-        selective = candidate.recompute is Recompute.SELECTIVE
-        attention = Component(
-            kind=ComponentKind.ATTENTION,
-            micro_batch_size=m,
-            bta_tile=candidate.bta_tile,
-            recompute=BlockRecompute.SELECTIVE if selective else BlockRecompute.NONE,
-            backend=candidate.attention_backend,
-        )
+        def block(kind: ComponentKind, backend: str | None, bta_tile: int | None = None) -> Component:
+            again = block_recompute(candidate.recompute, kind, bta_tile)
+            return Component(kind=kind, micro_batch_size=m, bta_tile=bta_tile, recompute=again, backend=backend)
+
+        attention = block(ComponentKind.ATTENTION, candidate.attention_backend, candidate.bta_tile)
         ffns = {
-            LayerKind.DENSE: Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=m),
-            LayerKind.MOE: Component(kind=ComponentKind.MOE_FFN, micro_batch_size=m, backend=candidate.expert_backend),
+            LayerKind.DENSE: block(ComponentKind.DENSE_FFN, None),
+            LayerKind.MOE: block(ComponentKind.MOE_FFN, candidate.expert_backend),
         }
         embedding = build(Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m))
         assert isinstance(embedding, Embedding)

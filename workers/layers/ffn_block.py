@@ -7,6 +7,7 @@ from torch import Tensor
 
 from explorer.components import BlockRecompute
 from explorer.models import ModelSpec
+from workers.kernels.discarding import recomputable
 from workers.layers.block import ResidualBlock
 from workers.layers.mlp import MLP
 from workers.layers.norm import build_norm
@@ -33,5 +34,5 @@ class DenseFFN(ResidualBlock):
 
     def core(self, x_BSD: Tensor) -> Tensor:
         """The branch of a tile."""
-        out: Tensor = self.mlp(self.norm(x_BSD))
+        out: Tensor = self.mlp(recomputable(self.norm, x_BSD))
         return out

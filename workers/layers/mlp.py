@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from explorer.models import ModelSpec
 from workers.kernels.activations import activate
+from workers.kernels.discarding import recomputable
 from workers.layers.weights import Weights
 
 
@@ -24,5 +25,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to the same shape."""
-        h = activate(F.linear(x, self.w_in, self.b_in), self.activation, gated=self.gated)
+        pre = recomputable(self._project, x, product=True)
+        h = activate(pre, self.activation, gated=self.gated)
         return F.linear(h, self.w_out, self.b_out)
+
+    def _project(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w_in, self.b_in)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from explorer.components import BlockRecompute
 from explorer.models import ModelSpec
+from workers.kernels.discarding import recomputable
 from workers.kernels.experts.registry import expert_backend
 from workers.kernels.router import route, score
 from workers.layers.block import ResidualBlock
@@ -61,7 +62,7 @@ class MoEFFN(ResidualBlock):
 
     def core(self, x_BSD: Tensor) -> Tensor:
         """The branch of a micro-batch."""
-        h_BSD = self.norm(x_BSD)
+        h_BSD: Tensor = recomputable(self.norm, x_BSD)
         h_TD = h_BSD.flatten(0, 1)
         routes_TK, weights_TK, h_TD = self._route(h_TD)
         out = self.run_experts(h_TD, routes_TK, weights_TK, self.w_in, self.w_out, self.activation)

@@ -122,7 +122,7 @@ class BlockPasses:
 
 @contextmanager
 def not_recomputed(block: nn.Module) -> Iterator[None]:
-    """The block without recomputation of the whole of it; its tiles and its attention core keep theirs."""
+    """The block without recomputation of the whole of it; its tiles and its single operations keep theirs."""
     whole = isinstance(block, ResidualBlock) and block.recompute is BlockRecompute.FULL
     if isinstance(block, ResidualBlock) and whole:
         block.recompute = BlockRecompute.NONE

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from explorer.models import ModelSpec
 from workers.kernels.activations import Activation, activate
+from workers.kernels.discarding import recomputable
 from workers.kernels.dtypes import torch_dtype
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.block_topology import Topology, block_topology, blocked_rows
@@ -188,9 +189,9 @@ def block_sparse_ffn(
     outer = block_topology(rows.counts, w_in.shape[2], block, x_TD.device)
     inner = block_topology(rows.counts, width, block, x_TD.device) if gated else outer
     x_PD, weights_P = dispatch(x_TD, weights_TK, rows)
-    blocks: Tensor = SDD.apply(x_PD, w_in, outer)  # type: ignore[no-untyped-call]
+    blocks: Tensor = recomputable(lambda x: SDD.apply(x, w_in, outer), x_PD, product=True)  # type: ignore[no-untyped-call]
     h = activate(blocks.view(outer.num_block_rows, -1), activation, gated=gated)
-    h = h.view(outer.num_block_rows, -1, block, block) * weights_P.view(-1, 1, block, 1)
+    h = recomputable(torch.mul, h.view(outer.num_block_rows, -1, block, block), weights_P.view(-1, 1, block, 1))
     y_PD: Tensor = DSD.apply(h.view(-1, block, block), w_out, inner)  # type: ignore[no-untyped-call]
     return combine(y_PD, rows, routes_TK.shape[1])
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from workers.kernels.activations import Activation, activate
+from workers.kernels.discarding import recomputable
 from workers.kernels.experts.rows import Rows, combine, dispatch
 
 
@@ -35,5 +36,6 @@ def grouped_ffn(
     hidden_size = w_out.shape[1]
     gated = w_in.shape[2] == 2 * hidden_size
     assert gated or w_in.shape[2] == hidden_size, "w_in is (E, D, H) or (E, D, 2H) for w_out (E, H, D)"
-    h_RH = activate(gemm(x_RD, w_in, rows), activation, gated=gated, row_weights=weights_R)
+    pre_RH = recomputable(lambda x: gemm(x, w_in, rows), x_RD, product=True)
+    h_RH = activate(pre_RH, activation, gated=gated, row_weights=weights_R)
     return combine(gemm(h_RH, w_out, rows), rows, weights_TK.shape[1])

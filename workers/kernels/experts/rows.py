@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from workers.kernels.discarding import announce
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -60,10 +62,11 @@ def padded_rows(routes_TK: Tensor, num_experts: int) -> tuple[Rows, int]:
 
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Gather tokens (T, D) and routing weights (T, K) into rows: (R, D) and (R,)."""
+    """Gather tokens (T, D) and routing weights (T, K) into rows: (R, D), recomputable, and (R,)."""
     x_RD, weights_R = _Dispatch.apply(  # type: ignore[no-untyped-call]
         x_TD, weights_TK, rows.token_of_row, rows.row_of_pair
     )
+    announce(x_RD, lambda x: x.index_select(0, rows.token_of_row), x_TD)
     return x_RD, weights_R
 
 

@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from workers.kernels.activations import Activation
+from workers.kernels.discarding import announce
 from workers.kernels.experts.fused import gemms
 from workers.kernels.experts.fused.hopper.support import has_hopper_kernels
 from workers.kernels.experts.fused.layouts import Layout, Operand
@@ -145,6 +146,12 @@ class _FusedFFN(Function):
         x_TD, weights_TK, w_in, w_out = (t.contiguous() for t in (x_TD, weights_TK, w_in, w_out))
         out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
         if kept is not None:
+            order = kept.order
+
+            def project_again(x: Tensor, weights: Tensor) -> Tensor:
+                return _pre(x, weights, w_in, w_out, order, activation, tiles)
+
+            announce(kept.pre, project_again, x_TD, weights_TK, product=True)
             ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, *kept)
             ctx.activation, ctx.tiles = activation, tiles
         return out
@@ -166,6 +173,23 @@ class _FusedFFN(Function):
             (needs_x, needs_weights, needs_w_in, needs_w_out),
         )
         return found.x, None, found.weights, found.w_in, found.w_out, None, None, None
+
+
+def _pre(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    buffer: Tensor,
+    activation: Activation,
+    tiles: FusedTiles,
+) -> Tensor:
+    """What the first product leaves for backward, by that product run again in the same order."""
+    order = Order.of(buffer, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True))
+    x = _operand(x_TD, order, *tiles.project_in.gathers)
+    _, pre = gemms.project_in(x, weights_TK, w_in, w_out.shape[1], activation, order, tiles.project_in, keep=True)
+    assert pre is not None, "kept because it was asked for"
+    return pre
 
 
 def _operand(tokens: Tensor, order: Order, layout: Layout, height: int) -> Operand:

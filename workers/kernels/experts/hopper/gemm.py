@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from workers.kernels.experts.hopper.tiles import HopperTiles, rows_tiles, weights_tiles
+from workers.kernels.experts.hopper.counter import tile_counter
+from workers.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
 from workers.kernels.experts.rows import Rows
 from workers.kernels.experts.triton_support import launching_on, num_multiprocessors
 
@@ -59,7 +60,7 @@ def multiply_rows(
             k,
             n,
             out.stride(0),
-            EXPERTS=max(_FEWEST_EXPERTS, 1 << (num_experts - 1).bit_length()),
+            EXPERTS=_searched(num_experts),
             TRANSPOSED=transposed,
             BLOCK_K=tiles.block_k,
             **_sizes(tiles, num_experts),
@@ -79,19 +80,24 @@ def sum_over_rows(
     out = x_RK.new_empty(num_experts, k, n) if out is None else out
     if num_rows == 0:
         return out.zero_()
-    tiles = tiles or weights_tiles(num_rows, num_experts)
+    multiprocessors = num_multiprocessors(x_RK.device)
+    tiles = tiles or weights_tiles(num_experts, k, n, multiprocessors)
+    assert num_experts <= MOST_ORDERED_EXPERTS or not tiles.dynamic, f"{num_experts} experts are taken in their order"
     num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
     with launching_on(x_RK.device):
-        weights_kernel[(min(num_tiles, tiles.programs * num_multiprocessors(x_RK.device)),)](
+        weights_kernel[(min(num_tiles, tiles.programs * multiprocessors),)](
             _described(x_RK, [tiles.block_k, tiles.rows]),
             _described(grad_RN, [tiles.block_k, tiles.block_n]),
             _described(out, [1, tiles.rows, tiles.columns]),
             ends,
+            tile_counter(x_RK.device) if tiles.dynamic else None,
             num_experts,
             k,
             n,
             BLOCK_R=tiles.block_k,
-            **_sizes(tiles, 1),
+            EXPERTS=_searched(num_experts) if tiles.dynamic else 0,
+            DYNAMIC=tiles.dynamic,
+            **_sizes(tiles, num_experts if tiles.dynamic else 1),
         )
     return out
 
@@ -120,6 +126,11 @@ def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
     out: Tensor = HopperGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call] # torch's apply is untyped
     return out
+
+
+def _searched(num_experts: int) -> int:
+    """Numbers that a warp holds for this many experts: the power of two from that on."""
+    return max(_FEWEST_EXPERTS, 1 << (num_experts - 1).bit_length())
 
 
 def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+MOST_ORDERED_EXPERTS = 512
+"""How many experts a warp puts in order in its registers."""
 _REGISTERS = 65536
 _THREADS_OF_A_GROUP = 128
 _MOST_REGISTERS = 248
@@ -23,6 +25,9 @@ class HopperTiles:
 
     Each of the 1 to 3 consumers is a warpgroup with `rows` (64 or 128) of the tile. It writes them in pieces of
     `columns` through `buffers` pieces of shared memory. `programs` share a multiprocessor.
+
+    Where `dynamic`, the programs of the sum over rows take tiles as they become free, those of experts with many rows
+    first; up to `MOST_ORDERED_EXPERTS`. The other products have tiles that are all alike.
     """
 
     consumers: int
@@ -34,6 +39,7 @@ class HopperTiles:
     buffers: int = 1
     programs: int = 1
     group_m: int = 8
+    dynamic: bool = False
 
     @property
     def block_m(self) -> int:
@@ -81,7 +87,6 @@ LOW_WIDE = HopperTiles(1, 64, 256, 64, stages=5, columns=128)
 LOW = HopperTiles(1, 64, 128, 64, stages=8, columns=128)
 NARROW = HopperTiles(1, 64, 64, 128, stages=6, columns=64)
 MEDIUM = HopperTiles(2, 64, 256, 32, stages=5, columns=128, buffers=2)
-PAIR = HopperTiles(1, 64, 256, 32, stages=3, columns=128, buffers=2, programs=2)
 
 _CYCLE_FLOPS = 4096
 _CYCLE_LOADED_BYTES = 48
@@ -110,10 +115,15 @@ def rows_tiles(num_rows: int, num_experts: int, k: int, n: int, multiprocessors:
     return min((LOW_WIDE, WIDE, SQUARE, LOW, NARROW) if mean <= 64 else (WIDE, SQUARE, LOW, NARROW), key=cycles)
 
 
-def weights_tiles(num_rows: int, num_experts: int) -> HopperTiles:
-    """For the gradient of the matrices: short steps and more room on the way out where there are few rows to sum."""
-    mean = num_rows / num_experts
-    return WIDE if mean >= _MANY_ROWS else PAIR if 32 < mean <= 96 else MEDIUM
+def weights_tiles(num_experts: int, k: int, n: int, multiprocessors: int) -> HopperTiles:
+    """For the gradient of the matrices.
+
+    A tile's steps are its expert's rows, which the host does not know: where there are more tiles than programs, these
+    take them as they become free.
+    """
+    num_tiles = num_experts * -(-k // MEDIUM.block_m) * -(-n // MEDIUM.block_n)
+    uneven = 1 < num_experts <= MOST_ORDERED_EXPERTS and num_tiles > MEDIUM.programs * multiprocessors
+    return replace(MEDIUM, dynamic=uneven)
 
 
 def _down_to_8(registers: int) -> int:

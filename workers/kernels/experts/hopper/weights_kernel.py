@@ -25,7 +25,15 @@ from workers.kernels.experts.hopper.ring import (
     operand,
     start_products,
 )
-from workers.kernels.experts.hopper.schedule import find_weights_tile
+from workers.kernels.experts.hopper.schedule import find_weights_tile, heaviest_first
+from workers.kernels.experts.hopper.tickets import (
+    SLOTS,
+    draw_ticket,
+    make_messages,
+    receive_tile,
+    send_tile,
+    ticket_number,
+)
 
 
 @jit
@@ -33,11 +41,15 @@ def _load(
     x_desc: gl.tensor,
     grad_desc: gl.tensor,
     ends: gl.tensor,
+    counter: gl.tensor,
     num_experts: gl.tensor,
     K: gl.tensor,
     N: gl.tensor,
     full: gl.tensor,
     empty: gl.tensor,
+    messages: gl.tensor,
+    sent: gl.tensor,
+    taken: gl.tensor,
     a: gl.tensor,
     b: gl.tensor,
     WIDTH: gl.constexpr,
@@ -48,16 +60,28 @@ def _load(
     BLOCK_R: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ) -> None:
     """The producer: the last block holds rows that follow the expert's, which the consumers put to zero."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     STAGE_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_R * 2
     tiles_m = gl.cdiv(K, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
+    num_tiles = num_experts * tiles_m * tiles_n
     stage = 0
     parity = 1
-    for tile in range(gl.program_id(0), num_experts * tiles_m * tiles_n, gl.num_programs(0)):
-        _expert, start, end, row, col = find_weights_tile(tile, ends, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+    slot = 0
+    slot_parity = 1
+    place_E = heaviest_first(ends, num_experts, EXPERTS) if DYNAMIC else None
+    tile = gl.program_id(0)
+    expert, start, end, row, col = find_weights_tile(
+        tile, place_E, ends, num_experts, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+    )
+    while tile < num_tiles:
+        if DYNAMIC:
+            ticket = draw_ticket(counter)
+            slot, slot_parity = send_tile(expert, start, end, row, col, slot, slot_parity, messages, sent, taken)
         for at in range(start, end, BLOCK_R):
             mbarrier.wait(empty.index(stage), parity)
             arrived = full.index(stage)
@@ -68,6 +92,16 @@ def _load(
                     x_desc, [at, row + part * ROWS], arrived, a.index(stage * CONSUMERS + part)
                 )
             stage, parity = next_stage(stage, parity, STAGES)
+        if DYNAMIC:
+            tile = gl.num_programs(0) + ticket_number(ticket)
+        else:
+            tile += gl.num_programs(0)
+        expert, start, end, row, col = find_weights_tile(
+            tile, place_E, ends, num_experts, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
+    if DYNAMIC:
+        send_tile(num_experts, 0, 0, 0, 0, slot, slot_parity, messages, sent, taken)
+        gl.store(counter, 0, mask=tile == num_tiles - 1 + gl.num_programs(0))
 
 
 @jit
@@ -155,6 +189,9 @@ def _multiply(
     full: gl.tensor,
     empty: gl.tensor,
     zeroed: gl.tensor,
+    messages: gl.tensor,
+    sent: gl.tensor,
+    taken: gl.tensor,
     a: gl.tensor,
     b: gl.tensor,
     buffers: gl.tensor,
@@ -166,6 +203,8 @@ def _multiply(
     BLOCK_R: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ) -> None:
     """The consumer of the rows from PART * ROWS on of each tile."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -175,11 +214,18 @@ def _multiply(
     parity = 0
     zeroed_parity = 0
     slot = 0
-    num_tiles = num_experts * tiles_m * tiles_n
-    expert, start, end, row, col = find_weights_tile(
-        gl.program_id(0), ends, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
-    )
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    message_slot = 0
+    message_parity = 0
+    tile = gl.program_id(0)
+    if DYNAMIC:
+        expert, start, end, row, col, message_slot, message_parity = receive_tile(
+            message_slot, message_parity, messages, sent, taken
+        )
+    else:
+        expert, start, end, row, col = find_weights_tile(
+            tile, None, ends, num_experts, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
+    while expert < num_experts:
         whole = (end - start) // BLOCK_R
         rest = (end - start) - whole * BLOCK_R
         acc, stage, parity = start_products(
@@ -197,11 +243,12 @@ def _multiply(
             True,
             False,
         )
-        # The next tile's bounds are on their way while this one's sums are written.
-        following = gl.minimum(tile + gl.num_programs(0), num_tiles - 1)
-        next_expert, next_start, next_end, next_row, next_col = find_weights_tile(
-            following, ends, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
-        )
+        if not DYNAMIC:
+            # The next tile's bounds are on their way while this one's sums are written.
+            tile += gl.num_programs(0)
+            next_expert, next_start, next_end, next_row, next_col = find_weights_tile(
+                tile, None, ends, num_experts, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+            )
         acc = finish(acc, whole, stage, empty, STAGES)
         if rest > 0:
             acc, stage, parity, zeroed_parity = _add_partial(
@@ -210,7 +257,12 @@ def _multiply(
         row += PART * ROWS
         if row < K:
             slot = _write(acc.to(out_desc.dtype), out_desc, expert, row, col, buffers, slot, PART, BUFFERS)
-        expert, start, end, row, col = next_expert, next_start, next_end, next_row, next_col
+        if DYNAMIC:
+            expert, start, end, row, col, message_slot, message_parity = receive_tile(
+                message_slot, message_parity, messages, sent, taken
+            )
+        else:
+            expert, start, end, row, col = next_expert, next_start, next_end, next_row, next_col
     tma.store_wait(0)
 
 
@@ -220,6 +272,7 @@ def weights_kernel(
     grad_desc: gl.tensor,
     out_desc: gl.tensor,
     ends: gl.tensor,
+    counter: gl.tensor,
     num_experts: gl.tensor,
     K: gl.tensor,
     N: gl.tensor,
@@ -231,12 +284,17 @@ def weights_kernel(
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    DYNAMIC: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ) -> None:
     """out[e] = x[rows of e].T @ grad[rows of e], (E, K, N); zero for an expert without rows.
 
     A tile has CONSUMERS * ROWS rows and BLOCK_N columns, and is written in pieces of the columns of out's descriptor.
+
+    Programs take every so many tiles, or, where DYNAMIC, draw them from `counter` (1,) int32, zero before and after;
+    those of experts with many rows come first.
     """
     gl.static_assert(CONSUMERS <= 3 and STAGES >= 2)
     dtype: gl.constexpr = x_desc.dtype
@@ -246,10 +304,16 @@ def weights_kernel(
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, CONSUMERS)
     zeroed = make_barriers(1, CONSUMERS)
+    if DYNAMIC:
+        messages = make_messages()
+        sent = make_barriers(SLOTS, 1)
+        taken = make_barriers(SLOTS, CONSUMERS)
+    else:
+        messages, sent, taken = zeroed, zeroed, zeroed
     fence_async_shared()
-    sizes: gl.constexpr = (WIDTH, BUFFERS, CONSUMERS, ROWS, BLOCK_N, BLOCK_R, STAGES, GROUP_M)
-    load = (x_desc, grad_desc, ends, num_experts, K, N, full, empty, a, b)
-    multiply = (out_desc, ends, num_experts, K, N, full, empty, zeroed, a, b, buffers)
+    sizes: gl.constexpr = (WIDTH, BUFFERS, CONSUMERS, ROWS, BLOCK_N, BLOCK_R, STAGES, GROUP_M, EXPERTS, DYNAMIC)
+    load = (x_desc, grad_desc, ends, counter, num_experts, K, N, full, empty, messages, sent, taken, a, b)
+    multiply = (out_desc, ends, num_experts, K, N, full, empty, zeroed, messages, sent, taken, a, b, buffers)
     if CONSUMERS == 1:
         gl.warp_specialize([(_multiply, (0,) + multiply + sizes), (_load, load + sizes)], [1], [PRODUCER_REGISTERS])
     elif CONSUMERS == 2:

@@ -1,0 +1,306 @@
+"""Records what a device measures of every candidate of a request, once, so that searches can be replayed on it.
+
+    python -m benchmarks.record examples/olmoe-1b-7b.yaml --out tables/olmoe.jsonl --device cuda:0 --seconds 120
+
+Components go through the same profiler as in the service, one a trial, each once in ascending micro-batch size; then
+whole models of a share of the candidates (or all); then every component again, in random order, until `--runs` of each
+exist, so that the noise between runs is known. A larger component than one that ran out of memory is inferred to do
+so, and the row says that. The file is appended to: a second start continues where the first ended, by itself, by its
+budget or by a signal. `--plan` only counts. `--reuse` takes over the component runs of tables of the same model on
+the same device, which differ in limits or choices alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
+from explorer.belief import at_least
+from explorer.components import Component
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
+from explorer.hardware import HardwareSpec
+from explorer.measurements import Outcome
+from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
+from explorer.roofline import predict_component_seconds
+from explorer.space import EmptySpaceError
+from explorer.table import SpaceTable
+from explorer.trials import TrialKind, TrialPlan
+from workers.launcher import Profiler, ProfilerError
+from workers.replay.profiler import mismatch
+from workers.replay.recording import Recording, RecordingError, RecordingFile
+from workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
+from workers.runner import DeviceProfiler
+
+NOISE = (
+    "Each run of a component builds it anew, in a profiler process that has measured others before it; run 0 goes "
+    "through the micro-batch sizes in ascending order, later runs in random order, minutes apart. device_seconds is "
+    "the median of `repeats`, standard_error_seconds the standard error of that median within the run."
+)
+TRIAL_SECONDS, PASSES, EFFICIENCY = 0.35, 12, 0.5
+"""Of one component, for the estimate: its set-up, how often it is run, and how near the roofline it comes."""
+WHOLE_MODEL_SHARE = 0.4  # of the budget that is left after run 0, unless all candidates are to be timed whole
+WHOLE_MODELS = 16
+WITHIN = 0.9  # half of the whole models are drawn among candidates with this share of the best composed throughput
+
+
+class Recorder:
+    """Fills one table within a budget of seconds."""
+
+    def __init__(
+        self,
+        file: RecordingFile,
+        profiler: DeviceProfiler,
+        *,
+        deadline_seconds: float,
+        budget_seconds: float,
+        seed: int = 0,
+    ) -> None:
+        self._file = file
+        self._recording = file.recording
+        self._profiler = profiler
+        self._deadline_seconds = deadline_seconds
+        self._ends_at = time.monotonic() + budget_seconds
+        self._rng = np.random.default_rng(seed)
+        self._started = time.monotonic()
+        self._told = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the budget is spent."""
+        return time.monotonic() >= self._ends_at
+
+    def record(self, table: SpaceTable, *, runs: int, whole: str, whole_models: int) -> bool:
+        """Everything that is not recorded yet; returns whether nothing is missing."""
+        first = sorted(table.components, key=lambda c: c.micro_batch_size)
+        done = self._components(table, [c for c in first if self._runs(c) == 0], "components")
+        if whole != "none":
+            done = self._whole_models(table, whole, whole_models) and done
+        for run in range(1, runs):
+            again = [c for c in table.components if 0 < self._runs(c) <= run and self._is_ok(c)]
+            order = self._rng.permutation(len(again))
+            done = self._components(table, [again[i] for i in order], f"run {run}") and done
+        return done
+
+    def _components(self, table: SpaceTable, components: list[Component], what: str) -> bool:
+        for index, component in enumerate(components):
+            if self.is_over:
+                return False
+            self._tell(what, index, len(components))
+            row = self._infer(component) or self._measure(table, component)
+            self._file.append(row)
+        self._tell(what, len(components), len(components), last=True)
+        return True
+
+    def _measure(self, table: SpaceTable, component: Component) -> ComponentRow:
+        candidate = table.candidates[int(np.flatnonzero(table.uses_CK[:, table.column[component]])[0])]
+        plan = TrialPlan(
+            number=0,
+            kind=TrialKind.COMPONENTS,
+            model=table.model,
+            candidate=candidate,
+            components=(component,),
+            timeout_seconds=self._deadline_seconds,
+        )
+        restarts = self._profiler.restarts
+        measurement = self._profiler.measure(plan)
+        replaced = self._profiler.restarts > restarts
+        return ComponentRow.of(component, self._runs(component), measurement, replaced=replaced)
+
+    def _infer(self, component: Component) -> ComponentRow | None:
+        for smaller, rows in self._recording.components.items():
+            first = rows[0]
+            if smaller != component and first.outcome is Outcome.OUT_OF_MEMORY and at_least(component, smaller):
+                reason = first.reason if first.inferred else f"as {smaller.key}: {first.reason}"
+                return ComponentRow(
+                    component=component,
+                    run=0,
+                    outcome=first.outcome,
+                    reason=reason,
+                    phases=first.phases,
+                    inferred=True,
+                    replaced=first.replaced,
+                )
+        return None
+
+    def _whole_models(self, table: SpaceTable, whole: str, number: int) -> bool:
+        rows = [int(r) for r in self._choose(table, whole, number)]
+        ends_at = self._ends_at
+        if whole == "share":
+            now = time.monotonic()
+            ends_at = now + WHOLE_MODEL_SHARE * (self._ends_at - now)
+        for index, row in enumerate(rows):
+            if time.monotonic() >= ends_at:
+                return False
+            self._tell("whole models", index, len(rows))
+            candidate = table.candidates[row]
+            plan = TrialPlan(
+                number=0,
+                kind=TrialKind.WHOLE_MODEL,
+                model=table.model,
+                candidate=candidate,
+                timeout_seconds=self._deadline_seconds,
+            )
+            restarts = self._profiler.restarts
+            measurement = self._profiler.measure(plan)
+            replaced = self._profiler.restarts > restarts
+            self._file.append(WholeModelRow.of(candidate, 0, measurement, replaced=replaced))
+            if measurement.outcome is Outcome.UNSUPPORTED:
+                print(f"no whole models: {measurement.reason}", flush=True)
+                return True
+        self._tell("whole models", len(rows), len(rows), last=True)
+        return True
+
+    def _choose(self, table: SpaceTable, whole: str, number: int) -> list[int]:
+        """Rows that fit as composed and have no whole model yet, in random order; of a share, half near the best."""
+        figures = compose(self._recording, table)
+        rows = fitting_rows(table, figures, self._recording.header.report.hardware)
+        order = list(self._rng.permutation(rows))
+        if whole == "share":
+            tokens = composed_tokens_per_second(table, figures)
+            near = [r for r in order if tokens[r] >= WITHIN * tokens[order].max()][: number // 2]
+            order = near + [r for r in order if r not in near][: number - len(near)]
+        return [r for r in order if table.candidates[r] not in self._recording.whole_models]
+
+    def _runs(self, component: Component) -> int:
+        return len(self._recording.components.get(component, ()))
+
+    def _is_ok(self, component: Component) -> bool:
+        return all(row.outcome is Outcome.OK for row in self._recording.components[component])
+
+    def _tell(self, what: str, done: int, of: int, *, last: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._told >= 5 or last:
+            self._told = now
+            left = max(0.0, self._ends_at - now)
+            print(f"{what}: {done} of {of}; {now - self._started:.0f} s, {left:.0f} s left", flush=True)
+
+
+def estimate_seconds(table: SpaceTable, hardware: HardwareSpec) -> float:
+    """What one run of every component will roughly take."""
+    request = table.request
+    expected = [predict_component_seconds(c, table.model, request, hardware).device for c in table.components]
+    return TRIAL_SECONDS * len(expected) + PASSES / EFFICIENCY * sum(expected)
+
+
+def open_table(
+    path: Path, name: str, request: ExplorationRequest, profiler: DeviceProfiler, start_seconds: float
+) -> RecordingFile:
+    """A new table, or the same one continued.
+
+    Raises:
+        RecordingError: the file is a table of something else.
+    """
+    header = RecordingHeader(
+        name=name,
+        request=request,
+        report=profiler.begin(request),
+        recorded_at=datetime.now(UTC).replace(microsecond=0),
+        process_start_seconds=round(start_seconds, 3),
+        noise=NOISE,
+    )
+    if path.exists():
+        found = Recording.read(path).header
+        if found.request != request:
+            raise RecordingError(f"{path} records another request: give another --out")
+        if found.report.hardware.fingerprint != header.report.hardware.fingerprint:
+            raise RecordingError(f"{path} was begun on {found.report.hardware.describe()}")
+    return RecordingFile(path, header)
+
+
+def take_over(file: RecordingFile, others: Iterable[Path]) -> int:
+    """Copy the component runs that other tables share with this one; returns how many.
+
+    Raises:
+        RecordingError: another table is of another model, device or kind of training.
+    """
+    count = 0
+    header = file.recording.header
+    for path in others:
+        other = Recording.read(path)
+        if other.header.report.hardware.fingerprint != header.report.hardware.fingerprint:
+            raise RecordingError(f"{path} was recorded on another device")
+        cut = header.request.model_copy(update={"micro_batch_size": other.header.request.micro_batch_sizes})
+        reason = mismatch(cut.model_copy(update={"base_micro_batch_size": None}), other)
+        if reason is not None and "lacks components" not in reason:
+            raise RecordingError(f"nothing of {path} can be taken over: {reason}")
+        wanted = _components(file.recording, header.request)
+        for component, rows in other.components.items():
+            if component in wanted and component not in file.recording.components and rows[0].outcome is Outcome.OK:
+                for row in rows:
+                    file.append(row)
+                count += len(rows)
+    return count
+
+
+def _components(recording: Recording, request: ExplorationRequest) -> set[Component]:
+    tables = [recording.survey(request, model).table for model in request.variants()]
+    return {component for table in tables if table is not None for component in table.components}
+
+
+def _tables(recording: Recording, models: Iterable[ModelSpec]) -> list[SpaceTable]:
+    found = [recording.survey(recording.header.request, model).table for model in models]
+    return [table for table in found if table is not None]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record one table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
+    parser.add_argument("--whole", choices=("none", "share", "all"), default="share")
+    parser.add_argument("--whole-models", type=int, default=WHOLE_MODELS, help="how many, with --whole share")
+    parser.add_argument("--runs", type=int, default=3, help="of each component")
+    parser.add_argument("--seconds", type=float, default=600.0, help="stop after this long")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds that one trial may take")
+    parser.add_argument("--reuse", type=Path, nargs="*", default=[], help="tables to take component runs from")
+    parser.add_argument("--plan", action="store_true", help="say what would be measured, and end")
+    options = parser.parse_args(arguments)
+    request = parse_request(load_document(options.config.read_text()))
+    started = time.monotonic()
+    profiler = Profiler(options.device, on_wait=print)
+    try:
+        profiler.start()
+        start_seconds = time.monotonic() - started
+        file = open_table(options.out, options.config.stem, request, profiler, start_seconds)
+        try:
+            if options.reuse:
+                print(f"{take_over(file, options.reuse)} runs taken over", flush=True)
+            budget = options.seconds - (time.monotonic() - started)
+            recorder = Recorder(file, profiler, deadline_seconds=options.deadline, budget_seconds=budget)
+            tables = _tables(file.recording, request.variants())
+            for table in tables:
+                seconds = estimate_seconds(table, file.recording.header.report.hardware)
+                print(
+                    f"{len(table.candidates)} candidates, {len(table.components)} components: "
+                    f"about {seconds:.0f} s a run of each",
+                    flush=True,
+                )
+            done = not options.plan
+            for table in tables if not options.plan else ():
+                whole_models = options.whole_models
+                done = (
+                    recorder.record(table, runs=options.runs, whole=options.whole, whole_models=whole_models) and done
+                )
+        finally:
+            file.close()
+    except (RecordingError, EmptySpaceError, ProfilerError) as error:
+        print(f"{options.out}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        profiler.close()
+    print(f"{options.out}: {'complete' if done else 'not complete'}, {options.out.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

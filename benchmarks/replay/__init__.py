@@ -1,0 +1,1 @@
+"""Searches replayed on recorded tables, and compared with what people use instead."""

@@ -1,0 +1,74 @@
+"""Replays searches on recorded tables and compares them.
+
+    python -m benchmarks.replay tables/*.jsonl --out results/replay.json [--seeds 100] [--processes 2]
+
+Every strategy sees the recorded runs of a component, drawn with the run's seed, and pays the recorded seconds; equal
+components of different candidates are paid once, whoever asks. `gp` is slow and runs on `--gp-seeds` seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.replay.report import print_summary
+from benchmarks.replay.runs import NUM_SEEDLESS, OURS, SEEDLESS, STRATEGIES, read_truth, run_all
+from benchmarks.replay.summary import summarize
+from workers.replay.recording import RecordingError
+
+GP_SEEDS = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run everything, print the comparison and write one JSON file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description="Replay searches on tables.")
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--gp-seeds", type=int, default=GP_SEEDS)
+    parser.add_argument("--strategies", nargs="+", choices=(OURS, *STRATEGIES), default=[OURS, *STRATEGIES])
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--full", action="store_true", help="write every run with its path and lines too")
+    options = parser.parse_args(arguments)
+    started = time.perf_counter()
+    try:
+        truths = {path: read_truth(path) for path in options.tables}
+    except (RecordingError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    tables = {
+        truth.name: {"path": str(path), "tolerance": truth.request.tolerance, **truth.describe()}
+        for path, truth in truths.items()
+    }
+    if len(tables) < len(truths):
+        print("two tables have the same name", file=sys.stderr)
+        return 2
+    seeds = dict.fromkeys(options.strategies, options.seeds)
+    seeds |= {name: min(NUM_SEEDLESS, options.seeds) for name in SEEDLESS & seeds.keys()}
+    if "gp" in seeds:
+        seeds["gp"] = min(options.gp_seeds, options.seeds)
+    # A linear algebra library in each process that takes all cores for small matrices makes all of them slow.
+    os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    runs = list(run_all(options.tables, options.strategies, seeds, options.processes))
+    found: dict[str, Any] = {
+        "environment": describe_environment(),
+        "seeds": seeds,
+        "tables": tables,
+        "wall_seconds": time.perf_counter() - started,
+        "summary": summarize(runs, tables),
+    }
+    if options.full:
+        found["runs"] = [asdict(run) for run in runs]
+    write_results(options.out, found)
+    print_summary(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""One search on one table with one seed, and many of them over processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.replay import samplers, strategies
+from benchmarks.replay.bench import TrialBench
+from benchmarks.replay.ground_truth import GroundTruth
+from benchmarks.replay.strategies import Strategy
+from explorer.candidates import Candidate
+from explorer.events import EventCode
+from explorer.measurements import Outcome
+from explorer.recommendations import Recommendation
+from explorer.search import explore
+from explorer.trials import TrialKind
+from workers.replay.device import RecordedDevice, VirtualClock
+
+OURS = "bexp"
+STRATEGIES: Mapping[str, Strategy] = {
+    "tpe": samplers.tpe,
+    "gp": samplers.gaussian_process,
+    "random": samplers.random,
+    "powers of two": strategies.powers_of_two,
+    "halving from the top": strategies.halving_from_the_top,
+    "largest that fits": strategies.largest_that_fits,
+    "deepspeed fast": strategies.deepspeed_fast,
+    "exhaustive": strategies.exhaustive,
+}
+SEEDLESS = frozenset({"exhaustive"})
+"""Run on a few seeds only: nothing in it is random but the noise, and it is slow."""
+NUM_SEEDLESS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A BEXP202 line: what it claimed, and whether that was so."""
+
+    confidence: int
+    within_tolerance: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How one search ended.
+
+    `seconds` are the device's, whole-model checks apart (`check_seconds`). `path` holds what would have been trained
+    with after each trial: (seconds so far, regret).
+    """
+
+    table: str
+    strategy: str
+    seed: int
+    regret: float
+    num_trials: int
+    seconds: float
+    check_seconds: float
+    num_out_of_memory: int
+    num_unrecorded: int
+    confidence: int | None
+    path: tuple[tuple[float, float], ...]
+    lines: tuple[Line, ...]
+    wall_seconds: float
+    candidate: str | None
+
+
+def run_ours(truth: GroundTruth, seed: int) -> Run:
+    """The product's search, in virtual time."""
+    request = truth.request.model_copy(update={"seed": seed})
+    clock = VirtualClock()
+    device = RecordedDevice(truth.recording, seed=seed, clock=clock)
+    started = time.perf_counter()
+    trials, lines, path = [], [], []
+    found: Recommendation | None = None
+    seconds = checked = 0.0
+    for step in explore(request, truth.report, device, clock=clock, survey=lambda *_: truth.survey):
+        if step.trial is not None:
+            trials.append(step.trial)
+            if step.trial.kind is TrialKind.COMPONENTS:
+                seconds += step.trial.seconds
+            else:
+                checked += step.trial.seconds
+        found = step.recommendation
+        if found is not None and any(event.code is EventCode.RECOMMENDATION for event in step.events):
+            lines.append(Line(found.confidence, truth.is_within_tolerance(found.candidate)))
+        if step.trial is not None and step.trial.kind is TrialKind.COMPONENTS:
+            path.append((seconds, truth.regret(found.candidate if found else None)))
+    failures = [t.measurement for t in trials if t.measurement.outcome is not Outcome.OK]
+    searched = [t for t in trials if t.kind is TrialKind.COMPONENTS]
+    return Run(
+        table=truth.name,
+        strategy=OURS,
+        seed=seed,
+        regret=truth.regret(found.candidate if found else None),
+        num_trials=len(searched),
+        seconds=seconds,
+        check_seconds=checked,
+        num_out_of_memory=sum(m.outcome is Outcome.OUT_OF_MEMORY for m in failures),
+        num_unrecorded=sum(m.outcome is Outcome.UNSUPPORTED and m.failed_component is not None for m in failures),
+        confidence=found.confidence if found else None,
+        path=tuple(path),
+        lines=tuple(lines),
+        wall_seconds=time.perf_counter() - started,
+        candidate=found.candidate.describe() if found else None,
+    )
+
+
+def run_strategy(truth: GroundTruth, name: str, seed: int) -> Run:
+    """One of the others."""
+    bench = TrialBench(truth, seed)
+    started = time.perf_counter()
+    chosen = STRATEGIES[name](bench, seed)
+    wall = time.perf_counter() - started
+    return Run(
+        table=truth.name,
+        strategy=name,
+        seed=seed,
+        regret=truth.regret(chosen),
+        num_trials=len(bench.tries),
+        seconds=bench.clock(),
+        check_seconds=0.0,
+        num_out_of_memory=bench.num_out_of_memory,
+        num_unrecorded=0,
+        confidence=None,
+        path=tuple(_path(bench)),
+        lines=(),
+        wall_seconds=wall,
+        candidate=chosen.describe() if chosen is not None else None,
+    )
+
+
+def run_all(paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int], processes: int) -> Iterator[Run]:
+    """Every strategy of `names` on every table with its number of seeds, as they finish."""
+    tasks = [
+        (path, name, tuple(range(first, min(first + 10, seeds[name]))))
+        for name in names
+        for path in paths
+        for first in range(0, seeds[name], 10)
+    ]
+    if processes == 1:
+        for task in tasks:
+            yield from _run_task(*task)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for runs in pool.map(_run_task, *zip(*tasks, strict=True)):
+            yield from runs
+
+
+def _run_task(path: Path, name: str, seeds: tuple[int, ...]) -> list[Run]:
+    truth = read_truth(path)
+    return [run_ours(truth, seed) if name == OURS else run_strategy(truth, name, seed) for seed in seeds]
+
+
+@lru_cache(maxsize=16)
+def read_truth(path: Path) -> GroundTruth:
+    """The truth of a file, kept for the next run on it."""
+    return GroundTruth.read(path)
+
+
+def _path(bench: TrialBench) -> Iterator[tuple[float, float]]:
+    """For the others: the fastest so far."""
+    best: tuple[float, Candidate] | None = None
+    for found in bench.tries:
+        if found.row is not None and found.tokens_per_second is not None:
+            candidate = bench.truth.table.candidates[found.row]
+            if best is None or found.tokens_per_second > best[0]:
+                best = (found.tokens_per_second, candidate)
+        yield found.at_seconds, bench.truth.regret(best[1] if best else None)

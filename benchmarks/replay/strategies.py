@@ -1,0 +1,116 @@
+"""What people do instead of a search: sizes in a row, from the top, by bisection, a few of them, or all candidates.
+
+Each works on the plain candidate of a micro-batch size (torch's default attention, the default expert back end, no
+tiling, no recomputation), as the tools do that it is named after. A size that the product would leave out as predicted
+not to fit counts as an out-of-memory here, at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.replay.bench import TrialBench
+from benchmarks.replay.ground_truth import GroundTruth
+from explorer.candidates import Candidate, Recompute
+
+Strategy = Callable[[TrialBench, int], Candidate | None]
+"""Tries candidates on a bench with a seed; returns the one that it would train with."""
+
+DEEPSPEED_NUM_SIZES = 3  # num_tuning_micro_batch_sizes of DeepSpeed's autotuner
+
+
+def powers_of_two(bench: TrialBench, _: int) -> Candidate | None:
+    """Double the micro-batch until it does not fit, and take the last that did (Lightning's BatchSizeFinder)."""
+    found = None
+    for size in (m for m in _sizes(bench.truth) if m & (m - 1) == 0):
+        candidate = _plain(bench.truth, size)
+        if _try(bench, candidate) is None:
+            break
+        found = candidate
+    return found
+
+
+def halving_from_the_top(bench: TrialBench, _: int) -> Candidate | None:
+    """Halve from the largest micro-batch until one fits (Accelerate's find_executable_batch_size)."""
+    sizes = _sizes(bench.truth)
+    size = sizes[-1]
+    while True:
+        candidate = _plain(bench.truth, size)
+        if _try(bench, candidate) is not None:
+            return candidate
+        smaller = [m for m in sizes if m <= size // 2]
+        if not smaller:
+            return None
+        size = smaller[-1]
+
+
+def largest_that_fits(bench: TrialBench, _: int) -> Candidate | None:
+    """The largest micro-batch that fits, by bisection (Composer's automatic microbatching)."""
+    size = _bisect(bench)
+    return None if size is None else _plain(bench.truth, size)
+
+
+def deepspeed_fast(bench: TrialBench, _: int) -> Candidate | None:
+    """Find the largest size that fits, try a few evenly spaced below it, take the fastest (DeepSpeed's fast mode)."""
+    largest = _bisect(bench)
+    if largest is None:
+        return None
+    sizes = _sizes(bench.truth)
+    for target in np.linspace(sizes[0], largest, DEEPSPEED_NUM_SIZES):
+        nearest = min(sizes, key=lambda m: (abs(m - float(target)), m))
+        _try(bench, _plain(bench.truth, nearest))
+    return bench.fastest()
+
+
+def exhaustive(bench: TrialBench, _: int) -> Candidate | None:
+    """Measure every component of every legal candidate, and take the fastest."""
+    truth = bench.truth
+    for row in np.flatnonzero(truth.legal_C):
+        bench.run(int(row))
+    return bench.fastest()
+
+
+def _try(bench: TrialBench, candidate: Candidate) -> float | None:
+    row = bench.row(candidate)
+    if row is None:
+        bench.refuse()
+        return None
+    return bench.run(row)
+
+
+def _bisect(bench: TrialBench) -> int | None:
+    """The largest legal size whose plain candidate fits, if fitting is monotonous."""
+    sizes = _sizes(bench.truth)
+    low, high = -1, len(sizes)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _try(bench, _plain(bench.truth, sizes[middle])) is None:
+            high = middle
+        else:
+            low = middle
+    return sizes[low] if low >= 0 else None
+
+
+def _sizes(truth: GroundTruth) -> tuple[int, ...]:
+    return truth.request.micro_batch_sizes
+
+
+def _plain(truth: GroundTruth, size: int) -> Candidate:
+    """The least that the request allows beside the size."""
+    request, report = truth.request, truth.report
+    policies = request.recompute_policies
+    attention = request.attention_backends
+    experts = request.expert_backends
+    default_experts = report.default_experts if request.model.moe is not None else None
+    return Candidate(
+        micro_batch_size=size,
+        bta_tile=request.tiles_for(size)[0] if request.tiles_for(size) else None,
+        recompute=Recompute.NONE if Recompute.NONE in policies else policies[0],
+        attention_backend=report.default_attention
+        if attention is None or report.default_attention in attention
+        else attention[0],
+        expert_backend=default_experts if experts is None or default_experts in experts else experts[0],
+        num_query_groups=request.model.query_groups,
+    )

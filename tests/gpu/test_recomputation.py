@@ -1,0 +1,113 @@
+"""Recomputation by operation on a CUDA device: the same gradients, and the bytes that are predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from explorer.components import BlockRecompute, Component, ComponentKind
+from explorer.footprint import predict_component_bytes
+from explorer.models import ModelSpec, MoESpec
+from explorer.requests import ExplorationRequest
+from tests.kernels.references import relative_error
+from tests.layers.models import outcome, shake
+from workers.kernels.attention import attention_backend
+from workers.kernels.experts.registry import expert_backend
+from workers.layers.factory import build_block, example_inputs
+from workers.profiler.passes import BlockPasses
+from workers.profiler.weighing import Weight, weigh
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+MICRO_BATCH = 4
+BY_OPERATION = (BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)
+ATTENTION = ("flash", "cudnn", "efficient", "math")
+EXPERTS = ("grouped_mm", "loop", "bmm", "cublas_grouped", "triton_grouped", "hopper_grouped", "block_sparse", "fused")
+
+
+def model(**fields: Any) -> ModelSpec:
+    base: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 8,
+        "vocab_size": 128,
+        "seq_length": 1024,
+        "dtype": "bfloat16",
+        "moe": MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=256),
+    }
+    return ModelSpec(**{**base, **fields})
+
+
+def compare(spec: ModelSpec, kind: ComponentKind, backend: str | None) -> None:
+    """Each choice against none: gradients within what a kernel differs from itself by, bytes as predicted."""
+    request = ExplorationRequest(model=spec)
+    expected: dict[str, torch.Tensor] = {}
+    weights: dict[BlockRecompute, Weight] = {}
+    for recompute in (BlockRecompute.NONE, *BY_OPERATION):
+        component = Component(kind=kind, micro_batch_size=MICRO_BATCH, backend=backend, recompute=recompute)
+        block = build_block(spec, component, request, CUDA)
+        shake(block, torch.Generator(CUDA).manual_seed(0))
+        with torch.no_grad():
+            for parameter in block.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(0.2)
+        (x,) = example_inputs(spec, component, CUDA, torch.Generator(CUDA).manual_seed(1))
+        actual = outcome(block, block, x)
+        for name, wanted in expected.items():
+            assert relative_error(actual[name], wanted) <= 5e-3, (recompute, name)
+        expected = expected or actual
+        weights[recompute] = weigh(BlockPasses(block, (x,), training=True, gradient_dtype=torch.bfloat16), CUDA)
+        predicted = predict_component_bytes(component, spec, request)
+        output = x.nbytes
+        assert predicted.saved == pytest.approx(weights[recompute].saved, rel=0.1, abs=0.2 * output), recompute
+    saved = [weight.saved for weight in weights.values()]
+    assert saved[0] > saved[1] >= saved[2]
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"num_query_groups": 2}, {"num_query_groups": 2, "qk_norm": "head", "norm": "layernorm"}],
+    ids=str,
+)
+def test_attention(backend: str, fields: dict[str, Any]) -> None:
+    spec = model(**fields)
+    reason = attention_backend(backend).unsupported_reason(spec, CUDA)
+    if reason is not None:
+        pytest.skip(reason)
+    compare(spec, ComponentKind.ATTENTION, backend)
+
+
+@pytest.mark.parametrize("fields", [{}, {"gated_mlp": False, "activation": "gelu", "mlp_bias": True}], ids=str)
+def test_dense_ffn(fields: dict[str, Any]) -> None:
+    compare(model(**fields), ComponentKind.DENSE_FFN, None)
+
+
+@pytest.mark.parametrize("backend", EXPERTS)
+@pytest.mark.parametrize("moe", [{}, {"shared_expert_ffn_hidden_size": 256}], ids=str)
+def test_experts(backend: str, moe: dict[str, Any]) -> None:
+    spec = model(moe=MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=256, **moe))
+    reason = expert_backend(backend).unsupported_reason(spec, CUDA)
+    if reason is not None:
+        pytest.skip(reason)
+    compare(spec, ComponentKind.MOE_FFN, backend)
+
+
+def test_a_retained_graph_runs_again_in_the_engines_own_thread() -> None:
+    spec = model()
+    component = Component(
+        kind=ComponentKind.ATTENTION, micro_batch_size=2, backend="flash", recompute=BlockRecompute.PROJECTIONS
+    )
+    block = build_block(spec, component, ExplorationRequest(model=spec), CUDA)
+    (x,) = example_inputs(spec, component, CUDA, training=True)
+    out = block(x)
+    (first,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(out.sum(), x)
+    assert relative_error(first, second) <= 5e-3

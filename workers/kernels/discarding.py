@@ -1,0 +1,173 @@
+"""Results that forward discards after their last use, and backward computes again, operation by operation.
+
+What an operation keeps for backward passes through `torch.autograd.graph.saved_tensors_hooks`. A result that was
+announced as cheap is replaced there by a recipe: the function, and the tensors or recipes that it starts from. That is
+the output-discarding recomputation of Megatron-Core, on top of autograd. torch's selective checkpointing
+(`create_selective_checkpoint_contexts`) asks a policy at every dispatched operator, in Python and in both passes, which
+costs the host several times what the hooks do; it sees no operator inside an autograd Function such as a Triton
+kernel's; and it does not see that a kept projection was rotated in place since, and rotates it twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
+
+
+@contextmanager
+def discarding(*, products: bool) -> Iterator[None]:
+    """What `recomputable` returns within is not kept for backward; matrix products only if `products`.
+
+    Gradients are those of the same kernels on the same numbers. The graph can be run through again if it is retained,
+    but not differentiated twice.
+    """
+    announced = _Announced(products)
+    token = _ANNOUNCED.set(announced)
+    try:
+        with saved_tensors_hooks(announced.pack, _unpack):
+            yield
+    finally:
+        _ANNOUNCED.reset(token)
+
+
+def recomputable(function: Callable[..., Results], *inputs: Tensor, product: bool = False) -> Results:
+    """`function(*inputs)`, which backward may compute again; a `product` is a matrix product, or made from one.
+
+    The function must not depend on what changes between the passes, and its operations must not keep their own result
+    for backward. Outside `discarding` this is a plain call.
+    """
+    results = function(*inputs)
+    announce(results, function, *inputs, product=product)
+    return results
+
+
+def announce(
+    results: Tensor | tuple[Tensor, ...],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    *inputs: Tensor,
+    product: bool = False,
+) -> None:
+    """As `recomputable`, for results that exist already: without a gradient, `function(*inputs)` equals them.
+
+    Results that share a storage are told of once.
+    """
+    if torch.compiler.is_compiling():  # which chooses by itself what to keep
+        return
+    announced = _ANNOUNCED.get()
+    if announced is not None and (announced.products or not product):
+        announced.add(results if isinstance(results, tuple) else (results,), function, inputs)
+
+
+class _Recipe:
+    """How results come about again. They are held from the first request until every saved tensor was fetched."""
+
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: tuple[_Packed, ...]) -> None:
+        self._function = function
+        self._inputs = inputs
+        self._num_saved = 0
+        self._num_left = 0
+        self._results: tuple[Tensor, ...] | None = None
+
+    def count(self) -> None:
+        """One more saved tensor is a result of this."""
+        self._num_saved += 1
+        self._num_left += 1
+
+    def results(self) -> tuple[Tensor, ...]:
+        """All results, computed unless they are held."""
+        if self._results is not None:
+            return self._results
+        with torch.no_grad():
+            found = self._function(*(_view(packed) for packed in self._inputs))
+        results = found if isinstance(found, tuple) else (found,)
+        if self._num_left:
+            self._results = results
+        return results
+
+    def fetch(self) -> None:
+        """One saved tensor less is still to come."""
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._results, self._num_left = None, self._num_saved
+
+
+@dataclass(frozen=True, slots=True)
+class _Discarded:
+    """A view of a recipe's result."""
+
+    recipe: _Recipe
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+_Packed = Tensor | _Discarded
+
+
+class _Announced:
+    """The recipes by storage, for as long as the storages live: an address may be given out again."""
+
+    def __init__(self, products: bool) -> None:
+        self.products = products
+        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, _Recipe, int]] = {}
+
+    def add(
+        self,
+        results: tuple[Tensor, ...],
+        function: Callable[..., Tensor | tuple[Tensor, ...]],
+        inputs: tuple[Tensor, ...],
+    ) -> None:
+        """Remember how `results` come about."""
+        recipe = _Recipe(function, tuple(self._packed(x) for x in inputs))
+        fresh = set()
+        for i, result in enumerate(results):
+            storage = result.untyped_storage()
+            key = id(storage)  # torch keeps one Python object for a storage for as long as the storage lives
+            if key not in fresh:
+                self._found[key] = (weakref.ref(storage), result.dtype, recipe, i)
+                fresh.add(key)
+
+    def pack(self, tensor: Tensor) -> _Packed:
+        """The hook: a recipe in place of an announced tensor."""
+        packed = self._packed(tensor)
+        if isinstance(packed, _Discarded):
+            packed.recipe.count()
+        return packed
+
+    def _packed(self, tensor: Tensor) -> _Packed:
+        storage = tensor.untyped_storage()
+        found = self._found.get(id(storage))
+        if found is None:
+            return tensor
+        reference, dtype, recipe, index = found
+        if reference() is not storage or tensor.dtype is not dtype:
+            return tensor
+        return _Discarded(recipe, index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def _view(packed: _Packed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    result = packed.recipe.results()[packed.index]
+    return result.as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    tensor = _view(packed)
+    if isinstance(packed, _Discarded):
+        packed.recipe.fetch()
+    return tensor
+
+
+_ANNOUNCED: ContextVar[_Announced | None] = ContextVar("announced", default=None)

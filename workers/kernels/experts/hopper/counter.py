@@ -1,0 +1,24 @@
+"""The counter from which the programs of a launch draw their tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+"""By device and stream."""
+
+
+def tile_counter(device: torch.device) -> Tensor:
+    """A zero (1,) int32 for one launch on the current stream of `device`.
+
+    The kernel leaves it at zero, so that launches on a stream, which follow each other, share one and nothing is
+    launched to clear it. A captured launch may be replayed on any stream: it has its own, cleared in the graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    counter = _COUNTERS.get(key)
+    if counter is None:
+        counter = _COUNTERS.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
+    return counter

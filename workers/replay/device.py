@@ -1,0 +1,171 @@
+"""Answers measurements from a recorded table, in no time: what they cost is added to a virtual clock."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from explorer.candidates import Candidate
+from explorer.components import Component
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
+from explorer.trials import TrialKind, TrialPlan
+from workers.replay.recording import Recording
+from workers.replay.rows import ComponentRow, WholeModelRow
+
+
+class VirtualClock:
+    """Seconds that recorded trials would have taken, on top of `real` ones (default: none pass)."""
+
+    def __init__(self, real: Callable[[], float] | None = None) -> None:
+        self._real = real or (lambda: 0.0)
+        self._virtual = 0.0
+
+    def __call__(self) -> float:
+        """Now."""
+        return self._real() + self._virtual
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._virtual += seconds
+
+    @classmethod
+    def over_real_time(cls) -> VirtualClock:
+        """One on which real time passes too."""
+        return cls(time.perf_counter)
+
+
+class RecordedDevice:
+    """A `Measure` over a table.
+
+    The answer for a component is one of its recorded runs, drawn with a seed that is its own: it depends on neither
+    the order of trials nor a restart. With R runs, a run's distance from their mean is widened by sqrt(R / (R - 1)), as
+    a bootstrap of so few needs to have the variance that the runs show (Efron, 1982); a single run is moved by its own
+    standard error. What was never recorded is `unsupported`, and says so.
+    """
+
+    def __init__(self, recording: Recording, *, seed: int, clock: VirtualClock | None = None) -> None:
+        self.recording = recording
+        self.clock = clock or VirtualClock()
+        self.replacements = 0
+        self._seed = seed
+        self._restarting = False
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        """Answer a plan with the seconds it cost among its phases."""
+        measurement = self._whole_model(plan) if plan.kind is TrialKind.WHOLE_MODEL else self._components(plan)
+        if self._restarting:
+            start = self.recording.header.process_start_seconds
+            phases = measurement.phases.model_copy(update={"process_start": start})
+            measurement = measurement.model_copy(update={"phases": phases})
+        self._restarting = self._replaces(plan, measurement)
+        self.replacements += self._restarting
+        self.clock.advance(measurement.phases.total)
+        return measurement
+
+    def draw(self, component: Component) -> ComponentRow | None:
+        """The run that stands for a component, with the recorded noise; null if it was never recorded."""
+        rows = self.recording.components.get(component)
+        if not rows:
+            return None
+        rng = np.random.default_rng([self._seed, zlib.crc32(component.key.encode())])
+        row = rows[int(rng.integers(len(rows)))]
+        if row.figures is None:
+            return row
+        well = [r.figures.device_seconds for r in rows if r.figures is not None]
+        factor = _factor(row.figures.device_seconds, well, row.figures.standard_error_seconds, rng)
+        figures = row.figures
+        waits = figures.host_seconds == figures.device_seconds  # one time, told twice
+        device = factor * figures.device_seconds
+        return row.model_copy(
+            update={
+                "figures": figures.model_copy(
+                    update={
+                        "device_seconds": device,
+                        "forward_device_seconds": factor * figures.forward_device_seconds,
+                        "host_seconds": device if waits else figures.host_seconds,
+                    }
+                )
+            }
+        )
+
+    def _components(self, plan: TrialPlan) -> Measurement:
+        measured: list[ComponentMeasurement] = []
+        phases: list[PhaseSeconds] = []
+        outcome, reason, failed = Outcome.OK, None, None
+        for component in plan.components:
+            row = self.draw(component)
+            if row is None:
+                outcome, reason, failed = Outcome.UNSUPPORTED, "never recorded", component
+                break
+            phases.append(row.phases)
+            if row.figures is None:
+                outcome, reason, failed = row.outcome, row.reason, component
+                break
+            measured.append(row.measurement())
+        return Measurement(
+            candidate=plan.candidate,
+            outcome=outcome,
+            reason=reason,
+            components=tuple(measured),
+            failed_component=failed,
+            phases=_sum(phases),
+        )
+
+    def _whole_model(self, plan: TrialPlan) -> Measurement:
+        row = self._draw_whole_model(plan.candidate)
+        if row is None:
+            return Measurement(
+                candidate=plan.candidate, outcome=Outcome.UNSUPPORTED, reason="its whole model was never recorded"
+            )
+        return Measurement(
+            candidate=plan.candidate,
+            outcome=row.outcome,
+            reason=row.reason,
+            whole_model=row.figures,
+            phases=row.phases,
+        )
+
+    def _draw_whole_model(self, candidate: Candidate) -> WholeModelRow | None:
+        rows = self.recording.whole_models.get(candidate)
+        if not rows:
+            return None
+        rng = np.random.default_rng([self._seed, zlib.crc32(candidate.describe().encode())])
+        row = rows[int(rng.integers(len(rows)))]
+        if row.figures is None:
+            return row
+        figures: WholeModelMeasurement = row.figures
+        well = [r.figures.micro_step_seconds for r in rows if r.figures is not None]
+        factor = _factor(figures.micro_step_seconds, well, figures.standard_error_seconds, rng)
+        moved = figures.model_copy(update={"micro_step_seconds": factor * figures.micro_step_seconds})
+        return row.model_copy(update={"figures": moved})
+
+    def _replaces(self, plan: TrialPlan, measurement: Measurement) -> bool:
+        if plan.kind is TrialKind.WHOLE_MODEL:
+            return any(r.replaced for r in self.recording.whole_models.get(plan.candidate, ()))
+        failed = measurement.failed_component
+        return failed is not None and any(r.replaced for r in self.recording.components.get(failed, ()))
+
+
+def _factor(drawn: float, runs: Sequence[float], standard_error: float, rng: np.random.Generator) -> float:
+    """What the drawn run is multiplied by to have the spread of the runs."""
+    if drawn <= 0:
+        return 1.0
+    if len(runs) < 2:
+        return math.exp(standard_error / drawn * float(rng.standard_normal()))
+    mean = math.fsum(math.log(r) for r in runs) / len(runs)
+    distance = math.log(drawn) - mean
+    return math.exp((math.sqrt(len(runs) / (len(runs) - 1)) - 1.0) * distance)
+
+
+def _sum(phases: Sequence[PhaseSeconds]) -> PhaseSeconds:
+    """Of one trial: messages are exchanged once."""
+    return PhaseSeconds(
+        build=math.fsum(p.build for p in phases),
+        warm_up=math.fsum(p.warm_up for p in phases),
+        timed=math.fsum(p.timed for p in phases),
+        messaging=max((p.messaging for p in phases), default=0.0),
+    )

@@ -1,0 +1,129 @@
+"""A recorded table in the place of a profiler: the whole service without a device."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec
+from explorer.measurements import Measurement
+from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
+from explorer.space import EmptySpaceError
+from explorer.trials import TrialPlan
+from workers.launcher import ProfilerError, ProfilerInterruptedError
+from workers.replay.device import RecordedDevice, VirtualClock
+from workers.replay.recording import Recording
+
+PREFIX = "replay:"
+SAME = ("mode", "routing", "execution", "training")
+"""Fields of a request that its measurements depend on, beside the model."""
+
+
+class ReplayProfiler:
+    """Serves the jobs that a table can answer; any other job is told why not.
+
+    The device calls itself replayed, so that no real one goes on with a job that it began, nor the other way round.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the table.
+
+        Raises:
+            RecordingError: `path` is no recorded table.
+            OSError: it cannot be read.
+        """
+        self.recording = Recording.read(path)
+        self.clock = VirtualClock.over_real_time()
+        self._device: RecordedDevice | None = None
+        self._interrupted = threading.Event()
+
+    @property
+    def restarts(self) -> int:
+        """How often the profiler process would have been replaced."""
+        return self._device.replacements if self._device is not None else 0
+
+    def start(self) -> None:
+        """Be ready for the next job."""
+        self._interrupted.clear()
+
+    def hardware(self) -> HardwareSpec:
+        """The recorded device, marked as such."""
+        found = self.recording.header.report.hardware
+        return found.model_copy(update={"device_name": f"{found.device_name}, replayed"})
+
+    def begin(self, request: ExplorationRequest) -> DeviceReport:
+        """The recorded back ends; of a job that the table cannot answer none, with the reason."""
+        self._check_interrupted()
+        self._device = RecordedDevice(self.recording, seed=request.seed, clock=self.clock)
+        report = self.recording.header.report.model_copy(update={"hardware": self.hardware()})
+        reason = mismatch(request, self.recording)
+        if reason is None:
+            return report
+        names = request.attention_backends or (report.default_attention,)
+        unusable = tuple(BackendSupport(name=name, usable=False, reason=reason) for name in names)
+        return report.model_copy(update={"attention_backends": unusable})
+
+    def measure(self, plan: TrialPlan) -> Measurement:
+        """Answer from the table.
+
+        Raises:
+            ProfilerInterruptedError: `interrupt()` was called.
+        """
+        self._check_interrupted()
+        if self._device is None:
+            raise ProfilerError("measure() was called before begin()")
+        return self._device(plan)
+
+    def interrupt(self) -> None:
+        """Every later call raises ProfilerInterruptedError, until `start()`."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """End the job."""
+        self._device = None
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted.is_set():
+            raise ProfilerInterruptedError("the replay was interrupted")
+
+
+def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
+    """Why a table cannot answer a request; null if it can."""
+    header = recording.header
+    recorded = header.request
+    table = f"the recorded table '{header.name}'"
+    known = [_nameless(model) for model in recorded.variants()]
+    for model in map(_nameless, request.variants()):
+        if model not in known:
+            return f"{table} is of another model, with {_differences(known[0], model)}"
+    for field in SAME:
+        if getattr(request, field) != getattr(recorded, field):
+            return f"{table} was recorded with {field} {_short(recorded, field)}, not {_short(request, field)}"
+    if request.optimizer_shards != recorded.optimizer_shards:
+        return f"{table} was recorded with the optimizer over {recorded.optimizer_shards} devices"
+    for model in request.variants():
+        try:
+            missing = recording.missing_sizes(request, model)
+        except EmptySpaceError:  # the search says so itself, and better
+            return None
+        if missing:
+            sizes = ", ".join(str(m) for m in missing)
+            return f"{table} lacks components of the micro-batch sizes {sizes}; leave them out of micro_batch_size"
+    return None
+
+
+def _nameless(model: ModelSpec) -> ModelSpec:
+    """Names do not matter, nor how the number of query groups was given."""
+    return model.model_copy(update={"name": "model", "num_query_groups": model.query_groups})
+
+
+def _differences(recorded: ModelSpec, asked: ModelSpec) -> str:
+    """`num_layers 16 instead of 8`, for every field that differs."""
+    fields = [name for name in ModelSpec.model_fields if getattr(recorded, name) != getattr(asked, name)]
+    return ", ".join(f"{name} {getattr(recorded, name)} instead of {getattr(asked, name)}" for name in fields)
+
+
+def _short(request: ExplorationRequest, field: str) -> str:
+    value = getattr(request, field)
+    return value if isinstance(value, str) else value.model_dump_json(exclude_defaults=True)

@@ -1,0 +1,144 @@
+"""A recorded table in memory: read from its file, appended to it, and what it covers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from explorer.candidates import Candidate
+from explorer.components import Component
+from explorer.ground import Survey, survey_variant
+from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
+from workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
+
+
+class RecordingError(ValueError):
+    """The file is no recorded table, or not one that this version reads."""
+
+
+class Recording:
+    """A header, and the runs of each component and of each whole model in the order in which they were made."""
+
+    def __init__(self, header: RecordingHeader, rows: Iterable[ComponentRow | WholeModelRow] = ()) -> None:
+        self.header = header
+        self.components: dict[Component, list[ComponentRow]] = {}
+        self.whole_models: dict[Candidate, list[WholeModelRow]] = {}
+        for row in rows:
+            self.add(row)
+
+    @classmethod
+    def read(cls, path: Path) -> Recording:
+        """Read a file.
+
+        Raises:
+            RecordingError: it is no recorded table; the message names the line.
+            OSError: it cannot be read.
+        """
+        lines = _whole_lines(path)
+        header = _parse(path, 1, lines[0]) if lines else None
+        if not isinstance(header, RecordingHeader):
+            raise RecordingError(f"{path} is no recorded table: its first line is no header ({FORMAT} {VERSION})")
+        recording = cls(header)
+        for number, line in enumerate(lines[1:], start=2):
+            row = _parse(path, number, line)
+            if isinstance(row, RecordingHeader):
+                raise RecordingError(f"{path}, line {number}: a second header")
+            recording.add(row)
+        return recording
+
+    def add(self, row: ComponentRow | WholeModelRow) -> None:
+        """Keep a run."""
+        if isinstance(row, ComponentRow):
+            self.components.setdefault(row.component, []).append(row)
+        else:
+            self.whole_models.setdefault(row.candidate, []).append(row)
+
+    def survey(self, request: ExplorationRequest, model: ModelSpec) -> Survey:
+        """The space of a request on the recorded device."""
+        return survey_variant(model, request, self.header.report)
+
+    def missing_sizes(self, request: ExplorationRequest, model: ModelSpec) -> tuple[int, ...]:
+        """The micro-batch sizes of a request's space of which some candidate cannot be composed.
+
+        Of the bases only the plainest is asked for: the others are needed only where that one does not fit.
+        """
+        found = self.survey(request, model)
+        if found.table is None:
+            return ()
+        wanted = {*found.legal.candidates, found.bases[0]}
+        rows = [row for candidate, row in found.table.row.items() if candidate in wanted]
+        recorded_K = np.array([c in self.components for c in found.table.components])
+        lacking = (found.table.uses_CK[rows] & ~recorded_K[None, :]).any(axis=1)
+        return tuple(sorted({int(m) for m in found.table.micro_batch_C[rows][lacking]}))
+
+    def covered_request(self) -> ExplorationRequest:
+        """The recorded request, cut to the micro-batch sizes that were recorded in full, and to its main model.
+
+        Raises:
+            RecordingError: there is no such size.
+        """
+        request = self.header.request.model_copy(update={"num_query_groups": None})
+        missing = set(self.missing_sizes(request, request.model))
+        if not missing:
+            return request
+        covered = tuple(m for m in request.micro_batch_sizes if m not in missing)
+        base = request.base_micro_batch_size
+        cut = request.model_copy(
+            update={"micro_batch_size": covered, "base_micro_batch_size": None if base in missing else base}
+        )
+        if not covered or self.survey(cut, cut.model).table is None:
+            raise RecordingError(f"the table '{self.header.name}' has no micro-batch size that was recorded in full")
+        return cut
+
+
+class RecordingFile:
+    """A table that is being written; each row is on disk when `append` returns."""
+
+    def __init__(self, path: Path, header: RecordingHeader) -> None:
+        """Create the file, or continue it: what a killed recorder left of a last line is cut off."""
+        self.path = path
+        if path.exists():
+            self.recording = Recording.read(path)
+            with path.open("r+b") as file:
+                file.truncate(sum(len(line) + 1 for line in _whole_lines(path)))
+            self._file = path.open("ab")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.recording = Recording(header)
+            self._file = path.open("xb")
+            self._write(encode_row(header))
+
+    def append(self, row: ComponentRow | WholeModelRow) -> None:
+        """Write and keep a row."""
+        self._write(encode_row(row))
+        self.recording.add(row)
+
+    def close(self) -> None:
+        """No more rows."""
+        self._file.close()
+
+    def _write(self, line: str) -> None:
+        self._file.write(line.encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines that have an end."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    return lines
+
+
+def _parse(path: Path, number: int, line: bytes) -> RecordingHeader | ComponentRow | WholeModelRow:
+    try:
+        return ROWS.validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{where}: {first['msg']}" if where else first["msg"]
+        raise RecordingError(f"{path}, line {number}: {message}") from error

@@ -1,0 +1,159 @@
+"""The lines of a recorded table: JSON Lines, a header first, then one line a run.
+
+Version 1. Every line is an object with a `type`:
+
+- `header` (`RecordingHeader`): the request, the device with its versions and back ends, and what a run is.
+- `component` (`ComponentRow`): one run of one component. Candidates are not listed: those of the header's request on
+  the header's device are enumerated, and share the components they have in common.
+- `whole_model` (`WholeModelRow`): one run of a candidate's whole model.
+
+Fields with their default value are left out. Seconds and bytes are as in `explorer.measurements`. Lines are only ever
+appended, so that an interrupted recording can be continued; a last line without its end is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from explorer.candidates import Candidate
+from explorer.components import Component
+from explorer.frozen import Frozen
+from explorer.hardware import DeviceReport
+from explorer.measurements import (
+    Bytes,
+    ComponentMeasurement,
+    Measurement,
+    Outcome,
+    PhaseSeconds,
+    Seconds,
+    WholeModelMeasurement,
+)
+from explorer.requests import ExplorationRequest
+
+FORMAT = "bexp-recording"
+VERSION: Literal[1] = 1
+SIGNIFICANT_DIGITS = 6
+
+
+class RecordingHeader(Frozen):
+    """First line of a table.
+
+    `request` is what was recorded, `report` the device that it was recorded on. `process_start_seconds` is what the
+    replacement of a profiler process costs. `noise` says in words what differs between two runs.
+    """
+
+    type: Literal["header"] = "header"
+    format: Literal["bexp-recording"] = "bexp-recording"
+    version: Literal[1] = VERSION
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    request: ExplorationRequest
+    report: DeviceReport
+    recorded_at: datetime
+    process_start_seconds: Seconds = 0.0
+    noise: str
+
+
+class ComponentFigures(Frozen):
+    """What one run measured; see `ComponentMeasurement`."""
+
+    device_seconds: Seconds
+    host_seconds: Seconds
+    forward_device_seconds: Seconds
+    standard_error_seconds: Seconds
+    repeats: Annotated[int, Field(ge=1)]
+    saved_bytes: Bytes
+    forward_peak_bytes: Bytes
+    backward_peak_bytes: Bytes
+
+
+class ComponentRow(Frozen):
+    """One run of one component, or how it failed.
+
+    `phases` are the seconds that it cost, `messaging` including all that is no phase. A row is `inferred` if nothing
+    was run, because a smaller component of the same sort had failed. `replaced` tells that the profiler process did
+    not survive it.
+    """
+
+    type: Literal["component"] = "component"
+    component: Component
+    run: Annotated[int, Field(ge=0)]
+    outcome: Outcome = Outcome.OK
+    reason: str | None = None
+    figures: ComponentFigures | None = None
+    phases: PhaseSeconds = PhaseSeconds()
+    inferred: bool = False
+    replaced: bool = False
+
+    @classmethod
+    def of(cls, component: Component, run: int, measurement: Measurement, *, replaced: bool) -> ComponentRow:
+        """The row of a trial that measured `component` alone."""
+        found = next((m for m in measurement.components if m.component == component), None)
+        ok = measurement.outcome is Outcome.OK and found is not None
+        return cls(
+            component=component,
+            run=run,
+            outcome=measurement.outcome,
+            reason=measurement.reason,
+            figures=ComponentFigures(**found.model_dump(exclude={"component"})) if ok and found else None,
+            phases=measurement.phases.model_copy(update={"process_start": 0.0}),
+            replaced=replaced,
+        )
+
+    def measurement(self) -> ComponentMeasurement:
+        """What the run measured; only of a run that ended well."""
+        assert self.figures is not None, "this run failed"
+        return ComponentMeasurement(component=self.component, **self.figures.model_dump())
+
+
+class WholeModelRow(Frozen):
+    """One run of a candidate's whole model, or how it failed; fields as in `ComponentRow`."""
+
+    type: Literal["whole_model"] = "whole_model"
+    candidate: Candidate
+    run: Annotated[int, Field(ge=0)]
+    outcome: Outcome = Outcome.OK
+    reason: str | None = None
+    figures: WholeModelMeasurement | None = None
+    phases: PhaseSeconds = PhaseSeconds()
+    replaced: bool = False
+
+    @classmethod
+    def of(cls, candidate: Candidate, run: int, measurement: Measurement, *, replaced: bool) -> WholeModelRow:
+        """The row of a whole-model trial."""
+        return cls(
+            candidate=candidate,
+            run=run,
+            outcome=measurement.outcome,
+            reason=measurement.reason,
+            figures=measurement.whole_model,
+            phases=measurement.phases.model_copy(update={"process_start": 0.0}),
+            replaced=replaced,
+        )
+
+
+Row = Annotated[RecordingHeader | ComponentRow | WholeModelRow, Field(discriminator="type")]
+ROWS: TypeAdapter[RecordingHeader | ComponentRow | WholeModelRow] = TypeAdapter(Row)
+
+
+def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
+    """One line, with its end. The header is written out in full."""
+    if isinstance(row, RecordingHeader):
+        content = row.model_dump(mode="json")
+    else:
+        content = {"type": row.type} | _shorten(row.model_dump(mode="json", exclude_defaults=True))
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _shorten(value: Any) -> Any:
+    """Floats to six significant digits: no timing knows more."""
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _shorten(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shorten(item) for item in value]
+    return value
