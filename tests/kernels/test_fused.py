@@ -20,8 +20,8 @@ from tests.kernels.triton_interpreter import accept_scalars_of_one_element, is_i
 from workers.kernels.discarding import discarding
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.fused.backend import FUSED
-from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperTile
-from workers.kernels.experts.fused.tiles import HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
+from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
+from workers.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="runs in the interpreter, which a child is started with")
@@ -192,13 +192,16 @@ def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: 
         tile = getattr(tiles, field.name)
         if not isinstance(tile, TileConfig):
             assert on_hopper
-            assert mean >= HOPPER_ROWS
+            assert mean >= HOPPER_ROWS or isinstance(tile, HopperSum)
             continue
         assert tile.tma or not tile.copy
         if tile.copy:
             wanted = tile.block_k if field.name.startswith("grad_w") else tile.block_m
             assert tile.copy % wanted == 0
     assert isinstance(tiles.project_in, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
+    assert isinstance(tiles.grad_w_in, HopperSum) is on_hopper
+    many = default_tiles(mean * (HOPPER_EXPERTS + 1), HOPPER_EXPERTS + 1, gated, 2, on_hopper)
+    assert all(isinstance(getattr(many, field.name), TileConfig) for field in fields(FusedTiles))
 
 
 @pytest.mark.parametrize(

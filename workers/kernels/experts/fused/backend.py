@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from workers.kernels.probe import failure_of
 _DTYPES = (DType.BFLOAT16, DType.FLOAT16)
 _MULTIPLE = 8  # elements of two bytes in the 16 bytes that one load and one row of a tensor map are aligned to
 _MIN_CAPABILITY = (9, 0)
+_PROBED_TOKENS = (16, 512)
+"""A few rows an expert and many, which other kernels serve."""
 _TRACEABLE = frozenset(torch_dtype(dtype) for dtype in _DTYPES)
 
 
@@ -51,17 +54,19 @@ def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
         if size % _MULTIPLE:
             return f"the fused experts need {name} to be a multiple of {_MULTIPLE}, not {size}"
     try:
-        return failure_of(lambda: _probe(torch_dtype(model.dtype), device), device)
+        dtype = torch_dtype(model.dtype)
+        reasons = (failure_of(partial(_probe, num_tokens, dtype, device), device) for num_tokens in _PROBED_TOKENS)
+        return next((reason for reason in reasons if reason is not None), None)
     except Exception as error:  # noqa: BLE001 - Triton and the compilers that it calls raise errors of their own
         return f"Triton cannot build the kernels: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _probe(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _probe(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     x, w_in, w_out = (
         torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-        for shape in ((16, 64), (4, 64, 64), (4, 32, 64))
+        for shape in ((num_tokens, 64), (4, 64, 64), (4, 32, 64))
     )
-    routes = torch.arange(16, device=device).remainder(3).view(16, 1)
+    routes = torch.arange(num_tokens, device=device).remainder(3).view(num_tokens, 1)
     return _forward(x, routes, torch.ones_like(routes, dtype=dtype), w_in, w_out, "silu")
 
 

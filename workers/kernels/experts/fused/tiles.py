@@ -8,8 +8,10 @@ from functools import lru_cache
 from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
 from workers.kernels.experts.fused.layouts import Layout
 
-HOPPER_ROWS = 512
-"""Rows an expert from which on the Hopper kernels are taken."""
+HOPPER_ROWS = 96
+"""Rows an expert from which on the Hopper kernels of the projections are taken; its sums always are."""
+HOPPER_EXPERTS = 512
+"""More experts' bounds do not fit the registers of the search for a tile."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,22 @@ def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int, 
     mean = num_pairs / num_experts
     if itemsize > 2:
         return FusedTiles(**{field.name: _SMALL for field in fields(FusedTiles)})
-    if on_hopper and mean >= HOPPER_ROWS:
-        return ON_HOPPER
-    if mean < 24:
-        return _FEW
-    if mean < 96:
-        return _SOME
-    tiles = _HUNDREDS if mean < 256 else _MANY
-    return tiles if gated else tiles.replaced(project_in=TileConfig(128, 256, 64, 8, 3, tma=True))
+    tiles = _FEW if mean < 24 else _SOME if mean < 96 else _HUNDREDS if mean < 256 else _MANY
+    if on_hopper and num_experts <= HOPPER_EXPERTS:
+        return on_hopper_tiles(tiles, projections=mean >= HOPPER_ROWS)
+    if gated or mean < 96:
+        return tiles
+    return tiles.replaced(project_in=TileConfig(128, 256, 64, 8, 3, tma=True))
+
+
+def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True) -> FusedTiles:
+    """`tiles` with the sums over rows on Hopper's own kernels, and the projections that have epilogues."""
+    tiles = tiles.replaced(grad_w_in=HopperSum(), grad_w_out=HopperSum())
+    if projections:
+        return tiles.replaced(project_in=PROJECT_IN, grad_hidden=GRAD_HIDDEN)
+    if isinstance(tiles.grad_hidden, TileConfig):  # what is gathered in tiles serves no sum any more
+        return tiles.replaced(grad_hidden=replace(tiles.grad_hidden, copy=0))
+    return tiles
 
 
 _SMALL = TileConfig(32, 32, 32, 4, 2)
@@ -94,9 +104,7 @@ _MANY = FusedTiles(
     grad_w_in=TileConfig(128, 256, 64, 8, 5, tma=True),  # two stages more in flight: the tokens' indices come first
     grad_w_out=TileConfig(128, 256, 64, 8, 3, tma=True, copy=128),  # of what grad_hidden gathered
 )
-ON_HOPPER = _MANY.replaced(
-    project_in=PROJECT_IN, grad_hidden=GRAD_HIDDEN, grad_w_in=HopperSum(), grad_w_out=HopperSum()
-)
+ON_HOPPER = on_hopper_tiles(_MANY)
 _HUNDREDS = _MANY.replaced(
     project_out=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
     grad_input=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
