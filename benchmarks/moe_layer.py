@@ -106,10 +106,13 @@ def _cells(quick: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
         yield "experts", 128, 1, (64,)
         yield "experts", 8, 2, (64,)
         return
-    for num_experts, top_k in ((128, 1), (8, 2), (128, 2), (8, 1), (128, 8), (8, 8)):
-        yield "layer", num_experts, top_k, (1, 2, 4, 8, 16, 32, 64) if top_k < 8 else (1, 4, 16, 64)
-    for num_experts, top_k in ((128, 1), (8, 2), (128, 8)):
-        yield "experts", num_experts, top_k, (1, 64)
+    for num_experts, top_k in ((128, 1), (8, 2)):
+        yield "layer", num_experts, top_k, (1, 4, 16, 64)
+    for num_experts, top_k in ((128, 1), (8, 2)):
+        yield "experts", num_experts, top_k, (64,)
+    for num_experts, top_k in ((128, 8), (128, 2), (8, 1), (8, 8)):
+        yield "layer", num_experts, top_k, (1, 64)
+    yield "experts", 128, 8, (1, 64)
 
 
 def check(num_experts: int, top_k: int, device: torch.device) -> list[dict[str, Any]]:
