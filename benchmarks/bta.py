@@ -8,6 +8,8 @@ best composed candidate that fits: without tiling and recomputation, with tiling
 is given these measurements as its device. Each is relative to the dense model (FFN of top_k times the expert's width)
 at its own best micro-batch under the same limit and the same means. Training state is sharded over `--num-devices`
 (ZeRO-3); communication is not in the time.
+
+A file that exists is continued: its models are kept, dense ones included, and those that are left out are measured.
 """
 
 from __future__ import annotations
@@ -15,21 +17,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.bta_composition import LIMITS_GIB, best_candidates
+from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
-from explorer.belief import Belief
-from explorer.candidates import Candidate, Recompute
+from explorer.candidates import Candidate
 from explorer.components import Component
 from explorer.hardware import DeviceReport
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
+from explorer.measurements import ComponentMeasurement, Outcome
 from explorer.requests import ExplorationRequest
-from explorer.search import explore
 from explorer.space import enumerate_candidates
 from explorer.table import SpaceTable
 from explorer.trials import TrialKind, TrialPlan
@@ -37,25 +38,9 @@ from workers.launcher import Profiler
 
 NUM_EXPERTS = (8, 16, 32, 64, 128)
 TOP_K = (1, 2, 4, 8)
-LIMITS_GIB = (40, 80, 132)
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 TILES = (1, 2, 4, 8, 16)
 TIMEOUT_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """Which candidates a column may choose from."""
-
-    name: str
-    allows: Callable[[Candidate], bool]
-
-
-MEANS = (
-    Means("plain", lambda c: c.bta_tile is None and c.recompute is Recompute.NONE),
-    Means("tiled", lambda c: c.recompute is Recompute.NONE),
-    Means("all", lambda _: True),
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,49 +60,78 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540.0, help="stop measuring after this time")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    bench = Bench(options)
-    try:
-        for top_k in options.top_k:
-            bench.add(None, top_k)
-            for num_experts in options.num_experts:
-                if bench.expired:
-                    break
-                bench.add(num_experts, top_k)
-                write_results(options.out, bench.results())
-    finally:
-        bench.close()
-    write_results(options.out, bench.results())
-    print_table(bench.results()["rows"])
+    deadline = time.monotonic() + options.seconds
+    with Profiler(options.device) as profiler:
+        fresh = {
+            "environment": describe_environment(),
+            "hardware": profiler.hardware().model_dump(mode="json"),
+            "shape": {name: value for name, value in vars(options).items() if name not in {"out", "seconds"}},
+            "rows": [],
+            "shared": [],
+        }
+        try:
+            found = begin(options.out, fresh, same=("shape",))
+        except ValueError as error:
+            parser.error(str(error))
+        bench = Bench(options, profiler, found)
+        if found["rows"]:
+            print(f"{options.out}: {bench.count} are kept and not measured again")
+        for num_experts, top_k in bench.missing():
+            if time.monotonic() > deadline:
+                break
+            bench.add(num_experts, top_k)
+            write_results(options.out, bench.results())
+    print_table(found["rows"])
+    left_out = ", ".join(map(_name, bench.left_out))
+    print(f"{bench.count}" + (f", left out for want of time: {left_out}" if left_out else ""))
     return 0
 
 
 class Bench:
-    """Measures models and keeps every component that any of them has had measured."""
+    """Measures models and keeps every component that any of them has had measured; `found` is filled."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, profiler: Profiler, found: dict[str, Any]) -> None:
         self._options = options
-        self._deadline = time.monotonic() + options.seconds
-        self._profiler = Profiler(options.device)
-        self._shared: dict[Component, ComponentMeasurement] = {}
+        self._profiler = profiler
+        self._found = found
         self._report: DeviceReport | None = None
-        self._dense: dict[int, dict[str, dict[str, Any]]] = {}
-        self.rows: list[dict[str, Any]] = []
-        self._profiler.start()
+        shared = (ComponentMeasurement.model_validate(each) for each in found["shared"])
+        self._shared = {measured.component: measured for measured in shared}
+        self._dense = {row["top_k"]: row["best"] for row in self.rows if row["num_experts"] is None}
 
     @property
-    def expired(self) -> bool:
-        """Whether no further model should be measured."""
-        return bool(time.monotonic() > self._deadline)
+    def rows(self) -> list[dict[str, Any]]:
+        """A model each, dense ones included."""
+        rows: list[dict[str, Any]] = self._found["rows"]
+        return rows
 
-    def close(self) -> None:
-        """End the profiler."""
-        self._profiler.close()
+    @property
+    def left_out(self) -> list[dict[str, Any]]:
+        """The mixture-of-experts models that are asked for and not measured."""
+        return [
+            {"num_experts": num_experts, "top_k": top_k}
+            for num_experts, top_k in self.missing()
+            if num_experts is not None
+        ]
+
+    @property
+    def count(self) -> str:
+        """Of the models that are asked for, how many are measured."""
+        asked = len(self._options.num_experts) * len(self._options.top_k)
+        return f"{asked - len(self.left_out)} of {asked} models"
+
+    def missing(self) -> Iterator[tuple[int | None, int]]:
+        """Number of experts and top_k of each model that is not measured; a dense one comes before its sparse ones."""
+        done = {(row["num_experts"], row["top_k"]) for row in self.rows}
+        for top_k in self._options.top_k:
+            for num_experts in (None, *self._options.num_experts):
+                if (num_experts, top_k) not in done:
+                    yield num_experts, top_k
 
     def results(self) -> dict[str, Any]:
         """Everything so far, as JSON."""
-        shape = {name: value for name, value in vars(self._options).items() if name not in {"out", "seconds"}}
-        hardware = self._report.hardware.model_dump(mode="json") if self._report else None
-        return {"environment": describe_environment(), "hardware": hardware, "shape": shape, "rows": self.rows}
+        shared = [measured.model_dump(mode="json") for measured in self._shared.values()]
+        return self._found | {"shared": shared, "left_out": self.left_out}
 
     def add(self, num_experts: int | None, top_k: int) -> None:
         """Measure one model; the dense one of a top_k comes first, without experts."""
@@ -139,8 +153,7 @@ class Bench:
                     self._shared[component] = found.components[0]
             else:
                 failed[component] = f"{found.outcome}: {found.reason}"
-        best = self._best(request, report, table, own)
-        name = "dense" if num_experts is None else f"E={num_experts}"
+        best = best_candidates(request, report, table, own)
         if num_experts is None:
             self._dense[top_k] = best
         relative = {
@@ -148,68 +161,16 @@ class Bench:
             for key, found in best.items()
             if found and self._dense[top_k].get(key)
         }
-        self.rows.append(
-            {
-                "num_experts": num_experts,
-                "top_k": top_k,
-                "best": best,
-                "relative_to_dense": relative,
-                "failed": {component.key: reason for component, reason in failed.items()},
-                "components": [m.model_dump(mode="json") for c, m in own.items() if c not in self._shared],
-            }
-        )
-        print(f"{name} top_k={top_k}: " + ", ".join(f"{k} {v:.2f}" for k, v in relative.items()), flush=True)
-
-    def _best(
-        self,
-        request: ExplorationRequest,
-        report: DeviceReport,
-        table: SpaceTable,
-        own: dict[Component, ComponentMeasurement],
-    ) -> dict[str, dict[str, Any]]:
-        """For each limit and means, the best candidate that is measured and fits."""
-        best: dict[str, dict[str, Any]] = {}
-        for limit in LIMITS_GIB:
-            limited = request.model_copy(update={"memory_limit_gib": float(limit)})
-            for means in MEANS:
-                allowed = [c for c in table.candidates if means.allows(c)]
-                belief = Belief(SpaceTable(allowed, request.model, limited), allowed, limited, report.hardware)
-                belief.learn([Measurement(candidate=allowed[0], outcome=Outcome.OK, components=tuple(own.values()))])
-                verdict = belief.recommend()
-                best[f"{limit}GiB/{means.name}"] = _describe(belief, verdict.row) if verdict else {}
-            best[f"{limit}GiB/explored"] = self._explored(limited, report, own)
-        return best
-
-    def _explored(
-        self, request: ExplorationRequest, report: DeviceReport, own: dict[Component, ComponentMeasurement]
-    ) -> dict[str, Any]:
-        """What the search recommends when these measurements are its device; its space is the same."""
-
-        def replay(plan: TrialPlan) -> Measurement:
-            missing = [c for c in plan.components if c not in own]
-            outcome = Outcome.UNSUPPORTED if missing else Outcome.OK
-            return Measurement(
-                candidate=plan.candidate,
-                outcome=outcome,
-                reason="not recorded" if missing else None,
-                failed_component=missing[0] if missing else None,
-                components=tuple(own[c] for c in plan.components if c in own),
-            )
-
-        answer, num_trials = None, 0
-        for step in explore(request, report, replay):
-            num_trials += step.trial is not None
-            answer = step.answer or answer
-        found = answer.recommendation if answer else None
-        if found is None:
-            return {}
-        return {
-            "candidate": found.candidate.model_dump(mode="json"),
-            "tokens_per_second": found.tokens_per_second,
-            "peak_bytes": found.measured_peak_bytes,
-            "confidence": found.confidence,
-            "num_trials": num_trials,
+        model: dict[str, Any] = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "best": best,
+            "relative_to_dense": relative,
+            "failed": {component.key: reason for component, reason in failed.items()},
+            "components": [m.model_dump(mode="json") for c, m in own.items() if c not in self._shared],
         }
+        self.rows.append(model)
+        print(f"{_name(model)}: " + ", ".join(f"{key} {value:.2f}" for key, value in relative.items()), flush=True)
 
     def _table(self, request: ExplorationRequest, report: DeviceReport) -> SpaceTable:
         space = enumerate_candidates(request, report, request.model)
@@ -267,12 +228,8 @@ class Bench:
         return ExplorationRequest.model_validate(request)
 
 
-def _describe(belief: Belief, row: int) -> dict[str, Any]:
-    return {
-        "candidate": belief.table.candidates[row].model_dump(mode="json"),
-        "tokens_per_second": belief.seconds(row).tokens_per_second,
-        "peak_bytes": belief.bytes(row).peak,
-    }
+def _name(model: dict[str, Any]) -> str:
+    return ("dense" if model["num_experts"] is None else f"E={model['num_experts']}") + f" top_k={model['top_k']}"
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -285,8 +242,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         for limit in LIMITS_GIB:
             found = [row["relative_to_dense"].get(f"{limit}GiB/{m}") for m in ("plain", "tiled", "explored")]
             cells.append(" / ".join("-" if f is None else f"{f:.2f}" for f in found))
-        label = f"E={row['num_experts']} k={row['top_k']}"
-        print(f"{label:<16}" + "".join(f"{cell:>24}" for cell in cells))
+        print(f"{_name(row):<16}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from workers.kernels.experts.hopper import gemm as hopper_gemm
 from workers.kernels.experts.hopper import tiles as hopper
 from workers.kernels.experts.hopper.tiles import WIDE, HopperTiles
 from workers.kernels.experts.triton_gemm import LARGE, LOW, SHALLOW, SQUARE, Tiles
-from workers.kernels.experts.triton_support import triton_failure
+from workers.kernels.triton_support import triton_failure
 from workers.profiler.cuda_timing import CudaTimer
 
 TOLERANCE = 1e-2

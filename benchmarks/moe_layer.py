@@ -6,6 +6,8 @@ Experts of 2048 x 1408 (gated), sequences of 2048 tokens, uniform routing, bfloa
 experts, combination and residual sum, forward and backward; gradients of the weights are written, not added to earlier
 ones, in dense layers too. Times are those of `CudaTimer`: device events, medians, a cold second-level cache, sustained
 clocks. Every back end is first checked against float64 in the same process.
+
+A file that exists is continued: what was timed is kept, and what is left out is timed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.expert_reference import expert_ffn, relative_error
 from benchmarks.moe_contenders import (
@@ -77,21 +80,38 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
     deadline = time.monotonic() + (options.seconds or (75 if options.quick else 330))
-    timer = ShortTimer(device)
-    results: dict[str, Any] = {
+    fresh: dict[str, Any] = {
         "environment": describe_environment(),
         "device": torch.cuda.get_device_name(device),
+        "options": {"quick": options.quick},
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": 2048, "expert_ffn_hidden_size": WIDTH},
+        "errors": [],
+        "rows": [],
+        "left_out": [],
     }
-    results["errors"], results["rows"] = [], []
-    dense_found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+    try:
+        results = begin(options.out, fresh, same=("device", "options", "shape"))
+    except ValueError as error:
+        parser.error(str(error))
+    if results["rows"]:
+        print(f"{options.out}: {len(results['rows'])} rows are kept and not timed again")
+    bench = Bench(ShortTimer(device), device, deadline, results["rows"])
     for kind, num_experts, top_k, micro_batches in _cells(options.quick):
-        if kind == "experts":
-            results["errors"] += check(num_experts, top_k, device)
-        for row in measure(kind, num_experts, top_k, micro_batches, timer, device, deadline, dense_found):
-            results["rows"].append(row)
-        write_results(options.out, results)
+        model = {"num_experts": num_experts, "top_k": top_k}
+        found: list[dict[str, Any]] = []
+        if kind == "experts" and not any(model.items() <= row.items() for row in results["errors"]):
+            if bench.expired:
+                bench.left_out.append({"kind": "check"} | model)
+            else:
+                found += check(num_experts, top_k, device)
+        results["errors"] += found
+        if bench.measure(kind, num_experts, top_k, micro_batches) or found:
+            write_results(options.out, results)
+    if bench.left_out != results["left_out"] or not options.out.exists():
+        write_results(options.out, results | {"left_out": bench.left_out})
     print_tables(results["rows"])
+    if bench.left_out:
+        print(f"left out for want of time: {len(bench.left_out)} rows")
     failed = [row for row in results["errors"] if not row["error"] <= TOLERANCE]
     for row in failed:
         print("WRONG", row)
@@ -144,52 +164,44 @@ def check(num_experts: int, top_k: int, device: torch.device) -> list[dict[str, 
     return rows
 
 
-def measure(
-    kind: str,
-    num_experts: int,
-    top_k: int,
-    micro_batches: tuple[int, ...],
-    timer: CudaTimer,
-    device: torch.device,
-    deadline: float,
-    dense_found: dict[tuple[str, str, int, int], dict[str, Any]],
-) -> Iterator[dict[str, Any]]:
-    """One row a micro-batch and back end; relative to the faster of eager and compiled dense at the same tokens.
+class Bench:
+    """Times cells and keeps their rows, those of an earlier start included."""
 
-    A dense block does not depend on the number of experts: what was found of one is kept in `dense_found`.
-    """
-    hopeless: set[str] = set()
-    for micro_batch in sorted(micro_batches):
-        rows: list[dict[str, Any]] = []
-        for name in (*DENSE, *contenders(layer_model(num_experts, top_k), device)):
-            if name in hopeless or time.monotonic() > deadline:
-                continue
-            if name == "dense compile" and micro_batch not in COMPILED_MICRO_BATCHES:
-                continue
-            found = dense_found.get((kind, name, top_k, micro_batch))
-            if found is None:
-                found = time_one(kind, name, num_experts, top_k, micro_batch, timer, device)
-            if name in DENSE:
-                dense_found[kind, name, top_k, micro_batch] = found
-            row: dict[str, Any] = {"kind": kind, "num_experts": num_experts, "top_k": top_k}
-            rows.append(row | {"micro_batch_size": micro_batch, "backend": name} | found)
-        eager = {r["backend"]: r["seconds"] for r in rows if r["backend"] not in DENSE and "seconds" in r}
-        if kind == "layer" and micro_batch in COMPILED_MICRO_BATCHES and eager and time.monotonic() < deadline:
-            name = compiled_name(min(eager, key=eager.__getitem__))
-            found = time_one(kind, name, num_experts, top_k, micro_batch, timer, device)
-            row = {"kind": kind, "num_experts": num_experts, "top_k": top_k, "micro_batch_size": micro_batch}
-            rows.append(row | {"backend": name} | found)
-        dense = [row["seconds"] for row in rows if row["backend"] in DENSE and "seconds" in row]
-        timed = [row["seconds"] for row in rows if row["backend"] not in DENSE and "seconds" in row]
-        for row in rows:
-            if "seconds" in row and dense:
-                row["relative_to_dense"] = min(dense) / row["seconds"]
-            if "seconds" in row and row["backend"] not in DENSE and row["seconds"] > HOPELESS * min(timed):
-                hopeless.add(row["backend"])
+    def __init__(self, timer: CudaTimer, device: torch.device, deadline: float, rows: list[dict[str, Any]]) -> None:
+        self._timer = timer
+        self._device = device
+        self._deadline = deadline
+        self.rows = rows
+        self.left_out: list[dict[str, Any]] = []
+
+    @property
+    def expired(self) -> bool:
+        """Whether nothing more should be started."""
+        return time.monotonic() > self._deadline
+
+    def measure(self, kind: str, num_experts: int, top_k: int, micro_batches: tuple[int, ...]) -> bool:
+        """One row a micro-batch and back end; relative to the faster of eager and compiled dense at the same tokens.
+
+        Returns whether anything was timed. What has a row already is not.
+        """
+        before = len(self.rows)
+        hopeless: set[str] = set()
+        for micro_batch in sorted(micro_batches):
+            cell = {"kind": kind, "num_experts": num_experts, "top_k": top_k, "micro_batch_size": micro_batch}
+            for name in (*DENSE, *contenders(layer_model(num_experts, top_k), self._device)):
+                if name not in hopeless and (name != "dense compile" or micro_batch in COMPILED_MICRO_BATCHES):
+                    self._add(cell, name)
+            eager = {row["backend"]: row["seconds"] for row in self._sparse(cell)}
+            if kind == "layer" and micro_batch in COMPILED_MICRO_BATCHES and eager:
+                fastest = min(eager, key=eager.__getitem__)
+                if not any(is_compiled(name) for name in eager):
+                    self._add(cell, compiled_name(fastest))
+            self._relate(cell)
+            timed = {row["backend"]: row["seconds"] for row in self._sparse(cell)}
+            hopeless |= {name for name, seconds in timed.items() if seconds > HOPELESS * min(timed.values())}
+        for row in self.rows[before:]:
             print(describe(row), flush=True)
-            yield row
-
-
+        return len(self.rows) > before
 def time_one(
     kind: str, name: str, num_experts: int, top_k: int, micro_batch: int, timer: CudaTimer, device: torch.device
 ) -> dict[str, Any]:

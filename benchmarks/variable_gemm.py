@@ -13,6 +13,8 @@ Such runs are checked and not timed: the kernels are the same. Operands that alo
 
 Each contender runs in a process that is replaced if it crashes or hangs. The uneven distribution and the even split of
 as many rows are timed in the order even, uneven, uneven, even; one counts as faster if both its times are.
+
+A file that exists is continued: its runs are kept, but for comparisons that are incomplete.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, Case
 from benchmarks.gemm_contenders import BASELINES, OURS
@@ -39,6 +42,10 @@ LIMIT_BYTES = 16 << 30
 SECONDS, QUICK_SECONDS = 150.0, 60.0
 RUN_SECONDS, START_SECONDS = 60.0, 180.0
 DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
+FIRST = ("bmm", *OURS)
+"""Whose outcomes make a cell count: whether ours pass, and where padding runs out of memory."""
+LEFT_OUT = "left_out"
+SAME = ("options", "limit_bytes", "tf32", "tolerances", "contenders", "cases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,56 +71,84 @@ def main(arguments: list[str] | None = None) -> int:
         hardware = isolated.call(device_hardware, options.device, seconds=START_SECONDS)
         if isinstance(hardware, Lost):
             parser.error(f"{options.device}: {hardware.reason}")
-        found: dict[str, Any] = {
+        groups = list(tasks(quick=options.quick, limited=hardware["device_kind"] == "cuda", shrink=options.shrink))
+        cases = dict.fromkeys(cell.case for group in groups for cell, _ in group)
+        fresh = {
             "environment": describe_environment(),
             "hardware": hardware,
+            "options": {"device": options.device, "quick": options.quick, "shrink": options.shrink},
             "limit_bytes": LIMIT_BYTES,
             "context_bytes": hardware["context_bytes"],
             "tf32": False,
             "tolerances": {dtype.value: tolerance for dtype, tolerance in TOLERANCES.items()},
             "contenders": {"baselines": list(BASELINES), "ours": list(OURS)},
-            "cases": {},
+            "cases": {case.name: _describe(case) for case in cases},
             "runs": [],
             "left_out": [],
+            "restarts": 0,
         }
-        for cell, contender in tasks(quick=options.quick, limited=hardware["device_kind"] == "cuda"):
-            case = cell.case.shrunk(options.shrink)
-            found["cases"][case.name] = _describe(case)
-            key = {"case": case.name, "dtype": cell.dtype.value, "limit_bytes": cell.limit_bytes}
-            key["contender"] = contender
+        try:
+            found = begin(options.out, fresh, same=SAME)
+        except ValueError as error:
+            parser.error(str(error))
+        todo, kept = remaining(groups, found["runs"])
+        if found["runs"]:
+            again = len(found["runs"]) - len(kept)
+            say = f", and {again} of incomplete comparisons are repeated" if again else ""
+            print(f"{options.out}: {len(kept)} runs are kept and not measured again{say}")
+        restarts, found["runs"] = found["restarts"], kept
+        found["left_out"] = [_key(*task) for group in todo for task in group]
+        for group in todo:
             if time.monotonic() > deadline:
-                found["left_out"].append(key)
-                continue
-            task = Run(
-                case, cell.dtype, contender, options.device, cell.limit_bytes, found["context_bytes"],
-                timed=cell.limit_bytes is None,
-            )  # fmt: skip
-            found["runs"].append(key | call(isolated, task))
-            write_results(options.out, found | {"summary": summary(found)})
-        found["restarts"] = isolated.restarts
+                break
+            for cell, contender in group:
+                task = Run(
+                    cell.case, cell.dtype, contender, options.device, cell.limit_bytes, found["context_bytes"],
+                    timed=cell.limit_bytes is None,
+                )  # fmt: skip
+                found["runs"].append(_key(cell, contender) | call(isolated, task))
+                found["left_out"].pop(0)
+                found["restarts"] = restarts + isolated.restarts
+                write_results(options.out, found | {"summary": summary(found)})
     found["summary"] = summary(found)
-    write_results(options.out, found)
+    if len(found["runs"]) > len(kept) or not options.out.exists():
+        write_results(options.out, found)
     print_table(found)
     bad = {WRONG, Outcome.CRASHED.value, Outcome.TIMED_OUT.value}
     return int(any(row[of]["outcome"] in bad for row in found["runs"] for of in ("training", "forward")))
 
 
-def tasks(*, quick: bool, limited: bool) -> Iterator[tuple[Cell, str]]:
-    """What is run, the most telling first."""
+def tasks(*, quick: bool, limited: bool, shrink: int = 1) -> Iterator[tuple[tuple[Cell, str], ...]]:
+    """What is run, the most telling first: a cell by one contender, or the four times of a comparison."""
+    dtypes = DTYPES[:1] if quick else DTYPES
     names = tuple(contenders())
-    for dtype in DTYPES[:1] if quick else DTYPES:
-        for name in names:  # one contender's four times lie close together
-            for case in (*PAIR, *PAIR[::-1]):
-                yield Cell(case, dtype), name
-        cells = [Cell(case, dtype) for case in TELLING]
+    pair = [case.shrunk(shrink) for case in PAIR]
+    cells = []
+    for dtype in dtypes:
+        for case in TELLING if quick else (*TELLING, *OTHERS):
+            whole = Cell(case.shrunk(shrink), dtype)
+            cells += [whole, replace(whole, limit_bytes=LIMIT_BYTES)] if limited else [whole]
         if limited:
-            cells += [replace(cell, limit_bytes=LIMIT_BYTES) for cell in (*cells, Cell(PAIR[1], dtype))]
-        yield from ((cell, name) for cell in cells for name in names)
-    for dtype in () if quick else DTYPES:
-        cells = [Cell(case, dtype) for case in OTHERS]
-        if limited:
-            cells += [replace(cell, limit_bytes=LIMIT_BYTES) for cell in cells]
-        yield from ((cell, name) for cell in cells for name in names)
+            cells.append(Cell(pair[1], dtype, LIMIT_BYTES))
+    yield from (((cell, name),) for cell in cells for name in names if name in FIRST)
+    for dtype in dtypes:
+        for name in names:
+            yield tuple((Cell(case, dtype), name) for case in (*pair, *pair[::-1]))
+    yield from (((cell, name),) for cell in cells for name in names if name not in FIRST)
+
+
+def remaining(
+    groups: Iterable[tuple[tuple[Cell, str], ...]], runs: list[dict[str, Any]]
+) -> tuple[list[tuple[tuple[Cell, str], ...]], list[dict[str, Any]]]:
+    """What is not among the runs, and the runs that are kept: those of an incomplete comparison are not."""
+    done = Counter(_row_key(row) for row in runs)
+    todo = []
+    for group in groups:
+        wanted = Counter(_row_key(_key(*task)) for task in group)
+        if any(done[key] < count for key, count in wanted.items()):
+            todo.append(group)
+    again = {_row_key(_key(*task)) for group in todo for task in group}
+    return todo, [row for row in runs if _row_key(row) not in again]
 
 
 def call(isolated: Isolated, task: Run) -> dict[str, Any]:
@@ -130,8 +165,8 @@ def call(isolated: Isolated, task: Run) -> dict[str, Any]:
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Whether every case passes with ours, where memory ran out, and whether uneven is faster.
 
-    A cell is a case in a number format under a memory limit. Cells that are incomplete for want of time do not count,
-    nor do those whose operands alone exceed the limit, in the passes for which they do.
+    A cell is a case in a number format under a memory limit. Cells that lack one of ours or bmm for want of time do not
+    count, nor do those whose operands alone exceed the limit, in the passes for which they do.
     """
     ours = found["contenders"]["ours"]
     names = [*found["contenders"]["baselines"], *ours]
@@ -139,9 +174,10 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     for of in ("forward", "training"):
         cells: dict[tuple[str, str, int | None], dict[str, str]] = {}
         for row in found["runs"]:
-            key = (row["case"], row["dtype"], row["limit_bytes"])
-            cells.setdefault(key, {})[row["contender"]] = row[of]["outcome"]
-        cells = {key: outcomes for key, outcomes in cells.items() if len(outcomes) == len(names)}
+            key = row["case"], row["dtype"], row["limit_bytes"]
+            cells.setdefault(key, dict.fromkeys(names, LEFT_OUT))[row["contender"]] = row[of]["outcome"]
+        first = [name for name in names if name in ours or name in FIRST]
+        cells = {key: outcomes for key, outcomes in cells.items() if LEFT_OUT not in map(outcomes.get, first)}
         feasible = {key: outcomes for key, outcomes in cells.items() if TOO_LARGE not in outcomes.values()}
         counts = {name: Counter(outcomes[name] for outcomes in feasible.values()) for name in names}
         failed = [key for key, outcomes in feasible.items() if not any(outcomes[name] == Outcome.OK for name in ours)]
@@ -219,6 +255,15 @@ def _shown(rows: list[dict[str, Any]]) -> str:
         return forward or str(training["outcome"])[:15]
     rates = [row["training"]["flops_per_second"] for row in rows if "flops_per_second" in row["training"]]
     return f"{statistics.mean(rates) / 1e12:.1f}" if rates else "ok"
+
+
+def _key(cell: Cell, contender: str) -> dict[str, Any]:
+    key = {"case": cell.case.name, "dtype": cell.dtype.value, "limit_bytes": cell.limit_bytes}
+    return key | {"contender": contender}
+
+
+def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["case"], row["dtype"], row["limit_bytes"], row["contender"]
 
 
 def _describe(case: Case) -> dict[str, Any]:

@@ -15,7 +15,10 @@ def bta(results: dict[str, Any], name: str) -> str:
     shape, rows = results["shape"], results["rows"]
     sparse = [row for row in rows if row["num_experts"] is not None]
     limits = list(dict.fromkeys(key.partition("/")[0] for row in rows for key in row["best"]))
-    attention = f" --attention {shape['attention']}" if shape.get("attention") else ""
+    options = f" --attention {shape['attention']}" if shape.get("attention") else ""
+    if shape["experts"] != ["grouped_mm"]:
+        options += f" --experts {' '.join(shape['experts'])}"
+    asked = len(shape["num_experts"]) * len(shape["top_k"])
     backend = next(
         (found["candidate"]["attention_backend"] for row in rows for found in row["best"].values() if found), ""
     )
@@ -32,12 +35,13 @@ def bta(results: dict[str, Any], name: str) -> str:
         f"S={shape['seq_length']}, state sharded over "
         f"{shape['num_devices']}) relative to the dense one of the same active FLOPs at its own best, under three "
         "memory limits: without tiling and recomputation / with tiling allowed / as the explorer recommends "
-        f"(`python -m benchmarks.bta{attention} --out benchmarks/results/{name}.json`):\n\n",
+        f"(`python -m benchmarks.bta{options} --out benchmarks/results/{name}.json`):\n\n",
         table(["model", *(_spaced(limit) for limit in limits)], lines),
         "\n",
     ]
     say += [f"{_spaced(limit)}: {_spread(sparse, limit)}; {_gain(sparse, limit)}. " for limit in limits]
-    say.append(f"{measured_on(results)}\n")
+    say.append(f"{len(sparse)} of the {asked} models that were asked for are in the table.")
+    say.append(f"{left_out(asked - len(sparse), 'models')} {measured_on(results)}\n")
     return "".join(say)
 
 

@@ -90,7 +90,7 @@ def variable_gemm(results: dict[str, Any], name: str) -> str:
     sentences = []
     for of, what in (("forward", "Forward"), ("training", "Forward and backward")):
         part = results["summary"][of]
-        counts = ", ".join(f"{n} {part['outcomes'][n].get('ok', 0)}" for n in names)
+        counts = ", ".join(f"{n} {_passed(part['outcomes'][n])}" for n in names)
         sentences.append(
             f"{what}: one of ours passes in {part['cells_passed_by_ours']} of {part['cells']} cells (a case in one "
             f"number format on one card); by back end: {counts}."
@@ -103,6 +103,12 @@ def variable_gemm(results: dict[str, Any], name: str) -> str:
     if uneven:
         say += ["\nThe uneven distribution's time over the even one's, for as many rows:\n\n", _uneven(uneven)]
     return "".join(say)
+
+
+def _passed(outcomes: dict[str, int]) -> str:
+    """Of the cells that a contender had time for."""
+    run = sum(outcomes.values()) - outcomes.get("left_out", 0)
+    return f"{outcomes.get('ok', 0)}" + (f" of {run}" if outcomes.get("left_out") else "")
 
 
 def _uneven(rows: list[dict[str, Any]]) -> str:

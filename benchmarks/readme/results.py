@@ -25,13 +25,15 @@ def load(name: str) -> dict[str, Any]:
 
 
 def measured_on(results: dict[str, Any]) -> str:
-    """The device, the versions and the day."""
+    """The device, the versions, the day, and in how many runs if it was continued."""
     environment = results["environment"]
     if "hardware" in results:
         device = HardwareSpec.model_validate(results["hardware"]).describe()
     else:
         device = f"{results['device']}, torch {environment['packages']['torch']}"
-    return f"Measured on {device}, {environment['date'][:10]}."
+    days = dict.fromkeys(date[:10] for date in (environment["date"], *results.get("continued", ())))
+    runs = f", in {1 + len(results['continued'])} runs" if results.get("continued") else ""
+    return f"Measured on {device}, {' and '.join(days)}{runs}."
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -22,7 +22,7 @@ from workers.kernels.experts.triton_gemm import (
     sum_over_rows,
     weights_tiles,
 )
-from workers.kernels.experts.triton_support import fits_bulk_copies
+from workers.kernels.triton_support import fits_bulk_copies
 
 CPU = torch.device("cpu")
 SMALL = Tiles(16, 16, 16, num_stages=1, num_warps=4, group_m=2)
@@ -121,5 +121,5 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(moe_model(), CPU) == "its Triton kernels need a CUDA device"
     single = moe_model(dtype=DType.FLOAT32)
     assert reason(single, torch.device("cuda")) == "triton_grouped multiplies bfloat16 and float16, not float32"
-    monkeypatch.setattr("workers.kernels.experts.triton_support.find_spec", lambda name: None)
+    monkeypatch.setattr("workers.kernels.triton_support.find_spec", lambda name: None)
     assert reason(moe_model(), torch.device("cuda")) == "Triton is not installed"

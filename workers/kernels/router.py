@@ -6,8 +6,6 @@ expert; for many experts, few of them a token, that costs a layer more than the 
 
 from __future__ import annotations
 
-import importlib.util
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from workers.kernels.triton_support import triton_reason
+
 _MAX_EXPERTS = 1024
 _MAX_TOP_K = 16  # the kernel finds one maximum after the other
-_MIN_CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -90,11 +89,9 @@ def _is_fusible(scores_TE: Tensor, top_k: int) -> bool:
     )
 
 
-@lru_cache(maxsize=16)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # torch's decorator has no types
 def _has_kernel(device: torch.device) -> bool:
-    if importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+    return triton_reason(device) is None
 
 
 class _Route(Function):

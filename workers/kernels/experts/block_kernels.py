@@ -8,13 +8,9 @@ the product's inner axis, columns) in any order of axes: block column j belongs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 
-jit: Callable[[Callable[..., Any]], Any] = triton.jit
+from workers.kernels.jit import jit
 
 
 @jit

@@ -21,7 +21,7 @@ from workers.kernels.dtypes import torch_dtype
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.block_topology import Topology, block_topology, blocked_rows
 from workers.kernels.experts.rows import combine, dispatch
-from workers.kernels.experts.triton_support import launching_on, triton_failure, triton_reason
+from workers.kernels.triton_support import launching_on, triton_failure, triton_reason
 
 BLOCK = 128
 _STEP = 64

@@ -20,7 +20,7 @@ from workers.kernels.dtypes import torch_dtype
 from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.grouped_ffn import grouped_ffn
 from workers.kernels.experts.rows import Rows, sorted_rows
-from workers.kernels.experts.triton_support import (
+from workers.kernels.triton_support import (
     fits_bulk_copies,
     has_bulk_copies,
     launching_on,

@@ -16,13 +16,9 @@ Row and expert offsets are 64 bits wide: an operand may have more than 2^31 elem
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 
-jit: Callable[[Callable[..., Any]], Any] = triton.jit
+from workers.kernels.jit import jit
 
 
 @jit

@@ -12,7 +12,7 @@ from workers.kernels.experts.backend import ExpertBackend
 from workers.kernels.experts.grouped_ffn import grouped_ffn
 from workers.kernels.experts.hopper.gemm import ALIGNMENT, HopperGemm, grouped_gemm
 from workers.kernels.experts.rows import sorted_rows
-from workers.kernels.experts.triton_support import triton_failure, triton_reason
+from workers.kernels.triton_support import triton_failure, triton_reason
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _CAPABILITY = (9, 0)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from workers.kernels.experts.hopper.counter import tile_counter
 from workers.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
 from workers.kernels.experts.rows import Rows
-from workers.kernels.experts.triton_support import launching_on, num_multiprocessors
+from workers.kernels.triton_support import launching_on, num_multiprocessors
 
 ALIGNMENT = 8
 """K and N are multiples of this: rows of bulk copies start at multiples of 16 bytes."""

@@ -14,7 +14,7 @@ from workers.kernels.activations import Activation
 from workers.kernels.experts.fused.hopper.tiles import HopperTile
 from workers.kernels.experts.fused.layouts import Operand
 from workers.kernels.experts.fused.order import Order
-from workers.kernels.experts.triton_support import launching_on, num_multiprocessors
+from workers.kernels.triton_support import launching_on, num_multiprocessors
 
 _FEWEST_EXPERTS = 32
 _WIDEST_INSTRUCTION_REGISTERS = 154

@@ -17,6 +17,7 @@ _BULK_COPY_CAPABILITY = (9, 0)
 _BULK_COPY_BYTES = 16
 
 
+@functools.cache
 def triton_reason(device: torch.device) -> str | None:
     """Why no Triton kernel runs on `device`, found without compiling one; null if nothing is known against it."""
     if device.type != "cuda":

@@ -1,0 +1,94 @@
+"""The fastest candidates of a model under memory limits, composed of what was measured of its components."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from explorer.belief import Belief
+from explorer.candidates import Candidate, Recompute
+from explorer.components import Component
+from explorer.hardware import DeviceReport
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome
+from explorer.requests import ExplorationRequest
+from explorer.search import explore
+from explorer.table import SpaceTable
+from explorer.trials import TrialPlan
+
+LIMITS_GIB = (40, 80, 132)
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Which candidates a column may choose from."""
+
+    name: str
+    allows: Callable[[Candidate], bool]
+
+
+MEANS = (
+    Means("plain", lambda c: c.bta_tile is None and c.recompute is Recompute.NONE),
+    Means("tiled", lambda c: c.recompute is Recompute.NONE),
+    Means("all", lambda _: True),
+)
+
+
+def best_candidates(
+    request: ExplorationRequest,
+    report: DeviceReport,
+    table: SpaceTable,
+    own: dict[Component, ComponentMeasurement],
+) -> dict[str, dict[str, Any]]:
+    """For each limit and means, the best candidate that is measured and fits; and what the search recommends."""
+    best: dict[str, dict[str, Any]] = {}
+    for limit in LIMITS_GIB:
+        limited = request.model_copy(update={"memory_limit_gib": float(limit)})
+        for means in MEANS:
+            allowed = [c for c in table.candidates if means.allows(c)]
+            belief = Belief(SpaceTable(allowed, request.model, limited), allowed, limited, report.hardware)
+            belief.learn([Measurement(candidate=allowed[0], outcome=Outcome.OK, components=tuple(own.values()))])
+            verdict = belief.recommend()
+            best[f"{limit}GiB/{means.name}"] = _describe(belief, verdict.row) if verdict else {}
+        best[f"{limit}GiB/explored"] = _explored(limited, report, own)
+    return best
+
+
+def _explored(
+    request: ExplorationRequest, report: DeviceReport, own: dict[Component, ComponentMeasurement]
+) -> dict[str, Any]:
+    """What the search recommends when these measurements are its device; its space is the same."""
+
+    def replay(plan: TrialPlan) -> Measurement:
+        missing = [c for c in plan.components if c not in own]
+        outcome = Outcome.UNSUPPORTED if missing else Outcome.OK
+        return Measurement(
+            candidate=plan.candidate,
+            outcome=outcome,
+            reason="not recorded" if missing else None,
+            failed_component=missing[0] if missing else None,
+            components=tuple(own[c] for c in plan.components if c in own),
+        )
+
+    answer, num_trials = None, 0
+    for step in explore(request, report, replay):
+        num_trials += step.trial is not None
+        answer = step.answer or answer
+    found = answer.recommendation if answer else None
+    if found is None:
+        return {}
+    return {
+        "candidate": found.candidate.model_dump(mode="json"),
+        "tokens_per_second": found.tokens_per_second,
+        "peak_bytes": found.measured_peak_bytes,
+        "confidence": found.confidence,
+        "num_trials": num_trials,
+    }
+
+
+def _describe(belief: Belief, row: int) -> dict[str, Any]:
+    return {
+        "candidate": belief.table.candidates[row].model_dump(mode="json"),
+        "tokens_per_second": belief.seconds(row).tokens_per_second,
+        "peak_bytes": belief.bytes(row).peak,
+    }

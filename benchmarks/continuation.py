@@ -1,0 +1,75 @@
+"""A run that takes longer than one command may: what its file already has is kept, and the rest is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "nvidia-cudnn-cu13")
+"""Those that times depend on; the others may differ."""
+HARDWARE = ("device_kind", "device_name", "memory_bytes", "versions")
+"""What tells devices apart; their measured peaks vary a little from run to run."""
+
+
+def begin(path: Path, fresh: dict[str, Any], *, same: Iterable[str]) -> dict[str, Any]:
+    """`fresh`, the results of a run that has measured nothing yet, or what `path` already has of the same run.
+
+    The same means the same packages, device and values of the fields `same`, as far as the file has them: what an
+    earlier version did not write down is taken from `fresh`. The day is added to the file's `continued`.
+
+    Raises:
+        ValueError: the file is of another run, or no results.
+    """
+    if not path.exists():
+        return fresh
+    recorded = _load(path)
+    found = list(_differences("", _identity(recorded, same), _identity(fresh, same)))
+    if found:
+        raise ValueError(
+            f"{path} is of another run: {'; '.join(found)}. Remove the file to measure anew, or name another."
+        )
+    day = datetime.now(UTC).isoformat(timespec="seconds")
+    return fresh | recorded | {"continued": [*recorded.get("continued", []), day]}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        recorded = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be continued: {error}") from error
+    if not isinstance(recorded, dict) or "environment" not in recorded:
+        raise ValueError(f"{path} cannot be continued: it has no results")
+    return recorded
+
+
+def _identity(results: dict[str, Any], same: Iterable[str]) -> dict[str, Any]:
+    """What must agree, as JSON has it."""
+    packages = results["environment"].get("packages", {})
+    found = {"packages": {name: packages.get(name) for name in PACKAGES}}
+    found |= {name: results[name] for name in same if name in results}
+    if results.get("hardware"):
+        found["hardware"] = {name: results["hardware"][name] for name in HARDWARE if name in results["hardware"]}
+    identity: dict[str, Any] = json.loads(json.dumps(found))
+    return identity
+
+
+def _differences(name: str, recorded: Any, wanted: Any) -> Iterator[str]:
+    """`shape.num_layers 16 instead of 8`, for all that is recorded and not as wanted."""
+    if not (isinstance(recorded, dict) and isinstance(wanted, dict)):
+        if recorded != wanted:
+            yield f"{name} {_short(recorded)} instead of {_short(wanted)}"
+        return
+    for key, value in recorded.items():
+        inner = f"{name}.{key}" if name else key
+        if key in wanted:
+            yield from _differences(inner, value, wanted[key])
+        else:
+            yield f"{inner} {_short(value)} instead of none"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
