@@ -17,7 +17,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,6 @@ def main(arguments: list[str] | None = None) -> int:
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": 2048, "expert_ffn_hidden_size": WIDTH},
         "errors": [],
         "rows": [],
-        "left_out": [],
     }
     try:
         results = begin(options.out, fresh, same=("device", "options", "shape"))
@@ -96,18 +95,19 @@ def main(arguments: list[str] | None = None) -> int:
     if results["rows"]:
         print(f"{options.out}: {len(results['rows'])} rows are kept and not timed again")
     bench = Bench(ShortTimer(device), device, deadline, results["rows"])
+    earlier, changed = results.pop("left_out", None), False  # not known before the end
     for kind, num_experts, top_k, micro_batches in _cells(options.quick):
         model = {"num_experts": num_experts, "top_k": top_k}
-        found: list[dict[str, Any]] = []
         if kind == "experts" and not any(model.items() <= row.items() for row in results["errors"]):
             if bench.expired:
                 bench.left_out.append({"kind": "check"} | model)
             else:
-                found += check(num_experts, top_k, device)
-        results["errors"] += found
-        if bench.measure(kind, num_experts, top_k, micro_batches) or found:
+                results["errors"] += check(num_experts, top_k, device)
+                changed = True
+        if bench.measure(kind, num_experts, top_k, micro_batches) or changed:
+            changed = True
             write_results(options.out, results)
-    if bench.left_out != results["left_out"] or not options.out.exists():
+    if changed or earlier is None:
         write_results(options.out, results | {"left_out": bench.left_out})
     print_tables(results["rows"])
     if bench.left_out:
@@ -184,30 +184,60 @@ class Bench:
 
         Returns whether anything was timed. What has a row already is not.
         """
-        before = len(self.rows)
-        hopeless: set[str] = set()
+        before, hopeless = len(self.rows), set[str]()
+        names = contenders(layer_model(num_experts, top_k), self._device)
         for micro_batch in sorted(micro_batches):
             cell = {"kind": kind, "num_experts": num_experts, "top_k": top_k, "micro_batch_size": micro_batch}
-            for name in (*DENSE, *contenders(layer_model(num_experts, top_k), self._device)):
-                if name not in hopeless and (name != "dense compile" or micro_batch in COMPILED_MICRO_BATCHES):
+            start, compiles = len(self.rows), micro_batch in COMPILED_MICRO_BATCHES
+            for name in (*DENSE, *names):
+                if name not in hopeless and (name != "dense compile" or compiles):
                     self._add(cell, name)
-            eager = {row["backend"]: row["seconds"] for row in self._sparse(cell)}
-            if kind == "layer" and micro_batch in COMPILED_MICRO_BATCHES and eager:
-                fastest = min(eager, key=eager.__getitem__)
-                if not any(is_compiled(name) for name in eager):
-                    self._add(cell, compiled_name(fastest))
-            self._relate(cell)
-            timed = {row["backend"]: row["seconds"] for row in self._sparse(cell)}
-            hopeless |= {name for name, seconds in timed.items() if seconds > HOPELESS * min(timed.values())}
-        for row in self.rows[before:]:
-            print(describe(row), flush=True)
+            eager = self._seconds(cell, names)
+            if kind == "layer" and compiles and eager:
+                done = {row["backend"] for row in self._rows(cell)}
+                if not any(compiled_name(name) in done for name in names):
+                    self._add(cell, compiled_name(min(eager, key=eager.__getitem__)))
+            dense = self._seconds(cell, DENSE)
+            for row in self._rows(cell):
+                if "seconds" in row and dense:
+                    row["relative_to_dense"] = min(dense.values()) / row["seconds"]
+            hopeless |= {name for name, seconds in eager.items() if seconds > HOPELESS * min(eager.values())}
+            for row in self.rows[start:]:
+                print(describe(row), flush=True)
         return len(self.rows) > before
+
+    def _add(self, cell: dict[str, Any], name: str) -> None:
+        """A row, unless there is one; a dense block does not depend on the number of experts, and is timed once."""
+        rows = [row for row in self.rows if row["backend"] == name]
+        if any(cell.items() <= row.items() for row in rows):
+            return
+        if name in DENSE:
+            block = {key: value for key, value in cell.items() if key != "num_experts"}
+            for row in rows:
+                if block.items() <= row.items():
+                    self.rows.append({key: value for key, value in row.items() if key != "relative_to_dense"} | cell)
+                    return
+        if self.expired:
+            self.left_out.append(cell | {"backend": name})
+            return
+        found = time_one(name=name, timer=self._timer, device=self._device, **cell)
+        self.rows.append(cell | {"backend": name} | found)
+
+    def _rows(self, cell: dict[str, Any]) -> list[dict[str, Any]]:
+        return [row for row in self.rows if cell.items() <= row.items()]
+
+    def _seconds(self, cell: dict[str, Any], names: Iterable[str]) -> dict[str, float]:
+        return {
+            row["backend"]: row["seconds"] for row in self._rows(cell) if row["backend"] in names and "seconds" in row
+        }
+
+
 def time_one(
-    kind: str, name: str, num_experts: int, top_k: int, micro_batch: int, timer: CudaTimer, device: torch.device
+    *, kind: str, name: str, num_experts: int, top_k: int, micro_batch_size: int, timer: CudaTimer, device: torch.device
 ) -> dict[str, Any]:
     """Seconds, rate and bytes of one block, or why there are none."""
-    tokens = micro_batch * SEQ_LENGTH
-    x = hidden_states(micro_batch, SEQ_LENGTH, device)
+    tokens = micro_batch_size * SEQ_LENGTH
+    x = hidden_states(micro_batch_size, SEQ_LENGTH, device)
     try:
         if name in DENSE:
             block = dense_block(kind, top_k, device, compiled=name == "dense compile")
