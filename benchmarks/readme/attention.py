@@ -40,8 +40,9 @@ def bta(results: dict[str, Any], name: str) -> str:
         "\n",
     ]
     say += [f"{_spaced(limit)}: {_spread(sparse, limit)}; {_gain(sparse, limit)}. " for limit in limits]
-    say.append(f"{len(sparse)} of the {asked} models that were asked for are in the table.")
-    say.append(f"{left_out(asked - len(sparse), 'models')} {measured_on(results)}\n")
+    short = "; there was no time for the others" if len(sparse) < asked else ""
+    say.append(f"{len(sparse)} of the {asked} models that were asked for are in the table{short}. ")
+    say.append(f"{measured_on(results)}\n")
     return "".join(say)
 
 

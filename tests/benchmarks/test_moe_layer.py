@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from benchmarks import moe_layer
 from benchmarks.moe_layer import Bench
+from benchmarks.readme.results import load
 from workers.profiler.cuda_timing import CudaTimer
 
 SECONDS = {"dense eager": 1.0, "dense compile": 0.8, "fast": 1.5, "slow": 9.0, "fast compile": 1.2}
@@ -71,3 +73,15 @@ def test_what_there_is_no_time_for_is_named(timed: list[str]) -> None:
     assert not bench.measure("layer", 8, 2, (4,))
     assert [row["backend"] for row in bench.left_out] == ["fast", "slow"]
     assert not timed
+
+
+def test_the_recorded_rows_are_kept(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = load("h200-moe-layer")["rows"]
+    names = dict.fromkeys(row["backend"] for row in recorded if not row["backend"].endswith("compile"))
+    names.pop("dense eager")
+    monkeypatch.setattr(moe_layer, "contenders", lambda model, device: tuple(names))
+    bench = _bench(deepcopy(recorded))
+    for num_experts, top_k in ((128, 1), (8, 2)):
+        assert not bench.measure("layer", num_experts, top_k, (1, 4, 16, 64))
+    assert not timed
+    assert bench.rows == recorded

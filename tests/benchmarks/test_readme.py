@@ -16,7 +16,7 @@ from benchmarks.readme.attention import attention_choice, bta
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
 from benchmarks.readme.layers import moe_layer
 from benchmarks.readme.recomputation import recomputation
-from benchmarks.readme.results import load
+from benchmarks.readme.results import load, measured_on
 from benchmarks.readme.sections import SECTIONS, fill
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -85,7 +85,7 @@ def test_grouped_gemm_shows_the_ratio_and_counts_the_wrong() -> None:
     assert _cells(text, "16")[0][0] == f"{few['ratio']:.2f}"
     assert _cells(text, "2048")[0][0] == f"{many['ratio']:.2f} ({many['roofline_share']:.0%})"
     assert "Wrong results: none." in text
-    assert "at 8192^3, as the cells are timed (672 TFLOP/s, 1485 MHz, 692 of 700 W)" in text
+    assert "at 8192^3 without any pause (672 TFLOP/s, 1485 MHz, 692 of 700 W)" in text
     many["runs"][-1]["outcome"] = "wrong"
     del few["ratio"]
     text = grouped_gemm(found, "x")
@@ -120,6 +120,8 @@ def test_variable_gemm_shows_rates_and_outcomes() -> None:
     assert f"{ratio['ratio']:.2f} {ratio['verdict']}" in _cells(text, "loop")[0]
     assert "left out" not in text
     assert "7 runs were left out" in variable_gemm(found | {"left_out": [{}] * 7}, "x")
+    found["summary"]["training"]["outcomes"]["loop"] = {"ok": 2, "wrong": 1, "left_out": 2}
+    assert "by back end: loop 2 of 3, bmm 5," in variable_gemm(found, "x")
 
 
 def test_moe_layer_shows_every_back_end_and_the_fastest() -> None:
@@ -148,6 +150,25 @@ def test_bta_counts_where_tiles_win() -> None:
     assert "40 GiB: plain 0.47 to 0.47" in text
     tiling = re.findall(r"the best tiles in (\d) of 2, the recommended in (\d)", text)
     assert tiling == [("1", "1"), ("1", "0"), ("1", "0")]
+
+
+def test_bta_says_how_many_of_the_models_there_are_and_how_they_were_measured() -> None:
+    found = _recorded("bta")
+    text = bta(found, "x")
+    assert "2 of the 2 models that were asked for are in the table. Measured" in text
+    assert "`python -m benchmarks.bta --out" in text
+    found["shape"] |= {"top_k": [1, 2, 4], "experts": ["fused", "loop"], "attention": "math"}
+    text = bta(found, "x")
+    assert "2 of the 3 models that were asked for are in the table; there was no time for the others." in text
+    assert "`python -m benchmarks.bta --attention math --experts fused loop --out" in text
+
+
+def test_a_run_that_was_continued_has_all_its_days() -> None:
+    found = _recorded("bta")
+    found["environment"]["date"] = "2026-01-01T12:00:00"
+    assert measured_on(found).endswith(", 2026-01-01.")
+    days = ["2026-01-01T13:00:00", "2026-01-03T09:00:00"]
+    assert measured_on(found | {"continued": days}).endswith(", 2026-01-01 and 2026-01-03, in 3 runs.")
 
 
 def test_attention_choice_says_how_far_the_picks_are() -> None:

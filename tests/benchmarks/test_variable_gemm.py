@@ -185,6 +185,16 @@ def test_summary_asks_whether_one_of_ours_passes() -> None:
     assert result["forward"]["cells"] == result["forward"]["cells_passed_by_ours"] == 3
 
 
+def test_a_cell_counts_once_ours_and_bmm_are_there() -> None:
+    found = {
+        "contenders": {"baselines": ["loop", "bmm"], "ours": ["x"]},
+        "runs": [_row("bmm", "ok"), _row("x", "ok"), _row("loop", "ok", case="b"), _row("x", "ok", case="b")],
+    }
+    result = summary(found)["training"]
+    assert result["cells"] == 1
+    assert result["outcomes"] == {"loop": {"left_out": 1}, "bmm": {"ok": 1}, "x": {"ok": 1}}
+
+
 @pytest.mark.parametrize(
     ("evens", "unevens", "verdict"),
     [((2.0, 2.2), (1.0, 1.2), "faster"), ((2.0, 2.2), (2.1, 1.0), "level"), ((2.0, 2.2), (2.3, 2.4), "slower")],
