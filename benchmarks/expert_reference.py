@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,7 @@ def expert_ffn(
 
 
 def relative_error(actual: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted."""
+    """Norm of the difference over the norm of what is wanted; infinite for NaN."""
     difference = (actual.detach().double() - wanted.detach().double()).norm()
-    return float(difference / wanted.detach().double().norm().clamp(min=1e-30))
+    error = float(difference / wanted.detach().double().norm().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error

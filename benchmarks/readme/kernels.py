@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from typing import Any
 
+from benchmarks.gemm_contenders import OURS
 from benchmarks.readme.results import left_out, measured_on, table
 
 ROOFLINE_SHOWN_SECONDS = 2e-4
@@ -27,7 +28,8 @@ def grouped_gemm(results: dict[str, Any], name: str) -> str:
     summary = results["summary"]
     say = [
         f"A grouped GEMM alone, ({results['k']}, {results['n']}) in bfloat16, forward and backward: the time of the "
-        "fastest of `loop`, `bmm` and `grouped_mm` over that of the fastest of ours, and in brackets the share of the "
+        "fastest of `loop`, `bmm` and `grouped_mm` over that of the fastest of ours, on the device with launches "
+        "queued ahead (what waits for the device includes its host), and in brackets the share of the "
         f"roofline where that exceeds {1e6 * ROOFLINE_SHOWN_SECONDS:.0f} us "
         f"(`python -m benchmarks.kernels --out benchmarks/results/{name}.json`):\n\n",
         table(["tokens an expert", *(f"E={experts}, {load}" for experts, load in columns)], rows),
@@ -35,13 +37,25 @@ def grouped_gemm(results: dict[str, Any], name: str) -> str:
         f"{summary['cells_at_least_0.99']} of {summary['cells_timed']} cells. The roofline goal (85% from 512 tokens "
         f"an expert on, 70% below) is reached in {summary['roofline_cells_reached']} of {summary['roofline_cells']} "
         f"cells with the peak of an instant ({results['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s), and in "
-        f"{summary['sustained_roofline_cells_reached']} with what cuBLAS sustains at 8192^3, as the cells are timed "
-        f"({_sustained(results['sustained'])}). Fastest of all: {_counted(fastest)}. ",
+        f"{summary['sustained_roofline_cells_reached']} with what cuBLAS sustains at 8192^3 without any pause "
+        f"({_sustained(results['sustained'])}), which is no bound: cells have pauses. Fastest of all: "
+        f"{_counted(fastest)}. In {_host_bound(cells)} of {summary['cells_timed']} cells the host takes longer to "
+        "issue the fastest of ours than the device to run it. ",
         f"Wrong results: {', '.join(wrong) if wrong else 'none'}.",
         left_out(summary["cells"] - summary["cells_timed"], "cells"),
         f" {measured_on(results)}\n",
     ]
     return "".join(say)
+
+
+def _host_bound(cells: list[dict[str, Any]]) -> int:
+    """Cells in which the fastest of ours is slower to issue than to run."""
+    best = [
+        min(ours, key=lambda run: float(run["seconds"]))
+        for cell in cells
+        if (ours := [run for run in cell["runs"] if run["name"] in OURS and run["outcome"] == "ok"])
+    ]
+    return sum(run["host_seconds"] > run["seconds"] for run in best)
 
 
 def _sustained(found: dict[str, Any]) -> str:
@@ -95,8 +109,9 @@ def variable_gemm(results: dict[str, Any], name: str) -> str:
             f"{what}: one of ours passes in {part['cells_passed_by_ours']} of {part['cells']} cells (a case in one "
             f"number format on one card); by back end: {counts}."
         )
-    exhausted = Counter(row["contender"] for row in results["summary"]["training"]["out_of_memory"])
-    sentences.append(f"Out of memory, forward and backward: {_counted(exhausted) if exhausted else 'none'}.")
+    for of, what in (("forward", "forward"), ("training", "forward and backward")):
+        exhausted = Counter(row["contender"] for row in results["summary"][of]["out_of_memory"])
+        sentences.append(f"Out of memory, {what}: {_counted(exhausted) if exhausted else 'none'}.")
     sentences.append(measured_on(results) + left_out(len(results["left_out"]), "runs"))
     say.append(f"\n{' '.join(sentences)}\n")
     uneven = results["summary"]["uneven_over_even"]
@@ -135,6 +150,8 @@ def _outcome(runs: list[dict[str, Any]]) -> str:
     training, forward = runs[0]["training"]["outcome"], runs[0]["forward"]["outcome"]
     if training != "ok" and forward == "ok":
         return "forward"
+    if forward == "out_of_memory":
+        return "out of memory"
     short = {"operands_exceed_limit": "too large", "out_of_memory": "out of memory", "timed_out": "timed out"}
     return str(short.get(training, training))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.moe_contenders import DENSE
 from benchmarks.readme import results as files
 from benchmarks.readme.attention import attention_choice, bta
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
@@ -85,6 +86,7 @@ def test_grouped_gemm_shows_the_ratio_and_counts_the_wrong() -> None:
     assert _cells(text, "16")[0][0] == f"{few['ratio']:.2f}"
     assert _cells(text, "2048")[0][0] == f"{many['ratio']:.2f} ({many['roofline_share']:.0%})"
     assert "Wrong results: none." in text
+    assert f"In {len(found['cells'])} of {len(found['cells'])} cells the host takes longer" in text
     assert "at 8192^3 without any pause (672 TFLOP/s, 1485 MHz, 692 of 700 W)" in text
     many["runs"][-1]["outcome"] = "wrong"
     del few["ratio"]
@@ -127,11 +129,15 @@ def test_variable_gemm_shows_rates_and_outcomes() -> None:
 def test_moe_layer_shows_every_back_end_and_the_fastest() -> None:
     found = _recorded("moe-layer")
     compiled = next(row for row in found["rows"] if (row["micro_batch_size"], row["backend"]) == (64, "fused"))
-    found["rows"].append(compiled | {"backend": "fused compile", "relative_to_dense": 0.9})
+    dense = [
+        row["device_seconds"] for row in found["rows"] if row["backend"] in DENSE and row["micro_batch_size"] == 64
+    ]
+    timed = {"device_seconds": min(dense) / 0.9, "host_seconds": 2 * min(dense) / 0.9}
+    found["rows"].append(compiled | timed | {"backend": "fused compile"})
     largest, by_size = _cells(moe_layer(found, "x"), "E=128 top_k=1")
     assert largest[1] == "1.00x, 2.03 GiB"
     assert largest[-1].startswith("`fused` 0.90x")
-    assert by_size[-1] == "0.90x fused compile"
+    assert by_size[-1] == "0.90x fused compile (2.0x)"
 
 
 def test_bta_counts_where_tiles_win() -> None:
