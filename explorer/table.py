@@ -15,6 +15,7 @@ from explorer.requests import ExplorationRequest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 class SpaceTable:
@@ -62,6 +63,18 @@ class SpaceTable:
         self.static = static_parts(model, request)
         self._gathered = gathered_bytes(model, request)
         self._output_C = self.micro_batch_C * model.seq_length * model.hidden_size * model.dtype.itemsize
+
+    def step_shares(self, seconds_K: Floats, rows: Ints) -> Floats:
+        """Seconds of each component in a micro-step over the micro-step's, shape (rows, K); the optimizer has none."""
+        shares = np.zeros((len(rows), len(self.components)))
+        index = np.arange(len(rows))
+        shares[index, self._embedding_C[rows]] += seconds_K[self._embedding_C[rows]]
+        shares[index, self._head_C[rows]] += seconds_K[self._head_C[rows]]
+        for g in range(self._count_CG.shape[1]):
+            for column_CG in (self._attention_CG, self._ffn_CG):
+                shares[index, column_CG[rows, g]] += self._count_CG[rows, g] * seconds_K[column_CG[rows, g]]
+        shares /= shares.sum(axis=1, keepdims=True)
+        return shares
 
     def micro_step_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Seconds of a forward and backward pass over the whole model, shape (N, C).
@@ -129,6 +142,6 @@ class SpaceTable:
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)
 
-    def missing(self, row: int, known_K: npt.NDArray[np.bool_]) -> tuple[Component, ...]:
+    def missing(self, row: int, known_K: Mask) -> tuple[Component, ...]:
         """The components of a candidate that are not known yet, in the order of a step."""
         return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])
