@@ -21,11 +21,18 @@ from explorer.surrogate import Surrogate
 from explorer.table import Floats, Ints, Mask, SpaceTable
 
 NUM_SAMPLES = 256
-COMPOSITION_STD = {"cuda": 0.005, "cpu": 0.01}
+COMPOSITION_STD = {"cuda": 0.003, "cpu": 0.01}
 """Error of a composed step that is a candidate's own; what candidates share does not change their order.
 
-Of benchmarks/results/h200-fidelity.json: the candidates of one model scatter around their median error by 0.5 to 1.0%
-(median absolute deviation, scaled), noise of the components included, which is accounted for by itself.
+In benchmarks/results/h200-fidelity.json the candidates of one model scatter around their median error by 0.5 to 1.0%
+(median absolute deviation, scaled). The noise of their components, 0.4% (attention) to 2.5% (FFN), composes to 0.5 to
+1.0% of a step as well, so that little is left for the composition itself.
+"""
+POLICY_STD = 0.005
+"""Error of composed steps that candidates of one recomputation policy share, tiled or not.
+
+There, policies differ from none at the same micro-batch size by 0.8% in the median of the absolute values, components'
+noise included.
 """
 OWN_SHARE_OF_ERROR = 0.25
 """Of a difference between composition and whole model, this share is taken to be the candidate's own."""
@@ -66,6 +73,10 @@ class Belief:
         self.surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
         self._composition_std = COMPOSITION_STD[hardware.device_kind]
         self._composition_NC = rng.standard_normal((NUM_SAMPLES, len(table.candidates)), dtype=np.float32)
+        policies = [(c.recompute.value, c.bta_tile is not None) for c in table.candidates]
+        codes = {policy: i for i, policy in enumerate(sorted(set(policies)))}
+        self._policy_C: Ints = np.array([codes[policy] for policy in policies])
+        self._policy_NP = POLICY_STD * rng.standard_normal((NUM_SAMPLES, len(codes)))
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
         self._log = RunLog()
         self.failed: dict[Component, str] = {}
@@ -229,13 +240,15 @@ class Belief:
         fits_NA = self._required(activations_A * scale_NA) <= self.limit_bytes
         composed_NA = table.tokens_per_second(surrogate.device_NK, surrogate.host_K, rows)
         composed_NA[~fits_NA] = 0.0
-        own_NA = np.maximum(0.0, 1.0 + self._composition_std * self._composition_NC[:, rows])
+        error_NA = self._composition_std * self._composition_NC[:, rows] + self._policy_NP[:, self._policy_C[rows]]
         # Where memory is tight nothing but a measurement tells whether a candidate fits.
         tight_A = self._required(activations_A * np.exp(2.0 * fit_std_A)) > self.limit_bytes
         missing_AK = table.uses_CK[rows] & ~surrogate.known_K
         wanted_AK = np.where(tight_A[:, None], missing_AK, wanted_components(table, surrogate, rows))
         clear_A = ~wanted_AK.any(axis=1) & self._fits_C[rows]
-        return Outlook(rows, self._mean_C[rows], composed_NA, composed_NA * own_NA, wanted_AK, clear_A)
+        return Outlook(
+            rows, self._mean_C[rows], composed_NA, composed_NA * np.maximum(0.0, 1.0 + error_NA), wanted_AK, clear_A
+        )
 
     def _required(self, activations: Floats) -> Floats:
         return required_table(self.table, activations, self.hardware)
