@@ -67,7 +67,7 @@ def measuring_seconds(seconds_K: Floats) -> Floats:
 
 
 def _explore(outlook: Outlook, table: SpaceTable, costs_K: Floats) -> _Offer | None:
-    open_A = outlook.wanted_AK.any(axis=1)
+    open_A = outlook.wanted_AP.any(axis=1)
     if not open_A.any():
         return None
     incumbent = outlook.incumbent
@@ -80,11 +80,11 @@ def _explore(outlook: Outlook, table: SpaceTable, costs_K: Floats) -> _Offer | N
     gain_A = np.where(open_A, gain_A, 0.0)
     if gain_A.max() < NEGLIGIBLE_GAIN:
         return None
-    cost_A = outlook.wanted_AK @ costs_K
+    cost_A = (outlook.wanted_AP * costs_K[table.columns_CP[outlook.rows]]).sum(axis=1)
     rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=open_A)
     best = int(np.argmax(rate_A))
     row = int(outlook.rows[best])
-    return _Offer(float(rate_A[best]), Suggestion(row, _components(table, row, outlook.wanted_AK[best])))
+    return _Offer(float(rate_A[best]), Suggestion(row, _components(table, row, outlook.wanted_AP[best])))
 
 
 def _repeat(
@@ -123,18 +123,22 @@ def _repeat_pair(
 ) -> _Offer | None:
     """Another run of what most blurs the difference between two contenders, of whichever of them it belongs to."""
     rows = outlook.rows[list(pair)]
+    shares_K = np.zeros((2, len(table.components)))
     shares = table.step_shares(surrogate.device_mean_K, rows)
-    blur_K = np.abs(shares[0] - shares[1]) * surrogate.log_std_K
-    may_K = np.array([0 < count(c) < MOST_RUNS for c in table.components])
-    blur_K = np.where(may_K, blur_K, 0.0)
-    if blur_K.max() <= 0.0:
+    for i in range(2):
+        np.add.at(shares_K[i], table.columns_CP[rows[i]], shares[i])
+    blur_K = np.abs(shares_K[0] - shares_K[1]) * surrogate.log_std_K
+    blur = blur_K[table.columns_CP[rows]]
+    for i, p in zip(*np.nonzero(blur), strict=True):
+        if not 0 < count(table.components[table.columns_CP[rows[i], p]]) < MOST_RUNS:
+            blur[i, p] = 0.0
+    if blur.max() <= 0.0:
         return None
-    telling_K = blur_K >= TELLING * blur_K.max()
-    sums = (np.where(table.uses_CK[rows] & telling_K, blur_K, 0.0) ** 2).sum(axis=1)
-    row = int(rows[int(np.argmax(sums))])
-    chosen_K = table.uses_CK[row] & telling_K
-    return _Offer(gain / float(costs_K[chosen_K].sum()), Suggestion(row, _components(table, row, chosen_K), again=True))
+    telling = blur >= TELLING * blur.max()
+    chosen = int(np.argmax((np.where(telling, blur, 0.0) ** 2).sum(axis=1)))
+    row, cost = int(rows[chosen]), float(costs_K[table.columns_CP[rows[chosen]][telling[chosen]]].sum())
+    return _Offer(gain / cost, Suggestion(row, _components(table, row, telling[chosen]), again=True))
 
 
-def _components(table: SpaceTable, row: int, chosen_K: Mask) -> tuple[Component, ...]:
-    return tuple(c for c in table.decompositions[row].components if chosen_K[table.column[c]])
+def _components(table: SpaceTable, row: int, chosen_P: Mask) -> tuple[Component, ...]:
+    return tuple(table.components[column] for column in table.columns_CP[row][chosen_P])

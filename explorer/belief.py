@@ -14,13 +14,16 @@ from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome
 from explorer.memory import required_table
-from explorer.outlook import Outlook, contenders, wanted_components
+from explorer.outlook import Outlook, contenders, missing_components, wanted_components
 from explorer.requests import ExplorationRequest
 from explorer.runs import RunLog
 from explorer.surrogate import Surrogate
 from explorer.table import Floats, Ints, Mask, SpaceTable
 
 NUM_SAMPLES = 256
+FEWEST_SAMPLES = 64
+MOST_DRAWS = 2**20  # samples times contenders: with many contenders, while little is known, fewer samples do
+SURE = 4.0  # standard deviations of the predicted bytes beyond which no sample lies
 COMPOSITION_STD = {"cuda": 0.003, "cpu": 0.01}
 """Error of a composed step that is a candidate's own; what candidates share does not change their order.
 
@@ -155,8 +158,8 @@ class Belief:
 
     def wanted(self, row: int) -> tuple[Component, ...]:
         """The components of a candidate that are neither measured nor predicted well enough."""
-        wanted_K = wanted_components(self.table, self.surrogate, np.array([row]))[0]
-        return self.table.missing(row, ~wanted_K)
+        wanted_P = wanted_components(self.table, self.surrogate, np.array([row]))[0]
+        return tuple(self.table.components[column] for column in self.table.columns_CP[row][wanted_P])
 
     def seconds(self, row: int) -> StepSeconds:
         """Expected seconds of a candidate's step."""
@@ -224,7 +227,7 @@ class Belief:
         self._saved_C, self._transient_C = table.activation_bytes(*surrogate.bytes_3K)
         self._required_C = self._required(self._saved_C + self._transient_C)
         self._fits_C: Mask = np.asarray(self._required_C <= self.limit_bytes)
-        self._known_C: Mask = np.logical_not((table.uses_CK & ~surrogate.known_K).any(axis=1))
+        self._known_C: Mask = ~missing_components(table, surrogate, np.arange(len(table.candidates))).any(axis=1)
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         rejected_C[[table.row[c] for c in self.rejected if c in table.row]] = True
         self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())
@@ -234,21 +237,24 @@ class Belief:
 
     def _look(self, rows: Ints) -> Outlook:
         table, surrogate = self.table, self.surrogate
-        fit_std_A = (table.uses_CK[rows] * surrogate.bytes_std_K).max(axis=1, initial=0.0)
-        activations_A = (self._saved_C + self._transient_C)[rows]
-        scale_NA = np.exp(self._fit_N[:, None] * fit_std_A)
-        fits_NA = self._required(activations_A * scale_NA) <= self.limit_bytes
-        composed_NA = table.tokens_per_second(surrogate.device_NK, surrogate.host_K, rows)
-        composed_NA[~fits_NA] = 0.0
-        error_NA = self._composition_std * self._composition_NC[:, rows] + self._policy_NP[:, self._policy_C[rows]]
-        # Where memory is tight nothing but a measurement tells whether a candidate fits.
-        tight_A = self._required(activations_A * np.exp(2.0 * fit_std_A)) > self.limit_bytes
-        missing_AK = table.uses_CK[rows] & ~surrogate.known_K
-        wanted_AK = np.where(tight_A[:, None], missing_AK, wanted_components(table, surrogate, rows))
-        clear_A = ~wanted_AK.any(axis=1) & self._fits_C[rows]
-        return Outlook(
-            rows, self._mean_C[rows], composed_NA, composed_NA * np.maximum(0.0, 1.0 + error_NA), wanted_AK, clear_A
+        number = int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
+        composed_NA = table.tokens_per_second(surrogate.device_NK[:number], surrogate.host_K, rows)
+        std_A = np.where(table.used_CP[rows], surrogate.bytes_std_K[table.columns_CP[rows]], 0.0).max(
+            axis=1, initial=0.0
         )
+        activations_A = (self._saved_C + self._transient_C)[rows]
+        # Where memory is tight nothing but a measurement tells whether a candidate fits.
+        tight_A = self._required(activations_A * np.exp(2.0 * std_A)) > self.limit_bytes
+        unsure = np.flatnonzero(self._required(activations_A * np.exp(SURE * std_A)) > self.limit_bytes)
+        scale = np.exp(self._fit_N[:number, None] * std_A[unsure])
+        composed_NA[:, unsure] *= self._required(activations_A[unsure] * scale) <= self.limit_bytes
+        error_NA = self._composition_std * self._composition_NC[:number, rows]
+        error_NA += self._policy_NP[:number, self._policy_C[rows]]
+        missing_AP = missing_components(table, surrogate, rows)
+        wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
+        clear_A = ~wanted_AP.any(axis=1) & self._fits_C[rows]
+        tokens_NA = composed_NA * np.maximum(0.0, 1.0 + error_NA)
+        return Outlook(rows, self._mean_C[rows], composed_NA, tokens_NA, wanted_AP, clear_A)
 
     def _required(self, activations: Floats) -> Floats:
         return required_table(self.table, activations, self.hardware)
@@ -264,7 +270,7 @@ class Belief:
         if not self.failed:
             return np.zeros(len(self.table.candidates), dtype=np.bool_)
         failing = np.array([self._component_fails(c) for c in self.table.components])
-        return np.asarray((self.table.uses_CK & failing[None, :]).any(axis=1))
+        return np.asarray((self.table.used_CP & failing[self.table.columns_CP]).any(axis=1))
 
     def _component_fails(self, component: Component) -> bool:
         if self._log.count(component):

@@ -19,10 +19,10 @@ A candidate has at most a handful of such components, so that they move it by no
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Contenders as rows of the table. Axes: A contenders, K components, N posterior samples.
+    """Contenders as rows of the table. Axes: A contenders, P components of one, N posterior samples.
 
     `composed_NA` is tokens/s as the components compose it, zero where the candidate would not fit; `tokens_NA` that of
-    the whole model. `wanted_AK` marks the components without which a candidate is not known well enough; of
+    the whole model. `wanted_AP` marks the components without which a candidate is not known well enough; of
     `clear_A` nothing is wanted, and it fits for all that is known. `mean_A` is the expected composed tokens/s.
     """
 
@@ -30,7 +30,7 @@ class Outlook:
     mean_A: Floats  # noqa: N815 - axes are in names
     composed_NA: Floats  # noqa: N815
     tokens_NA: Floats  # noqa: N815
-    wanted_AK: Mask  # noqa: N815
+    wanted_AP: Mask  # noqa: N815
     clear_A: Mask  # noqa: N815
 
     @property
@@ -46,10 +46,15 @@ class Outlook:
 
 
 def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
-    """Components of candidates that are neither measured nor predicted well enough, shape (rows, K)."""
-    missing = table.uses_CK[rows] & ~surrogate.known_K
-    unsure = table.step_shares(surrogate.device_mean_K, rows) * surrogate.log_std_K > PREDICTED_STD
-    return np.asarray(missing & (unsure | surrogate.essential_K))
+    """Which components of candidates are neither measured nor predicted well enough, shape (rows, P)."""
+    columns = table.columns_CP[rows]
+    unsure = table.step_shares(surrogate.device_mean_K, rows) * surrogate.log_std_K[columns] > PREDICTED_STD
+    return missing_components(table, surrogate, rows) & (unsure | surrogate.essential_K[columns])
+
+
+def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
+    """Which components of candidates are not measured, shape (rows, P)."""
+    return np.asarray(table.used_CP[rows] & ~surrogate.known_K[table.columns_CP[rows]])
 
 
 def contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least: float) -> Ints:
