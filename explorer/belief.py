@@ -227,7 +227,8 @@ class Belief:
         self._saved_C, self._transient_C = table.activation_bytes(*surrogate.bytes_3K)
         self._required_C = self._required(self._saved_C + self._transient_C)
         self._fits_C: Mask = np.asarray(self._required_C <= self.limit_bytes)
-        self._known_C: Mask = ~missing_components(table, surrogate, np.arange(len(table.candidates))).any(axis=1)
+        missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
+        self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         rejected_C[[table.row[c] for c in self.rejected if c in table.row]] = True
         self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())

@@ -49,7 +49,7 @@ def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Ma
     """Which components of candidates are neither measured nor predicted well enough, shape (rows, P)."""
     columns = table.columns_CP[rows]
     unsure = table.step_shares(surrogate.device_mean_K, rows) * surrogate.log_std_K[columns] > PREDICTED_STD
-    return missing_components(table, surrogate, rows) & (unsure | surrogate.essential_K[columns])
+    return np.asarray(missing_components(table, surrogate, rows) & (unsure | surrogate.essential_K[columns]))
 
 
 def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:

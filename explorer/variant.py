@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 
 from optuna.trial import Trial as OptunaTrial
 
-from explorer.acquisition import Suggestion, measuring_seconds
+from explorer.acquisition import Suggestion
 from explorer.answers import (
     References,
     best_stock,
@@ -18,6 +17,7 @@ from explorer.answers import (
     whole_model_tokens_per_second,
 )
 from explorer.candidates import Candidate
+from explorer.comparisons import next_comparison
 from explorer.components import Component
 from explorer.composition import GIB, memory_limit
 from explorer.events import EventDraft, recommendation_event, render_message
@@ -39,7 +39,6 @@ from explorer.requests import ExplorationRequest
 from explorer.sampler import frozen_trial, tell, to_candidate
 from explorer.trials import Measure, Trial, TrialKind, TrialPlan
 
-COMPARISON_SHARE = 0.1  # of the device's seconds so far, for one candidate that the answer is only compared with
 ATTEMPTS = 3  # what is predicted to fit may not, once measured
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})  # a whole model that ends so is not recommended
 WHOLE_MODEL_TIMEOUT_FACTOR = 3  # a whole model builds all its layers
@@ -97,9 +96,7 @@ class VariantSearch:
         while not settled:
             before = self._ledger.next_number
             yield from self._search()
-            if not self._is_settled() and self._belief.recommend() is not None:
-                yield from self._complete()
-                yield from self._compare()
+            yield from self._compare()
             if self._ledger.next_number == before:
                 settled = yield from self._check_whole_model()
         self.recommendation = self._recommend(final=True)
@@ -153,27 +150,13 @@ class VariantSearch:
             assert candidate == self._table.candidates[suggestion.row], "the study and the search share one belief"
             yield from self._run(candidate, suggestion, asked, self._clock() - started)
 
-    def _complete(self) -> Iterator[Progress]:
-        """Measure what the search left out of the recommended candidate because it was predicted well enough."""
-        for _ in range(ATTEMPTS):
-            verdict = self._belief.recommend()
-            if verdict is None or self._belief.is_known(verdict.row) or self._ledger.overdrawn(self._index):
-                return
-            yield from self._run(self._table.candidates[verdict.row])
-
     def _compare(self) -> Iterator[Progress]:
-        """Measure what the answer is compared with, unless that is predicted well enough or costs too much."""
-        for find in (largest_untiled, partial(best_stock, report=self._report)):
-            for _ in range(ATTEMPTS):
-                row = find(self._belief, among=self._belief.open_rows())
-                wanted = self._belief.wanted(row) if row is not None else ()
-                if row is None or not wanted or self._ledger.overdrawn(self._index):
-                    break
-                columns = [self._table.column[c] for c in wanted]
-                cost = float(measuring_seconds(self._belief.surrogate.device_mean_K[columns]).sum())
-                if cost > COMPARISON_SHARE * self._ledger.device_seconds:
-                    break
-                yield from self._run(self._table.candidates[row], Suggestion(row, wanted))
+        """Measure what the answer still needs."""
+        for _ in range(2 * ATTEMPTS):
+            suggestion = next_comparison(self._belief, self._report, self._ledger.device_seconds)
+            if suggestion is None or self._is_settled() or self._ledger.overdrawn(self._index):
+                return
+            yield from self._run(self._table.candidates[suggestion.row], suggestion)
 
     def _check_whole_model(self) -> Generator[Progress, None, bool]:
         """Run the recommended candidate as a whole model; returns whether that settles the answer."""
