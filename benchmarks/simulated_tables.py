@@ -1,12 +1,12 @@
 """Recorded tables of devices that exist only in arithmetic, for working on the search where there is no GPU.
 
-    python -m benchmarks.simulated_tables examples/olmoe-1b-7b.yaml ... --out DIRECTORY [--seed N] [--device jagged]
+    python -m benchmarks.simulated_tables examples/olmoe-1b-7b.yaml ... --out DIRECTORY [--seed N] [--device KIND]
 
 The kernels of a smooth device have an efficiency over the roofline that saturates with the tokens they see, droops for
 large ones and jumps by wave quantisation; back ends cross over; bytes are off the prediction by kin; whole models
 differ from what their components add up to, partly together, partly each by itself. The ranges are those that H200
-runs under results/ show. A jagged device is of another structure (`benchmarks.simulated_devices`). Everything follows
-from the seed.
+runs under results/ show. The other kinds of devices are of other structures (`benchmarks.simulated_devices`).
+Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, SmoothDevice
+from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
 from explorer.components import Component
 from explorer.composition import memory_limit
 from explorer.formats.document import load_document
@@ -35,10 +35,10 @@ from workers.replay.recording import Recording
 from workers.replay.rows import ComponentFigures, ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 RESULTS = Path(__file__).resolve().parent / "results"
-RUNS = 3
+RUNS = 8  # twice as many as a search makes of one component: drawn from few, repeats would agree on a wrong mean
 WHOLE_MODEL_ERROR = 0.002
 FRAGMENTATION_STD = 0.003
-DEVICES = {"smooth": SmoothDevice, "jagged": JaggedDevice}
+DEVICES = {"smooth": SmoothDevice, "jagged": JaggedDevice, "lumpy": LumpyDevice}
 
 
 def simulate(

@@ -20,8 +20,7 @@ from explorer.table import Floats, Mask, SpaceTable
 
 TRIAL_OVERHEAD_SECONDS = 0.15  # of building and warming up a component, before the first trials show it
 TIMED_PASSES = 8
-NEGLIGIBLE_GAIN = 1e-5  # expected relative gain of a measurement below which nothing is worth measuring
-NEGLIGIBLE_DOUBT = 0.01  # probability that a rival is better beyond the tolerance below which no run is repeated
+NEGLIGIBLE = 0.01  # gains are negligible below this share of the tolerance
 MOST_RUNS = 4
 """Of one component: runs of the same minutes share what the machine does meanwhile, so that more tell little."""
 RIVALS = 3  # of the incumbent, whose difference from it may be looked at again
@@ -54,7 +53,7 @@ def suggest_measurement(
         return None
     costs_K = measuring_seconds(surrogate.device_mean_K)
     offers = (
-        _explore(outlook, table, costs_K),
+        _explore(outlook, table, costs_K, tolerance),
         _repeat(outlook, table, surrogate, costs_K, tolerance, count),
     )
     found = [offer for offer in offers if offer is not None]
@@ -66,7 +65,7 @@ def measuring_seconds(seconds_K: Floats) -> Floats:
     return np.asarray(TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * seconds_K)
 
 
-def _explore(outlook: Outlook, table: SpaceTable, costs_K: Floats) -> _Offer | None:
+def _explore(outlook: Outlook, table: SpaceTable, costs_K: Floats, tolerance: float) -> _Offer | None:
     open_A = outlook.wanted_AP.any(axis=1)
     if not open_A.any():
         return None
@@ -78,7 +77,7 @@ def _explore(outlook: Outlook, table: SpaceTable, costs_K: Floats) -> _Offer | N
         own_N = outlook.tokens_NA[:, incumbent]
         gain_A = np.maximum(0.0, outlook.tokens_NA - own_N[:, None]).mean(axis=0) / max(float(own_N.mean()), 1e-9)
     gain_A = np.where(open_A, gain_A, 0.0)
-    if gain_A.max() < NEGLIGIBLE_GAIN:
+    if gain_A.max() < NEGLIGIBLE * tolerance:
         return None
     cost_A = (outlook.wanted_AP * costs_K[table.columns_CP[outlook.rows]]).sum(axis=1)
     rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=open_A)
@@ -103,7 +102,7 @@ def _repeat(
     doubt_A = np.where(outlook.clear_A, doubt_A, 0.0)
     best: _Offer | None = None
     for rival in np.argsort(-doubt_A, kind="stable")[:RIVALS]:
-        if doubt_A[rival] < NEGLIGIBLE_DOUBT:
+        if doubt_A[rival] < NEGLIGIBLE:
             break
         gain = tolerance * float(doubt_A[rival])
         offer = _repeat_pair(outlook, table, surrogate, costs_K, (incumbent, int(rival)), gain, count)
