@@ -244,11 +244,12 @@ class Belief:
             axis=1, initial=0.0
         )
         activations_A = (self._saved_C + self._transient_C)[rows]
-        # Where memory is tight nothing but a measurement tells whether a candidate fits.
-        tight_A = self._required(activations_A * np.exp(2.0 * std_A)) > self.limit_bytes
-        unsure = np.flatnonzero(self._required(activations_A * np.exp(SURE * std_A)) > self.limit_bytes)
-        scale = np.exp(self._fit_N[:number, None] * std_A[unsure])
-        composed_NA[:, unsure] *= self._required(activations_A[unsure] * scale) <= self.limit_bytes
+        # Where memory is tight nothing but a measurement tells whether a candidate fits: with an incumbent that some
+        # samples hold to be too large, every other candidate would look worth measuring.
+        tight_A = self._required(activations_A * np.exp(SURE * std_A)) > self.limit_bytes
+        tight = np.flatnonzero(tight_A)
+        scale = np.exp(self._fit_N[:number, None] * std_A[tight])
+        composed_NA[:, tight] *= self._required(activations_A[tight] * scale) <= self.limit_bytes
         error_NA = self._composition_std * self._composition_NC[:number, rows]
         error_NA += self._policy_NP[:number, self._policy_C[rows]]
         missing_AP = missing_components(table, surrogate, rows)

@@ -7,10 +7,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from explorer.belief import Belief
+from explorer.candidates import Candidate
 from explorer.components import Component, ComponentKind
 from explorer.events import EventCode
+from explorer.ground import survey_variant
+from explorer.kinship import BYTES_STD_NEAR
 from explorer.measurements import Measurement
 from explorer.memory import required_table
+from explorer.outlook import Outlook
 from explorer.requests import ExplorationRequest
 from explorer.space import enumerate_candidates
 from explorer.table import SpaceTable
@@ -137,3 +142,58 @@ def test_the_recommended_candidate_is_measured_in_full() -> None:
         table = SpaceTable([found.candidate], req.model, req)
         measured = {c for plan in device.plans for c in plan.components}
         assert set(table.components) <= measured
+
+
+@pytest.mark.parametrize("slack", [1.0, 2.3, 3.0])
+@pytest.mark.parametrize("size", [8, 12, 16])
+def test_no_incumbent_is_left_in_doubt_whether_it_fits(size: int, slack: float) -> None:
+    """The limit is a little above what the plain candidate of a size needs, by its predicted bytes' deviations."""
+    req = request()
+    candidate = Candidate(
+        micro_batch_size=size, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
+    )
+    table = SpaceTable([candidate], req.model, req)
+    sizes = np.array([SimulatedDevice(req).weigh(c, table.model) for c in table.components], dtype=float).T
+    activations = np.add(*table.activation_bytes(*sizes)) * np.exp(slack * BYTES_STD_NEAR)
+    limit = float(required_table(table, activations, report().hardware)[0]) / 2**30
+    belief = SearchedBelief(request(memory_limit_gib=limit))
+    for _ in range(40):
+        outlook = belief.outlook
+        assert (outlook.composed_NA[:, outlook.clear_A] > 0).all()
+        if not belief.measure_next():
+            return
+    raise AssertionError("the search does not end")
+
+
+class SearchedBelief:
+    """A belief that measures what it suggests."""
+
+    def __init__(self, req: ExplorationRequest) -> None:
+        rep = report(memory_gib=40)
+        survey = survey_variant(req.model, req, rep)
+        assert survey.table is not None
+        self.device = SimulatedDevice(req, noise=0.001)
+        self.belief = Belief(survey.table, survey.legal.candidates, req, rep.hardware)
+        self.number = 0
+
+    @property
+    def outlook(self) -> Outlook:
+        return self.belief._outlook
+
+    def measure_next(self) -> bool:
+        found = self.belief.suggest()
+        verdict = self.belief.recommend()
+        if found is None or (verdict is not None and verdict.probability >= 0.95):
+            return False
+        table = self.belief.table
+        plan = TrialPlan(
+            number=self.number,
+            kind=TrialKind.COMPONENTS,
+            model=table.model,
+            candidate=table.candidates[found.row],
+            components=found.components,
+            timeout_seconds=60,
+        )
+        self.belief.learn_trials([(self.number, self.device(plan))])
+        self.number += 1
+        return True
