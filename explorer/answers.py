@@ -62,7 +62,7 @@ def build_recommendation(
         largest_micro_batch=_alternative(belief, verdict.row, references.largest),
         stock=_alternative(belief, verdict.row, references.stock),
         whole_model=check_whole_model(belief, verdict.row, whole_model),
-        notes=_notes(request, candidate, report, whole_model),
+        notes=(*_notes(request, candidate, report, whole_model), *_predictions(belief, references)),
     )
 
 
@@ -148,6 +148,12 @@ def _alternative(belief: Belief, row: int, other: int | None) -> Alternative | N
         tokens_per_second=tokens_per_second,
         gain=belief.seconds(row).tokens_per_second / tokens_per_second,
     )
+
+
+def _predictions(belief: Belief, references: References) -> tuple[str, ...]:
+    if references.largest is None or belief.is_known(references.largest):
+        return ()
+    return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
 
 
 def _notes(

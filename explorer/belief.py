@@ -1,33 +1,46 @@
-"""What an exploration knows, what it would recommend, and what it wants to know next."""
+"""What an exploration knows, and what it would recommend."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from explorer.acquisition import Suggestion, suggest_measurement
 from explorer.candidates import Candidate
 from explorer.components import BlockRecompute, Component, ComponentKind
 from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome
 from explorer.memory import required_table
+from explorer.outlook import Outlook, contenders, missing_components, wanted_components
 from explorer.requests import ExplorationRequest
+from explorer.runs import RunLog
 from explorer.surrogate import Surrogate
-from explorer.table import Floats, Ints, SpaceTable
+from explorer.table import Floats, Ints, Mask, SpaceTable
 
 NUM_SAMPLES = 256
+FEWEST_SAMPLES = 64
+MOST_DRAWS = 2**20  # samples times contenders: with many contenders, while little is known, fewer samples do
+SURE = 4.0  # standard deviations of the predicted bytes beyond which no sample lies
 COMPOSITION_STD = {"cuda": 0.003, "cpu": 0.01}
-"""Error of a composed step that is a candidate's own; what candidates share does not change their order."""
+"""Error of a composed step that is a candidate's own; what candidates share does not change their order.
+
+In benchmarks/results/h200-fidelity.json the candidates of one model scatter around their median error by 0.5 to 1.0%
+(median absolute deviation, scaled). The noise of their components, 0.4% (attention) to 2.5% (FFN), composes to 0.5 to
+1.0% of a step as well, so that little is left for the composition itself.
+"""
+POLICY_STD = 0.005
+"""Error of composed steps that candidates of one recomputation policy share, tiled or not.
+
+There, policies differ from none at the same micro-batch size by 0.8% in the median of the absolute values, components'
+noise included.
+"""
 OWN_SHARE_OF_ERROR = 0.25
 """Of a difference between composition and whole model, this share is taken to be the candidate's own."""
-TRIAL_OVERHEAD_SECONDS = 0.15  # of building and warming up a component, before the first trials show it
-TIMED_PASSES = 8
-NEGLIGIBLE_GAIN = 1e-5  # expected relative gain of a measurement below which nothing is worth measuring
-
-Mask = npt.NDArray[np.bool_]
+LEAST_SHARE = 0.97  # of the best that is known: a candidate that cannot reach it does not decide anything
+FIRST = 0  # a trial without a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +54,9 @@ class Verdict:
 class Belief:
     """Knowledge about one model variant: measured components, failed ones, and the posterior over the rest.
 
-    It depends on the seed and the set of measurements alone, not on their order, so that a resumed exploration goes
-    the way it would have gone. `legal` marks the rows of the table that may be recommended; other rows (a base
-    outside the space) are only predicted.
+    It depends on the seed and the set of trials alone, not on their order, so that a resumed exploration goes the way
+    it would have gone. `legal` marks the rows of the table that may be recommended; other rows (a base outside the
+    space) are only predicted.
     """
 
     def __init__(
@@ -62,26 +75,36 @@ class Belief:
         rng = np.random.default_rng(request.seed)
         self.surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
         self._composition_std = COMPOSITION_STD[hardware.device_kind]
-        self._composition_NC = rng.standard_normal((NUM_SAMPLES, len(table.candidates)))
+        self._composition_NC = rng.standard_normal((NUM_SAMPLES, len(table.candidates)), dtype=np.float32)
+        policies = [(c.recompute.value, c.bta_tile is not None) for c in table.candidates]
+        codes = {policy: i for i, policy in enumerate(sorted(set(policies)))}
+        self._policy_C: Ints = np.array([codes[policy] for policy in policies])
+        self._policy_NP = POLICY_STD * rng.standard_normal((NUM_SAMPLES, len(codes)))
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
-        self.measured: dict[Component, ComponentMeasurement] = {}
+        self._log = RunLog()
         self.failed: dict[Component, str] = {}
         self._broken: set[Component] = set()  # crashed or timed out
         self.rejected: dict[Candidate, str] = {}
-        self._suggestion: int | None = None
+        self._suggestion: Suggestion | None = None
         self._suggested = False
-        self._alive: Ints = np.flatnonzero(self._legal_C)
-        self._tokens_NA: Floats = np.zeros((NUM_SAMPLES, 0))
         self._refresh()
+
+    @property
+    def measured(self) -> dict[Component, ComponentMeasurement]:
+        """The first run of every component that was measured."""
+        return {component: runs.first for component, runs in self._log.runs.items()}
 
     # -- learning ------------------------------------------------------------------------------------------------
 
     def learn(self, measurements: Iterable[Measurement]) -> None:
-        """Take in measurements; the first result of a component stands."""
-        before = (len(self.measured), len(self.failed), len(self.rejected))
-        for measurement in measurements:
-            for found in measurement.components:
-                self.measured.setdefault(found.component, found)
+        """Take in measurements, each component's first result alone."""
+        self.learn_trials((FIRST, measurement) for measurement in measurements)
+
+    def learn_trials(self, trials: Iterable[tuple[int, Measurement]]) -> None:
+        """Take in numbered trials; one that is read twice counts once."""
+        measured, before = False, (len(self.failed), len(self.rejected))
+        for number, measurement in trials:
+            measured = self._log.add(number, measurement.components) or measured
             if measurement.outcome is not Outcome.OK:
                 reason = measurement.reason or measurement.outcome.value
                 if measurement.failed_component is not None:
@@ -90,17 +113,15 @@ class Belief:
                         self._broken.add(measurement.failed_component)
                 else:
                     self.rejected.setdefault(measurement.candidate, reason)
-        if before != (len(self.measured), len(self.failed), len(self.rejected)):
-            self.surrogate.fit(self.measured)
-            self._refresh()
+        self._update(measured, refresh=before != (len(self.failed), len(self.rejected)))
 
-    def absorb(self, found: Iterable[ComponentMeasurement]) -> None:
-        """Take in components that another variant of the model has had measured and this one has in common."""
-        fresh = {m.component: m for m in found if m.component in self.table.column and m.component not in self.measured}
-        if fresh:
-            self.measured.update(fresh)
-            self.surrogate.fit(self.measured)
-            self._refresh()
+    def absorb(self, found: Iterable[tuple[int, Sequence[ComponentMeasurement]]]) -> None:
+        """Take in, by trial, components that another variant has had measured and this one has in common."""
+        measured = False
+        for number, components in found:
+            shared = [m for m in components if m.component in self.table.column]
+            measured = self._log.add(number, shared) or measured
+        self._update(measured)
 
     def reject(self, candidate: Candidate, reason: str) -> None:
         """Never recommend `candidate`."""
@@ -135,6 +156,11 @@ class Belief:
         """Whether a candidate has neither failed nor been rejected nor uses a component that failed."""
         return bool(self._open_C[row])
 
+    def wanted(self, row: int) -> tuple[Component, ...]:
+        """The components of a candidate that are neither measured nor predicted well enough."""
+        wanted_P = wanted_components(self.table, self.surrogate, np.array([row]))[0]
+        return tuple(self.table.components[column] for column in self.table.columns_CP[row][wanted_P])
+
     def seconds(self, row: int) -> StepSeconds:
         """Expected seconds of a candidate's step."""
         device, host = self.surrogate.device_mean_K[None, :], self.surrogate.host_K
@@ -163,94 +189,74 @@ class Belief:
         """Legal rows that have neither failed nor been rejected."""
         return np.flatnonzero(self._legal_C & self._open_C)
 
+    def mean_tokens_per_second(self) -> Floats:
+        """Expected tokens/s of every candidate, shape (C,)."""
+        return self._mean_C
+
     # -- decisions -----------------------------------------------------------------------------------------------
 
     def recommend(self) -> Verdict | None:
-        """The fully measured candidate with the highest expected throughput; null while there is none."""
-        mean = self.mean_tokens_per_second()
-        known = self.known_rows()
-        if known.size == 0:
+        """The candidate with the highest expected throughput of those known well enough; null while there is none."""
+        best = self._outlook.incumbent
+        if best is None:
             return None
-        best = int(known[np.argmax(mean[known])])
-        return Verdict(best, self._probability_best(best))
+        probability = self._outlook.probability_best(best, self.request.tolerance)
+        return Verdict(int(self._outlook.rows[best]), probability)
 
-    def suggest(self) -> int | None:
-        """The row to measure next: the highest expected gain over the incumbent a second of measuring.
-
-        Null when no measurement is expected to change anything.
-        """
+    def suggest(self) -> Suggestion | None:
+        """What to measure next; null when no measurement is expected to change anything."""
         if not self._suggested:
-            self._suggestion, self._suggested = self._choose(), True
+            self._suggestion = suggest_measurement(
+                self._outlook, self.table, self.surrogate, self.request.tolerance, self._log.count
+            )
+            self._suggested = True
         return self._suggestion
-
-    def _choose(self) -> int | None:
-        open_A = ~self._known_C[self._alive]
-        if not open_A.any():
-            return None
-        incumbent_N = self._incumbent()
-        gain_A = np.maximum(0.0, self._tokens_NA - incumbent_N[:, None]).mean(axis=0) / max(incumbent_N.mean(), 1e-9)
-        gain_A = np.where(open_A, gain_A, 0.0)
-        if gain_A.max() < NEGLIGIBLE_GAIN:
-            return None
-        missing_AK = self._missing()[self._alive]
-        cost_A = missing_AK @ (TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * self.surrogate.device_mean_K)
-        rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=open_A)
-        return int(self._alive[int(np.argmax(rate_A))])
-
-    def mean_tokens_per_second(self) -> Floats:
-        """Expected tokens/s of every candidate, shape (C,)."""
-        mean: Floats = self.table.tokens_per_second(self.surrogate.device_mean_K[None, :], self.surrogate.host_K)[0]
-        return mean
 
     # -- internals -----------------------------------------------------------------------------------------------
 
+    def _update(self, measured: bool, *, refresh: bool = False) -> None:
+        if measured:
+            self.surrogate.fit(self._log.runs)
+        if measured or refresh:
+            self._refresh()
+
     def _refresh(self) -> None:
+        table, surrogate = self.table, self.surrogate
         self._suggestion, self._suggested = None, False
-        bytes_3K = self.surrogate.bytes_3K
-        self._saved_C, self._transient_C = self.table.activation_bytes(*bytes_3K)
+        self._mean_C: Floats = table.tokens_per_second(surrogate.device_mean_K[None, :], surrogate.host_K)[0]
+        self._saved_C, self._transient_C = table.activation_bytes(*surrogate.bytes_3K)
         self._required_C = self._required(self._saved_C + self._transient_C)
         self._fits_C: Mask = np.asarray(self._required_C <= self.limit_bytes)
-        self._known_C: Mask = np.logical_not(self._missing().any(axis=1))
-        rejected_C = np.zeros(len(self.table.candidates), dtype=np.bool_)
-        rejected_C[[self.table.row[c] for c in self.rejected if c in self.table.row]] = True
+        missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
+        self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
+        rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
+        rejected_C[[table.row[c] for c in self.rejected if c in table.row]] = True
         self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())
-        fit_std_C = (self.table.uses_CK * self.surrogate.bytes_std_K[None, :]).max(axis=1)
-        self._alive = self._contenders(self.open_rows())
-        alive = self._alive
-        tokens_NA = self.table.tokens_per_second(self.surrogate.device_NK, self.surrogate.host_K, alive)
-        tokens_NA *= np.maximum(0.0, 1.0 + self._composition_std * self._composition_NC[:, alive])
-        activations_A = (self._saved_C + self._transient_C)[alive]
-        scale_NA = np.exp(self._fit_N[:, None] * fit_std_C[alive][None, :])
-        fits_NA = self._required(activations_A[None, :] * scale_NA) <= self.limit_bytes
-        self._tokens_NA = np.where(fits_NA, tokens_NA, 0.0)
+        known = self.known_rows()
+        least = LEAST_SHARE * float(self._mean_C[known].max()) if known.size else 0.0
+        self._outlook = self._look(contenders(table, surrogate, self.open_rows(), least))
 
-    def _missing(self) -> Mask:
-        return np.asarray(self.table.uses_CK & ~self.surrogate.known_K[None, :])
-
-    def _contenders(self, rows: Ints) -> Ints:
-        """Rows whose optimistic throughput reaches the best that is known; the others cannot decide anything."""
-        device = self.surrogate.device_NK
-        optimistic_K = np.exp(np.log(device).mean(axis=0) - 3.5 * np.log(device).std(axis=0))
-        upper = self.table.tokens_per_second(optimistic_K[None, :], self.surrogate.host_K, rows)[0]
-        mean = self.mean_tokens_per_second()
-        known = rows[self._known_C[rows] & self._fits_C[rows]]
-        if known.size == 0:
-            return rows
-        contenders: Ints = rows[upper >= 0.97 * mean[known].max()]
-        return contenders
-
-    def _incumbent(self) -> Floats:
-        verdict = self.recommend()
-        if verdict is None:
-            return np.full(NUM_SAMPLES, 1e-9)
-        return self._tokens_NA[:, int(np.searchsorted(self._alive, verdict.row))]
-
-    def _probability_best(self, row: int) -> float:
-        if self._tokens_NA.shape[1] == 0:
-            return 0.0
-        best_N = self._tokens_NA.max(axis=1)
-        own_N = self._tokens_NA[:, int(np.searchsorted(self._alive, row))]
-        return float((own_N >= (1.0 - self.request.tolerance) * best_N).mean())
+    def _look(self, rows: Ints) -> Outlook:
+        table, surrogate = self.table, self.surrogate
+        number = int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
+        composed_NA = table.tokens_per_second(surrogate.device_NK[:number], surrogate.host_K, rows)
+        std_A = np.where(table.used_CP[rows], surrogate.bytes_std_K[table.columns_CP[rows]], 0.0).max(
+            axis=1, initial=0.0
+        )
+        activations_A = (self._saved_C + self._transient_C)[rows]
+        # Where memory is tight nothing but a measurement tells whether a candidate fits: with an incumbent that some
+        # samples hold to be too large, every other candidate would look worth measuring.
+        tight_A = self._required(activations_A * np.exp(SURE * std_A)) > self.limit_bytes
+        tight = np.flatnonzero(tight_A)
+        scale = np.exp(self._fit_N[:number, None] * std_A[tight])
+        composed_NA[:, tight] *= self._required(activations_A[tight] * scale) <= self.limit_bytes
+        error_NA = self._composition_std * self._composition_NC[:number, rows]
+        error_NA += self._policy_NP[:number, self._policy_C[rows]]
+        missing_AP = missing_components(table, surrogate, rows)
+        wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
+        clear_A = ~wanted_AP.any(axis=1) & self._fits_C[rows]
+        tokens_NA = composed_NA * np.maximum(0.0, 1.0 + error_NA)
+        return Outlook(rows, self._mean_C[rows], composed_NA, tokens_NA, wanted_AP, clear_A)
 
     def _required(self, activations: Floats) -> Floats:
         return required_table(self.table, activations, self.hardware)
@@ -263,11 +269,13 @@ class Belief:
 
     def _fails(self) -> Mask:
         """Candidates that use a component which failed, or a larger one of the same sort."""
+        if not self.failed:
+            return np.zeros(len(self.table.candidates), dtype=np.bool_)
         failing = np.array([self._component_fails(c) for c in self.table.components])
-        return np.asarray((self.table.uses_CK & failing[None, :]).any(axis=1))
+        return np.asarray((self.table.used_CP & failing[self.table.columns_CP]).any(axis=1))
 
     def _component_fails(self, component: Component) -> bool:
-        if component in self.measured:
+        if self._log.count(component):
             return False
         return any(at_least(component, failed, broken=failed in self._broken) for failed in self.failed)
 

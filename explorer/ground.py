@@ -126,7 +126,7 @@ def prepare(
     if not admits(study, dimensions):  # begun by a version that had other choices: a new projection of the same trials
         study = open_study(f"{name} {len(table.candidates)} candidates".lstrip(), ComponentSampler(belief))
     reconcile(study, past, dimensions)
-    belief.learn(t.measurement for t in past if t.kind is TrialKind.COMPONENTS)
-    belief.absorb(m for t in ledger.trials for m in t.measurement.components)
+    belief.learn_trials((t.number, t.measurement) for t in past if t.kind is TrialKind.COMPONENTS)
+    belief.absorb((t.number, t.measurement.components) for t in ledger.trials)
     fitting_bases = tuple(c for c in bases if c in table.row)
     return opening, Ground(table, belief, study, dimensions, fitting_bases, bases[0])

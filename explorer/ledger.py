@@ -28,6 +28,12 @@ class Ledger:
         return tuple(self._trials)
 
     @property
+    def device_seconds(self) -> float:
+        """What all trials took, process starts apart."""
+        phases = [trial.measurement.phases for trial in self._trials]
+        return sum(p.total - p.process_start for p in phases)
+
+    @property
     def next_number(self) -> int:
         """Number of the job's next trial."""
         return max((trial.number for trial in self._trials), default=-1) + 1

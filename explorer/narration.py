@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from explorer.acquisition import Suggestion
 from explorer.candidates import Candidate
 from explorer.composition import GIB
 from explorer.events import EventCode, EventDraft
@@ -53,7 +54,7 @@ def no_base_event() -> EventDraft:
     )
 
 
-def trial_event(trial: Trial, num_components: int, seconds: float) -> EventDraft:
+def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDraft:
     """A candidate was measured, or could not be."""
     measurement = trial.measurement
     data = {
@@ -65,10 +66,11 @@ def trial_event(trial: Trial, num_components: int, seconds: float) -> EventDraft
         "measured_peak_bytes": trial.measured_peak_bytes,
     }
     if measurement.outcome is Outcome.OK:
-        peak = (trial.measured_peak_bytes or 0) / GIB
+        peak = (trial.measured_peak_bytes or trial.predicted_peak_bytes or 0) / GIB
+        what = "components again" if suggestion.again else "new components"
         message = (
             f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:.0f} tokens/s, "
-            f"peak {peak:.2f} GiB ({num_components} new components in {seconds:.1f} s)"
+            f"peak {peak:.2f} GiB ({len(suggestion.components)} {what} in {seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     message = (

@@ -44,10 +44,8 @@ class ComponentSampler(BaseSampler):
     ) -> dict[str, Any]:
         """The next candidate's dimensions."""
         self._learn(study)
-        row = self._belief.suggest()
-        if row is None:
-            verdict = self._belief.recommend()
-            row = verdict.row if verdict is not None else 0
+        found = self._belief.suggest() or self._belief.recommend()
+        row = found.row if found is not None else 0
         return to_params(self._belief.table.candidates[row])
 
     def sample_independent(
@@ -61,7 +59,9 @@ class ComponentSampler(BaseSampler):
         fresh = [t for t in finished if t.number not in self._seen and MEASUREMENT in t.user_attrs]
         if fresh:
             self._seen.update(t.number for t in fresh)
-            self._belief.learn(Measurement.model_validate_json(t.user_attrs[MEASUREMENT]) for t in fresh)
+            self._belief.learn_trials(
+                (t.user_attrs[TRIAL_NUMBER], Measurement.model_validate_json(t.user_attrs[MEASUREMENT])) for t in fresh
+            )
 
 
 def distributions(candidates: Sequence[Candidate]) -> dict[str, BaseDistribution]:

@@ -1,40 +1,80 @@
 """What is believed of every component's seconds and bytes, given those that were measured.
 
-Seconds: a Gaussian process over the logarithm of measured / roofline seconds, one for each kind of component. Its
-kernel says what components share: the kind's distance from the roofline, the back end's, a smooth dependence on the
-number of sequences that a kernel sees at once (the tile, or the micro-batch), what a recomputation mode adds, and a
-part of each component's own. Samples of the posterior are drawn by Matheron's rule from prior samples that are drawn
-once a job (Wilson et al., 2020, arXiv:2002.09309), so that a refit costs a solve in the number of measurements.
+Seconds: a Gaussian process over the logarithm of measured / roofline seconds, one for each kind of component
+(`explorer.kernel`), whose scales and whose noise are learnt with it (`explorer.scales`). Each sample of the posterior
+has scales of its own, drawn from theirs, and is drawn by Matheron's rule from prior samples that are drawn once a job
+(Wilson et al., 2020, arXiv:2002.09309), so that a refit costs a solve in the number of measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from explorer.components import Component, ComponentKind
 from explorer.hardware import HardwareSpec
-from explorer.measurements import ComponentMeasurement
+from explorer.kernel import Kernel
+from explorer.kinship import estimate_bytes, estimate_host_seconds
 from explorer.memory import predict_component_table
 from explorer.roofline import predict_component_seconds
-from explorer.table import Floats, SpaceTable
+from explorer.runs import ComponentRuns
+from explorer.scales import Evidence, ScalePosterior, Scales
+from explorer.table import Floats, Ints, Mask, SpaceTable
 
-KIND_STD = 0.5  # log-space standard deviations of the parts of the kernel
-BACKEND_STD = 0.5
-BATCH_STD = 0.3
-BATCH_LENGTH = 1.5  # octaves over which the efficiency of a kernel changes with the batch it sees
-MODE_STD = 0.05
-OWN_STD = 0.01
-NUGGET = 0.003  # run-to-run difference that a single run's standard error does not show
+JITTER = 1e-10
 
-BYTES_STD_NEAR = 0.03  # relative error of predicted bytes: the same back end and mode was measured,
-BYTES_STD_KIND = 0.10  # only the same kind was,
-BYTES_STD_PRIOR = 0.25  # nothing alike was
+
+class _KindPrior:
+    """The components of one kind: their columns, their kernel and N samples of its parts, scales left out."""
+
+    def __init__(self, columns: Ints, kernel: Kernel, num_samples: int, rng: np.random.Generator) -> None:
+        self.columns = columns
+        self.kernel = kernel
+        size = columns.size
+        self.level_NK = rng.standard_normal((num_samples, size)) @ _factor(kernel.level).T
+        self.curve_NK = rng.standard_normal((num_samples, size)) @ _factor(kernel.curve).T
+        self.own_NK = rng.standard_normal((num_samples, size))
+        self.noise_NK = rng.standard_normal((num_samples, size))
+        self.evidence: Evidence | None = None
+        self.rows: list[int] = []
+        self._runs: list[ComponentRuns] = []
+
+    def take_in(self, rows: list[int], runs: list[ComponentRuns], log_prior_L: Floats) -> None:
+        """Set what was measured; the evidence stays the same object while nothing is new."""
+        if runs != self._runs:
+            self.rows, self._runs = rows, runs
+            self.evidence = Evidence.of(self.kernel.restrict(rows), runs, log_prior_L) if rows else None
+
+    def sample(self, scales: Scales) -> tuple[Floats, Floats]:
+        """Mean, shape (K,), and samples, shape (N, K), of the distances from the roofline."""
+        own, curve = scales.own_N[:, None], scales.amplitude_N[:, None]
+        prior_NK = self.level_NK + curve * self.curve_NK + own * self.own_NK
+        mean_K = np.zeros(self.columns.size)
+        if self.evidence is None:
+            return mean_K, prior_NK
+        evidence, rows = self.evidence, self.rows
+        each = np.stack([scales.run_N, scales.own_N, scales.amplitude_N])
+        cells, index_N = np.unique(each, axis=1, return_inverse=True)
+        inverse = np.linalg.inv(evidence.gram(*cells))[index_N.reshape(-1)]
+        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(evidence.noise(scales.run_N))
+
+        def spread(weights_NL: Floats) -> Floats:
+            change = weights_NL @ self.kernel.level[rows] + curve**2 * (weights_NL @ self.kernel.curve[rows])
+            change[:, rows] += own**2 * weights_NL
+            return np.asarray(change)
+
+        mean_K = spread(inverse @ evidence.distance_L).mean(axis=0)
+        residual_NL = evidence.distance_L - imagined_NL
+        return mean_K, prior_NK + spread(np.einsum("nij,nj->ni", inverse, residual_NL))
 
 
 class Surrogate:
-    """Posterior over the components of one model variant. Axes: K components, N samples."""
+    """Posterior over the components of one model variant. Axes: K components, N samples.
+
+    `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
+    component's seconds. `essential_K` marks what no prediction replaces: the optimizer, which has no kin.
+    """
 
     def __init__(
         self,
@@ -47,138 +87,50 @@ class Surrogate:
         model, request = table.model, table.request
         self.components = table.components
         self._host_is_device = hardware.device_kind == "cpu"
+        self._num_samples = num_samples
         self._column = {component: i for i, component in enumerate(self.components)}
         predicted = [predict_component_seconds(c, model, request, hardware) for c in self.components]
         self._log_prior_K = np.log([p.device for p in predicted])
         self._host_prior_K = np.array([p.host for p in predicted])
         self.predicted_bytes_3K = predict_component_table(table)
-        self._kinds = {
-            kind: np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
-            for kind in ComponentKind
-        }
-        self._kernels: dict[ComponentKind, Floats] = {}
-        self._prior_samples_NK = np.zeros((num_samples, len(self.components)))
-        for kind, columns in self._kinds.items():
-            if columns.size == 0:
-                continue
-            kernel = _kernel([self.components[i] for i in columns])
-            self._kernels[kind] = kernel
-            factor = np.linalg.cholesky(kernel + 1e-10 * np.eye(columns.size))
-            self._prior_samples_NK[:, columns] = rng.standard_normal((num_samples, columns.size)) @ factor.T
-        self._noise_NK = rng.standard_normal((num_samples, len(self.components)))
-        self.known_K = np.zeros(len(self.components), dtype=bool)
-        self.device_mean_K = np.exp(self._log_prior_K)
-        self.device_NK = np.exp(self._log_prior_K + self._prior_samples_NK)
-        self.host_K = np.zeros_like(self._host_prior_K) if self._host_is_device else self._host_prior_K.copy()
-        self.bytes_3K = self.predicted_bytes_3K.copy()
-        self.bytes_std_K = np.full(len(self.components), BYTES_STD_PRIOR)
+        self._kinds: dict[str, _KindPrior] = {}
+        for kind in ComponentKind:
+            columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
+            if columns.size:
+                kernel = Kernel.of([self.components[i] for i in columns])
+                self._kinds[kind.value] = _KindPrior(columns, kernel, num_samples, rng)
+        self._scale_posterior = ScalePosterior(hardware.device_kind, list(self._kinds), num_samples, rng)
+        self.essential_K = np.array([c.kind is ComponentKind.OPTIMIZER for c in self.components])
+        self.fit({})
 
-    def fit(self, measured: Mapping[Component, ComponentMeasurement]) -> None:
-        """Condition on `measured`; components of other variants in it are ignored."""
-        found = {c: m for c, m in measured.items() if c in self._column}
-        self.known_K = np.array([c in found for c in self.components])
+    def fit(self, found: Mapping[Component, ComponentRuns]) -> None:
+        """Condition on all runs; components of other variants among them are ignored."""
+        mine = {c: r for c, r in found.items() if c in self._column}
+        self.known_K: Mask = np.array([c in mine for c in self.components])
+        for prior in self._kinds.values():
+            rows = [i for i, column in enumerate(prior.columns) if self.known_K[column]]
+            columns = prior.columns[rows]
+            prior.take_in(rows, [mine[self.components[i]] for i in columns], self._log_prior_K[columns])
+        self.scales: dict[str, Scales] = self._scale_posterior.draw(
+            {kind: prior.evidence for kind, prior in self._kinds.items() if prior.evidence is not None}
+        )
         log_mean_K = self._log_prior_K.copy()
-        log_NK = self._log_prior_K + self._prior_samples_NK
-        for kind, columns in self._kinds.items():
-            local = [i for i, column in enumerate(columns) if self.known_K[column]]
-            if not local:
-                continue
-            observed = columns[local]
-            results = [found[self.components[i]] for i in observed]
-            seconds = np.array([max(r.device_seconds, 1e-9) for r in results])
-            errors = np.array([r.standard_error_seconds for r in results]) / seconds
-            noise = errors**2 + NUGGET**2
-            residual = np.log(seconds) - self._log_prior_K[observed]
-            cross = self._kernels[kind][:, local]
-            gram = self._kernels[kind][np.ix_(local, local)] + np.diag(noise)
-            gain = np.linalg.solve(gram, cross.T).T
-            log_mean_K[columns] += gain @ residual
-            imagined = self._prior_samples_NK[:, observed] + self._noise_NK[:, observed] * np.sqrt(noise)
-            log_NK[:, columns] += (residual - imagined) @ gain.T
+        log_NK = np.empty((self._num_samples, len(self.components)))
+        for kind, prior in self._kinds.items():
+            mean_K, samples_NK = prior.sample(self.scales[kind])
+            log_mean_K[prior.columns] += mean_K
+            log_NK[:, prior.columns] = self._log_prior_K[prior.columns] + samples_NK
         self.device_mean_K = np.exp(log_mean_K)
         self.device_NK = np.exp(log_NK)
-        self._fit_host(found)
-        self._fit_bytes(found)
-
-    def _fit_host(self, found: Mapping[Component, ComponentMeasurement]) -> None:
-        """Host time depends on what is launched, not on sizes: scale the prior by what the nearest kin showed."""
-        self.host_K = self._host_prior_K.copy()
-        near, kind = _mean_ratios(
-            {c: np.array([max(m.host_seconds, 1e-9) / self._host_prior_K[self._column[c]]]) for c, m in found.items()}
+        self.log_center_K: Floats = log_NK.mean(axis=0)
+        self.log_std_K: Floats = log_NK.std(axis=0)
+        self.host_K = (
+            np.zeros(len(self.components))
+            if self._host_is_device
+            else estimate_host_seconds(self.components, self._host_prior_K, self.device_mean_K, mine)
         )
-        for i, component in enumerate(self.components):
-            if component in found:
-                self.host_K[i] = found[component].host_seconds
-            elif _kin(component) in near:
-                self.host_K[i] *= near[_kin(component)][0]
-            elif component.kind in kind:
-                self.host_K[i] *= kind[component.kind][0]
-        # A block that waits for the device, or runs on the host itself, has one time: the device's.
-        waits = np.array([c in found and found[c].host_seconds == found[c].device_seconds for c in self.components])
-        if self._host_is_device:
-            waits[:] = True
-        self.host_K = np.where(
-            waits, 0.0, np.where(self.known_K, self.host_K, np.minimum(self.host_K, self.device_mean_K))
-        )
-
-    def _fit_bytes(self, found: Mapping[Component, ComponentMeasurement]) -> None:
-        measured = {
-            c: np.array([m.saved_bytes, m.forward_peak_bytes, m.backward_peak_bytes], dtype=np.float64)
-            for c, m in found.items()
-        }
-        near, kind = _mean_ratios(
-            {
-                c: np.maximum(b, 1.0) / np.maximum(self.predicted_bytes_3K[:, self._column[c]], 1.0)
-                for c, b in measured.items()
-            }
-        )
-        self.bytes_3K = self.predicted_bytes_3K.copy()
-        self.bytes_std_K = np.full(len(self.components), BYTES_STD_PRIOR)
-        for i, component in enumerate(self.components):
-            if component in measured:
-                self.bytes_3K[:, i] = measured[component]
-                self.bytes_std_K[i] = 0.0
-            elif _kin(component) in near:
-                self.bytes_3K[:, i] *= near[_kin(component)]
-                self.bytes_std_K[i] = BYTES_STD_NEAR
-            elif component.kind in kind:
-                self.bytes_3K[:, i] *= np.clip(kind[component.kind], 0.5, 2.0)
-                self.bytes_std_K[i] = BYTES_STD_KIND
+        self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
 
 
-def _kin(component: Component) -> tuple[object, ...]:
-    return (component.kind, component.backend, component.recompute, component.bta_tile is not None)
-
-
-def _mean_ratios(
-    ratios: Mapping[Component, Floats],
-) -> tuple[dict[tuple[object, ...], Floats], dict[ComponentKind, Floats]]:
-    """Geometric means of `ratios` over kin and over kinds."""
-    near: dict[tuple[object, ...], list[Floats]] = {}
-    kind: dict[ComponentKind, list[Floats]] = {}
-    for component, ratio in ratios.items():
-        near.setdefault(_kin(component), []).append(np.log(ratio))
-        kind.setdefault(component.kind, []).append(np.log(ratio))
-    return (
-        {key: np.exp(np.mean(logs, axis=0)) for key, logs in near.items()},
-        {key: np.exp(np.mean(logs, axis=0)) for key, logs in kind.items()},
-    )
-
-
-def _kernel(components: Sequence[Component]) -> Floats:
-    def equal(values: Sequence[object]) -> Floats:
-        codes = np.unique([str(v) for v in values], return_inverse=True)[1]
-        return np.asarray(codes[:, None] == codes[None, :], dtype=np.float64)
-
-    def smooth(values: Sequence[int]) -> Floats:
-        octaves = np.log2(np.maximum(values, 1))
-        return np.asarray(np.exp(-0.5 * ((octaves[:, None] - octaves[None, :]) / BATCH_LENGTH) ** 2))
-
-    backend = equal([c.backend for c in components])
-    mode = equal([(c.recompute, c.bta_tile is not None) for c in components])
-    seen_at_once = smooth([c.bta_tile or c.micro_batch_size for c in components])
-    micro_batch = smooth([c.micro_batch_size for c in components])
-    kernel = KIND_STD**2 + backend * (
-        BACKEND_STD**2 + BATCH_STD**2 * seen_at_once + MODE_STD**2 * mode * 0.5 * (1.0 + seen_at_once * micro_batch)
-    )
-    return np.asarray(kernel + OWN_STD**2 * np.eye(len(components)))
+def _factor(covariance: Floats) -> Floats:
+    return np.asarray(np.linalg.cholesky(covariance + JITTER * np.eye(len(covariance))))

@@ -15,13 +15,15 @@ from explorer.requests import ExplorationRequest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 class SpaceTable:
     """Candidates as rows, components as columns of a lookup.
 
-    Axes in names: C candidates, K components, N samples. `components` lists the distinct components of all
-    candidates; every array over K is in its order.
+    Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
+    components of all candidates; every array over K is in its order. `columns_CP` lists those of each candidate, where
+    `used_CP` is set.
     """
 
     def __init__(self, candidates: Sequence[Candidate], model: ModelSpec, request: ExplorationRequest) -> None:
@@ -56,12 +58,37 @@ class SpaceTable:
                 self._recomputed_CG[i, j] = group.recomputed
                 self._below_CGG[i, j, : len(group.below)] = group.below
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
-        self.uses_CK = np.zeros((len(self.candidates), len(self.components)), dtype=bool)
-        for i, decomposition in enumerate(self.decompositions):
-            self.uses_CK[i, [self.column[c] for c in decomposition.components]] = True
+        self._list_components()
         self.static = static_parts(model, request)
         self._gathered = gathered_bytes(model, request)
         self._output_C = self.micro_batch_C * model.seq_length * model.hidden_size * model.dtype.itemsize
+
+    def _list_components(self) -> None:
+        """The distinct components of each candidate, P at most, and how often a micro-step runs them."""
+        distinct = [[self.column[c] for c in d.components] for d in self.decompositions]
+        shape = (len(self.candidates), max(len(columns) for columns in distinct))
+        self.columns_CP = np.zeros(shape, dtype=np.int64)
+        self.used_CP = np.zeros(shape, dtype=bool)
+        self._runs_CP = np.zeros(shape)
+        self.uses_CK = np.zeros((len(self.candidates), len(self.components)), dtype=bool)
+        for i, (columns, decomposition) in enumerate(zip(distinct, self.decompositions, strict=True)):
+            place = {column: p for p, column in enumerate(columns)}
+            self.columns_CP[i, : len(columns)] = columns
+            self.used_CP[i, : len(columns)] = True
+            self.uses_CK[i, columns] = True
+            for component in (decomposition.embedding, decomposition.head):
+                self._runs_CP[i, place[self.column[component]]] += 1
+            for group in decomposition.layers:
+                for component in (group.attention, group.ffn):
+                    self._runs_CP[i, place[self.column[component]]] += group.count
+
+    def step_shares(self, seconds_K: Floats, rows: Ints) -> Floats:
+        """Share of a micro-step that each of a candidate's components takes, shape (rows, P); the optimizer has none.
+
+        The components are those of `columns_CP`, where `used_CP` is set.
+        """
+        seconds = self._runs_CP[rows] * seconds_K[self.columns_CP[rows]]
+        return np.asarray(seconds / seconds.sum(axis=1, keepdims=True))
 
     def micro_step_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Seconds of a forward and backward pass over the whole model, shape (N, C).
@@ -129,6 +156,6 @@ class SpaceTable:
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)
 
-    def missing(self, row: int, known_K: npt.NDArray[np.bool_]) -> tuple[Component, ...]:
+    def missing(self, row: int, known_K: Mask) -> tuple[Component, ...]:
         """The components of a candidate that are not known yet, in the order of a step."""
         return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])

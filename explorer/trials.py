@@ -30,6 +30,7 @@ class TrialPlan(Frozen):
     model: ModelSpec = Field(description="The variant that the candidate is for.")
     candidate: Candidate
     components: tuple[Component, ...] = Field((), description="To measure, in this order.")
+    again: bool = Field(False, description="An earlier trial measured them all: the device is noisy.")
     timeout_seconds: Annotated[float, Field(gt=0)]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 
 from optuna.trial import Trial as OptunaTrial
 
+from explorer.acquisition import Suggestion
 from explorer.answers import (
     References,
     best_stock,
@@ -17,6 +17,7 @@ from explorer.answers import (
     whole_model_tokens_per_second,
 )
 from explorer.candidates import Candidate
+from explorer.comparisons import next_comparison
 from explorer.components import Component
 from explorer.composition import GIB, memory_limit
 from explorer.events import EventDraft, recommendation_event, render_message
@@ -98,7 +99,7 @@ class VariantSearch:
             yield from self._compare()
             if self._ledger.next_number == before:
                 settled = yield from self._check_whole_model()
-        self.recommendation = self._recommend()
+        self.recommendation = self._recommend(final=True)
         if self.recommendation is None:
             self.reason = self._explain()
 
@@ -141,27 +142,21 @@ class VariantSearch:
             if verdict is not None and 100 * verdict.probability >= target:
                 return
             started = self._clock()
-            if self._belief.suggest() is None:
+            suggestion = self._belief.suggest()
+            if suggestion is None:
                 return
             asked = self._ground.study.ask(self._ground.distributions)
             candidate = to_candidate(asked.params, self.model.query_groups)
-            yield from self._run(candidate, asked, self._clock() - started)
+            assert candidate == self._table.candidates[suggestion.row], "the study and the search share one belief"
+            yield from self._run(candidate, suggestion, asked, self._clock() - started)
 
     def _compare(self) -> Iterator[Progress]:
-        """Measure what the answer is compared with."""
-        if self._is_settled():
-            return
-        for find in (largest_untiled, partial(best_stock, report=self._report)):
-            for _ in range(ATTEMPTS):
-                row = find(self._belief, among=self._belief.open_rows())
-                if (
-                    self._belief.recommend() is None
-                    or row is None
-                    or self._belief.is_known(row)
-                    or self._ledger.overdrawn(self._index)
-                ):
-                    break
-                yield from self._run(self._table.candidates[row])
+        """Measure what the answer still needs."""
+        for _ in range(2 * ATTEMPTS):
+            suggestion = next_comparison(self._belief, self._report, self._ledger.device_seconds)
+            if suggestion is None or self._is_settled() or self._ledger.overdrawn(self._index):
+                return
+            yield from self._run(self._table.candidates[suggestion.row], suggestion)
 
     def _check_whole_model(self) -> Generator[Progress, None, bool]:
         """Run the recommended candidate as a whole model; returns whether that settles the answer."""
@@ -180,20 +175,26 @@ class VariantSearch:
     # -- trials --------------------------------------------------------------------------------------------------
 
     def _run(
-        self, candidate: Candidate, asked: OptunaTrial | None = None, suggest_seconds: float = 0.0
+        self,
+        candidate: Candidate,
+        suggestion: Suggestion | None = None,
+        asked: OptunaTrial | None = None,
+        suggest_seconds: float = 0.0,
     ) -> Iterator[Progress]:
+        """Measure what is suggested of a candidate; by default all that is missing."""
         row = self._table.row[candidate]
         predicted_peak = self._belief.bytes(row).peak
         expected = self._belief.seconds(row).tokens_per_second
-        missing = self._table.missing(row, self._belief.surrogate.known_K)
+        suggestion = suggestion or Suggestion(row, self._table.missing(row, self._belief.surrogate.known_K))
         started = self._clock()
-        measurement = self._measure(self._plan(candidate, TrialKind.COMPONENTS, missing))
+        plan = self._plan(candidate, TrialKind.COMPONENTS, suggestion.components)
+        measurement = self._measure(plan.model_copy(update={"again": suggestion.again}))
         measured = self._clock()
-        self._belief.learn([measurement])
-        measurement = self._judge(row, measurement)
+        self._belief.learn_trials([(plan.number, measurement)])
+        measurement = self._judge(row, plan.number, measurement)
         ok = measurement.outcome is Outcome.OK
         trial = Trial(
-            number=self._ledger.next_number,
+            number=plan.number,
             kind=TrialKind.COMPONENTS,
             measurement=measurement,
             predicted_peak_bytes=predicted_peak,
@@ -204,7 +205,7 @@ class VariantSearch:
             seconds=measured - started,
         )
         self._ledger.add(trial)
-        events = [trial_event(trial, len(missing), measured - started)]
+        events = [trial_event(trial, suggestion, measured - started)]
         if self._base is None and ok and candidate in self._ground.bases:
             self._base = candidate
             events.append(base_event(candidate, is_plainest=candidate == self._ground.plainest))
@@ -214,7 +215,7 @@ class VariantSearch:
         else:
             self._ground.study.add_trial(frozen_trial(trial, self._ground.distributions))
 
-    def _judge(self, row: int, measurement: Measurement) -> Measurement:
+    def _judge(self, row: int, number: int, measurement: Measurement) -> Measurement:
         """A candidate whose measured parts add up to more than the limit is out of memory, though each part ran."""
         if measurement.outcome is not Outcome.OK or self._belief.fits(row):
             return measurement
@@ -224,7 +225,7 @@ class VariantSearch:
             f"the limit is {limit / GIB:.2f} GiB"
         )
         judged = measurement.model_copy(update={"outcome": Outcome.OUT_OF_MEMORY, "reason": reason})
-        self._belief.learn([judged])
+        self._belief.learn_trials([(number, judged)])
         return judged
 
     def _run_whole_model(self, candidate: Candidate) -> Iterator[Progress]:
@@ -273,15 +274,16 @@ class VariantSearch:
 
     # -- what is handed out --------------------------------------------------------------------------------------
 
-    def _recommend(self) -> Recommendation | None:
+    def _recommend(self, *, final: bool = False) -> Recommendation | None:
         verdict = self._belief.recommend()
         if verdict is None:
             return None
         base = self._base or self._first_feasible() or self._table.candidates[verdict.row]
+        known = self._belief.known_rows()
         references = References(
             base=self._table.row[base],
-            largest=largest_untiled(self._belief, among=self._belief.known_rows()),
-            stock=best_stock(self._belief, self._report, among=self._belief.known_rows()),
+            largest=largest_untiled(self._belief, among=self._belief.open_rows() if final else known),
+            stock=best_stock(self._belief, self._report, among=known),
         )
         checked = self._ledger.whole_model(self._table.candidates[verdict.row])
         return build_recommendation(self._belief, verdict, references, self._report, checked)

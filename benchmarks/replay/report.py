@@ -20,10 +20,14 @@ def print_summary(results: Mapping[str, Any]) -> None:
     print("all tables")
     for strategy, figures in summary["strategies"].items():
         print("  " + _row(strategy, figures))
-    calibration = summary["calibration"]
-    if calibration is not None:
+    for what, calibration in (
+        ("calibration", summary["calibration"]),
+        ("of tables timed whole", summary["calibration_of_whole_models"]),
+    ):
+        if calibration is None:
+            continue
         print(
-            f"calibration: error {calibration['expected_calibration_error']:.3f}, Brier {calibration['brier']:.3f} "
+            f"{what}: error {calibration['expected_calibration_error']:.3f}, Brier {calibration['brier']:.3f} "
             f"(constant {calibration['brier_constant']:.3f}), of {calibration['num_confident_lines']:.0f} lines with "
             f"confidence >= 90 {_percent(calibration['confident_share_true'])} within tolerance; "
             f"95% intervals over tables: {calibration['intervals_95']}"
@@ -40,12 +44,13 @@ def print_summary(results: Mapping[str, Any]) -> None:
 
 def _row(strategy: str, figures: Mapping[str, Any]) -> str:
     regret, share = figures["regret"], figures["share_of_exhaustive"]
-    at_ours = figures["regret_at_our_seconds"]
+    at_ours, confident = figures["regret_at_our_seconds"], figures["seconds_to_confidence_90_median"]
     return (
         f"{strategy:<21} regret {_percent(regret['median'])} p95 {_percent(regret['p95'])} max "
         f"{_percent(regret['max'])}; trials {figures['trials']['median']:>4.0f}; "
         f"{figures['seconds']['median']:>7.1f} s ({_percent(share['median'])} of exhaustive); "
         f"OOM {figures['out_of_memory']['median']:.0f}"
+        + (f"; confident after {confident:.1f} s" if confident is not None else "")
         + (f"; at our seconds {_percent(at_ours['median'])} p95 {_percent(at_ours['p95'])}" if at_ours else "")
     )
 

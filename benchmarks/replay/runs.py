@@ -40,10 +40,11 @@ NUM_SEEDLESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A BEXP202 line: what it claimed, and whether that was so."""
+    """A BEXP202 line: what it claimed, whether that was so, and after how many device seconds."""
 
     confidence: int
     within_tolerance: bool
+    at_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def run_ours(truth: GroundTruth, seed: int) -> Run:
                 checked += step.trial.seconds
         found = step.recommendation
         if found is not None and any(event.code is EventCode.RECOMMENDATION for event in step.events):
-            lines.append(Line(found.confidence, truth.is_within_tolerance(found.candidate)))
+            lines.append(Line(found.confidence, truth.is_within_tolerance(found.candidate), seconds))
         if step.trial is not None and step.trial.kind is TrialKind.COMPONENTS:
             path.append((seconds, truth.regret(found.candidate if found else None)))
     failures = [t.measurement for t in trials if t.measurement.outcome is not Outcome.OK]

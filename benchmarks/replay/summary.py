@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.calibration import calibrate
+from benchmarks.replay.calibration import CONFIDENT, calibrate
 from benchmarks.replay.runs import OURS, Run
 
 SMALL_SPACE = 300
@@ -38,10 +38,12 @@ def summarize(runs: Sequence[Run], tables: Mapping[str, Mapping[str, Any]]) -> d
         table: [line for run in found for line in run.lines] for table, found in _group(ours, lambda r: r.table).items()
     }
     calibration = calibrate(lines)
+    timed = {t: found for t, found in lines.items() if _is_timed_whole(tables[t])}
     return {
         "strategies": overall,
         "tables": by_table,
         "calibration": calibration,
+        "calibration_of_whole_models": calibrate(timed) if len(timed) < len(lines) else None,
         "goals": _goals(overall, by_table, calibration, tables) if ours else None,
     }
 
@@ -63,14 +65,29 @@ def _figures(
         "out_of_memory": _spread([float(r.num_out_of_memory) for r in runs]),
         "num_unrecorded": sum(r.num_unrecorded for r in runs),
         "share_within_tolerance": statistics.fmean(r.regret <= tables[r.table]["tolerance"] for r in runs),
-        "seconds_to_tolerance_median": statistics.median(s if s is not None else float("inf") for s in reached)
-        if sum(s is not None for s in reached) > len(reached) / 2
-        else None,
+        "seconds_to_tolerance_median": _median_if_most(reached),
+        "seconds_to_confidence_90_median": _median_if_most([_seconds_to_confident(r) for r in runs]),
         "regret_at_our_seconds": _spread(
             [_regret_at(r, ours_seconds[r.table]) for r in runs if r.table in ours_seconds]
         ),
         "wall_seconds_median": statistics.median(r.wall_seconds for r in runs),
     }
+
+
+def _is_timed_whole(table: Mapping[str, Any]) -> bool:
+    """Whether the truth of every feasible candidate is its whole model, which is what a confidence is about."""
+    return bool(table.get("num_whole_models", 0) >= table.get("num_feasible", 1))
+
+
+def _seconds_to_confident(run: Run) -> float | None:
+    return next((line.at_seconds for line in run.lines if line.confidence >= CONFIDENT), None)
+
+
+def _median_if_most(seconds: Sequence[float | None]) -> float | None:
+    """The median where most runs came that far."""
+    if sum(s is not None for s in seconds) <= len(seconds) / 2:
+        return None
+    return statistics.median(s if s is not None else float("inf") for s in seconds)
 
 
 def _goals(

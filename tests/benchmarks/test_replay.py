@@ -11,7 +11,7 @@ from benchmarks.recorded_candidates import compose, composed_tokens_per_second
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.runs import OURS, STRATEGIES, Run, run_ours, run_strategy
+from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, run_ours, run_strategy
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
 from explorer.measurements import Outcome
@@ -162,6 +162,29 @@ def test_a_cheaper_strategy_that_is_as_good_is_named() -> None:
     assert found["strategies"]["tpe"]["regret_at_our_seconds"]["median"] == 0.001
     assert found["strategies"]["random"]["seconds_to_tolerance_median"] is None
     assert found["strategies"]["tpe"]["seconds_to_tolerance_median"] == 3.0
+
+
+def test_lines_say_when_they_were_written_and_tables_timed_whole_are_judged_apart() -> None:
+    def made(table: str, *lines: Line) -> Run:
+        return Run(table, OURS, 0, 0.0, 10, 9.0, 0.0, 0, 0, 95, ((9.0, 0.0),), lines, 0.0, "m=1")
+
+    tables = {
+        name: {
+            "tolerance": 0.01,
+            "exhaustive_seconds": 100.0,
+            "num_candidates": 50,
+            "num_feasible": 40,
+            "num_whole_models": whole,
+        }
+        for name, whole in (("composed", 3), ("whole", 40))
+    }
+    runs = [made("composed", Line(50, False, 2.0), Line(92, True, 5.0)), made("whole", Line(95, True, 7.0))]
+    found = summarize(runs, tables)
+    assert found["strategies"][OURS]["seconds_to_confidence_90_median"] == 6.0
+    assert found["calibration"]["num_lines"] == 3
+    assert found["calibration_of_whole_models"]["num_lines"] == 1
+    only_whole = summarize(runs[1:], tables)
+    assert only_whole["calibration_of_whole_models"] is None
 
 
 def test_runs_on_any_tables_and_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

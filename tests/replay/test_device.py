@@ -41,6 +41,22 @@ def test_answers_depend_on_the_seed_and_not_on_the_order() -> None:
     assert RecordedDevice(recorded, seed=4)(plan(model, candidate, components)).components != together.components
 
 
+def test_a_component_that_is_measured_again_is_drawn_again_by_the_trials_number() -> None:
+    recorded = empty()
+    table = table_of(recorded)
+    component = table.components[0]
+    for run in range(40):
+        recorded.add(row(component, run, 0.01 + 1e-5 * run))
+
+    def answer(number: int, *, again: bool) -> float:
+        asked = plan(table.model, table.candidates[0], (component,), number).model_copy(update={"again": again})
+        return RecordedDevice(recorded, seed=3)(asked).components[0].device_seconds
+
+    assert answer(0, again=False) == answer(5, again=False)
+    assert answer(5, again=True) == answer(5, again=True)
+    assert len({answer(number, again=True) for number in range(8)}) > 4
+
+
 def test_a_block_that_waits_for_its_device_keeps_one_time() -> None:
     recorded = empty()
     component = table_of(recorded).components[0]

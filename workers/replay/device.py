@@ -42,9 +42,10 @@ class RecordedDevice:
     """A `Measure` over a table.
 
     The answer for a component is one of its recorded runs, drawn with a seed that is its own: it depends on neither
-    the order of trials nor a restart. With R runs, a run's distance from their mean is widened by sqrt(R / (R - 1)), as
-    a bootstrap of so few needs to have the variance that the runs show (Efron, 1982); a single run is moved by its own
-    standard error. What was never recorded is `unsupported`, and says so.
+    the order of trials nor a restart. Where a trial measures components again, its number joins that seed. With R runs,
+    a run's distance from their mean is widened by sqrt(R / (R - 1)), as a bootstrap of so few needs to have the
+    variance that the runs show (Efron, 1982); a single run is moved by its own standard error. What was never recorded
+    is `unsupported`, and says so.
     """
 
     def __init__(self, recording: Recording, *, seed: int, clock: VirtualClock | None = None) -> None:
@@ -66,12 +67,16 @@ class RecordedDevice:
         self.clock.advance(measurement.phases.total)
         return measurement
 
-    def draw(self, component: Component) -> ComponentRow | None:
-        """The run that stands for a component, with the recorded noise; null if it was never recorded."""
+    def draw(self, component: Component, again: int | None = None) -> ComponentRow | None:
+        """The run that stands for a component, with the recorded noise; null if it was never recorded.
+
+        `again` is the number of the trial that measures it another time.
+        """
         rows = self.recording.components.get(component)
         if not rows:
             return None
-        rng = np.random.default_rng([self._seed, zlib.crc32(component.key.encode())])
+        seed = [self._seed, zlib.crc32(component.key.encode())]
+        rng = np.random.default_rng(seed if again is None else [*seed, again])
         row = rows[int(rng.integers(len(rows)))]
         if row.figures is None:
             return row
@@ -97,7 +102,7 @@ class RecordedDevice:
         phases: list[PhaseSeconds] = []
         outcome, reason, failed = Outcome.OK, None, None
         for component in plan.components:
-            row = self.draw(component)
+            row = self.draw(component, plan.number if plan.again else None)
             if row is None:
                 outcome, reason, failed = Outcome.UNSUPPORTED, "never recorded", component
                 break

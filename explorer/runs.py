@@ -1,0 +1,100 @@
+"""All runs of one component: a component that was measured again has more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from explorer.components import Component
+from explorer.measurements import ComponentMeasurement
+
+SHORTEST_SECONDS = 1e-9  # of anything that a clock can show
+
+
+@dataclass(frozen=True)
+class ComponentRuns:
+    """Runs of a component in the order of their trials, at least one."""
+
+    runs: tuple[ComponentMeasurement, ...]
+
+    @property
+    def component(self) -> Component:
+        """What was run."""
+        return self.runs[0].component
+
+    @property
+    def first(self) -> ComponentMeasurement:
+        """The run that measured it first."""
+        return self.runs[0]
+
+    @cached_property
+    def log_seconds(self) -> float:
+        """Mean of the logarithms of the runs' device seconds."""
+        return float(np.mean(self._logs))
+
+    @cached_property
+    def squared_deviations(self) -> float:
+        """Sum of the squares of the logarithms' distances from their mean."""
+        return float(((self._logs - self.log_seconds) ** 2).sum())
+
+    @cached_property
+    def variance_within(self) -> float:
+        """Square of the relative standard error that a single run states of itself, in the mean over the runs."""
+        errors = [r.standard_error_seconds / max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs]
+        return float(np.mean(np.square(errors)))
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Geometric mean over the runs."""
+        return float(np.exp(np.mean([np.log(max(r.host_seconds, SHORTEST_SECONDS)) for r in self.runs])))
+
+    @property
+    def waits(self) -> bool:
+        """Whether host and device have one time, told twice: the block waits, or the host is the device."""
+        return all(r.host_seconds == r.device_seconds for r in self.runs)
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Saved, forward-peak and backward-peak bytes: the most that any run took."""
+        return (
+            max(r.saved_bytes for r in self.runs),
+            max(r.forward_peak_bytes for r in self.runs),
+            max(r.backward_peak_bytes for r in self.runs),
+        )
+
+    @cached_property
+    def _logs(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.log([max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs])
+
+
+class RunLog:
+    """The runs of every component, by the trial that made them, so that a trial that is read twice counts once."""
+
+    def __init__(self) -> None:
+        self._by_trial: dict[Component, dict[int, ComponentMeasurement]] = {}
+        self._runs: dict[Component, ComponentRuns] = {}
+
+    def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> bool:
+        """Keep what trial number `trial` measured; returns whether that is news."""
+        news = False
+        for measurement in found:
+            trials = self._by_trial.setdefault(measurement.component, {})
+            if trial not in trials:
+                trials[trial] = measurement
+                runs = tuple(trials[number] for number in sorted(trials))
+                self._runs[measurement.component] = ComponentRuns(runs)
+                news = True
+        return news
+
+    @property
+    def runs(self) -> dict[Component, ComponentRuns]:
+        """Of each component that was measured."""
+        return self._runs
+
+    def count(self, component: Component) -> int:
+        """How often a component was measured."""
+        found = self._runs.get(component)
+        return len(found.runs) if found else 0
