@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import Counter
@@ -196,3 +197,26 @@ def test_contexts_do_not_reach_beyond_their_end() -> None:
     assert dict(chain.runs) == before
     chain.gradients(out)
     assert chain.runs["product"] == before["product"] + 1
+
+
+def test_a_result_that_was_changed_in_place_is_kept() -> None:
+    w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    found = []
+    for products in (None, False):
+        with discarding(products=products) if products is not None else contextlib.nullcontext():
+            h = recomputable(torch.tanh, x)
+            h.add_(5.0)
+            out = h @ w
+        found.append(torch.autograd.grad(out.sum(), w)[0])
+    assert torch.equal(*found)
+
+
+def test_a_change_to_what_backward_starts_from_is_an_error() -> None:
+    w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with discarding(products=False):
+        out = recomputable(torch.tanh, x) @ w
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

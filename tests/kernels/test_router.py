@@ -110,3 +110,17 @@ def test_within_a_graph(norm: bool) -> None:
         found.append((weights.detach(), leaf.grad))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_gradient_that_others_hold_is_left_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    h, w, given = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((6, 8), (4, 8), (6, 8)))
+    h.requires_grad_()
+    scores, passed = score(h, w)
+    before = given.clone()
+    torch.autograd.backward([scores.sum(), passed.view(48)], [None, given.view(48)])
+    assert torch.equal(given, before)
+    assert h.grad is not None
+    assert torch.allclose(h.grad, before + w.detach().sum(0))
+    scores, passed = score(h, w)
+    (scores.sum() + passed.sum()).backward()  # an expanded gradient

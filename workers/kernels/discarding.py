@@ -28,8 +28,9 @@ Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 def discarding(*, products: bool) -> Iterator[None]:
     """What `recomputable` returns within is not kept for backward; matrix products only if `products`.
 
-    Gradients are those of the same kernels on the same numbers. The graph can be run through again if it is retained,
-    but not differentiated twice.
+    A result that was changed in place since it was announced is kept after all; a change to what a recipe starts from
+    is an error in backward, as it is for what autograd keeps. Gradients are those of the same kernels on the same
+    numbers. The graph can be run through again if it is retained, but not differentiated twice.
     """
     announced = _Announced(products)
     token = _ANNOUNCED.set(announced)
@@ -74,6 +75,7 @@ class _Recipe:
     def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: tuple[_Packed, ...]) -> None:
         self._function = function
         self._inputs = inputs
+        self._versions = tuple(packed._version if isinstance(packed, Tensor) else 0 for packed in inputs)
         self._num_saved = 0
         self._num_left = 0
         self._results: tuple[Tensor, ...] | None = None
@@ -87,6 +89,9 @@ class _Recipe:
         """All results, computed unless they are held."""
         if self._results is not None:
             return self._results
+        for packed, version in zip(self._inputs, self._versions, strict=True):
+            if isinstance(packed, Tensor) and packed._version != version:
+                raise RuntimeError("a tensor that backward recomputes from has been modified by an inplace operation")
         with torch.no_grad():
             found = self._function(*(_view(packed) for packed in self._inputs))
         results = found if isinstance(found, tuple) else (found,)
@@ -120,7 +125,7 @@ class _Announced:
 
     def __init__(self, products: bool) -> None:
         self.products = products
-        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, _Recipe, int]] = {}
+        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, int, _Recipe, int]] = {}
 
     def add(
         self,
@@ -135,7 +140,7 @@ class _Announced:
             storage = result.untyped_storage()
             key = id(storage)  # torch keeps one Python object for a storage for as long as the storage lives
             if key not in fresh:
-                self._found[key] = (weakref.ref(storage), result.dtype, recipe, i)
+                self._found[key] = (weakref.ref(storage), result.dtype, result._version, recipe, i)
                 fresh.add(key)
 
     def pack(self, tensor: Tensor) -> _Packed:
@@ -150,8 +155,8 @@ class _Announced:
         found = self._found.get(id(storage))
         if found is None:
             return tensor
-        reference, dtype, recipe, index = found
-        if reference() is not storage or tensor.dtype is not dtype:
+        reference, dtype, version, recipe, index = found
+        if reference() is not storage or tensor.dtype is not dtype or tensor._version != version:
             return tensor
         return _Discarded(recipe, index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 

@@ -73,8 +73,11 @@ class _Score(Function):
     def backward(ctx: Any, grad_TE: Tensor, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
         h_TD, w_router = ctx.saved_tensors
         needs_h, needs_w = ctx.needs_input_grad
-        # In place: the gradient was made by the experts' backward, which kept no reference to it.
-        grad_h = grad_TD.addmm_(grad_TE, w_router) if needs_h else None
+        grad_h = None
+        if needs_h:
+            # In place: experts make a gradient of their own. What only passes another's on is a view or expanded.
+            is_own = grad_TD.is_contiguous() and not grad_TD._is_view()
+            grad_h = grad_TD.addmm_(grad_TE, w_router) if is_own else torch.addmm(grad_TD, grad_TE, w_router)
         return grad_h, grad_TE.t() @ h_TD if needs_w else None
 
 

@@ -7,10 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.kernels.jit import kernel
+from workers.kernels.triton_support import launched_where_it_lies
 
 _ELEMENTS = 4096  # scores a program holds
 
 
+@launched_where_it_lies
 def route(
     scores_TE: Tensor, forced_TK: Tensor, norm_topk_prob: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,6 +39,7 @@ def route(
     return routes, weights, normalizers
 
 
+@launched_where_it_lies
 def route_backward(scores_TE: Tensor, routes_TK: Tensor, normalizers: Tensor, grad_TK: Tensor) -> Tensor:
     """The gradient of the scores."""
     num_tokens, num_experts = scores_TE.shape

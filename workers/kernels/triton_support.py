@@ -7,10 +7,14 @@ import functools
 import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from workers.kernels.probe import failure_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OLDEST_CAPABILITY = (8, 0)
 _BULK_COPY_CAPABILITY = (9, 0)
@@ -63,6 +67,25 @@ def fits_bulk_copies(*tensors: torch.Tensor) -> bool:
     )
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous from a multiple of 16 bytes on, as descriptors want it; a slice of a flat parameter may not be."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % _BULK_COPY_BYTES == 0 else tensor.clone()
+
+
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device: make it this one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def launched_where_it_lies(
+    function: Callable[Concatenate[torch.Tensor, P], R],
+) -> Callable[Concatenate[torch.Tensor, P], R]:
+    """`function`, whose kernels run on the device of its first tensor, whichever device is the current one."""
+
+    @functools.wraps(function)
+    def launch(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with launching_on(first.device):
+            return function(first, *args, **kwargs)
+
+    return launch

@@ -18,7 +18,7 @@ class ExpertFFN(Protocol):
 
     Takes x (T, D), routes (T, K) int64 with K distinct experts a token, weights (T, K) in x's dtype, w_in (E, D, H), or
     (E, D, 2H) with the gate in front of the up projection, w_out (E, H, D). Returns (T, D). Differentiable in all
-    but the routes.
+    but the routes; the gradient of x is a tensor of its own, which the caller may add to in place.
     """
 
     def __call__(

@@ -16,6 +16,7 @@ from workers.kernels.experts.fused.hopper.support import has_hopper_kernels
 from workers.kernels.experts.fused.layouts import Layout, Operand
 from workers.kernels.experts.fused.order import Order, gather_rows, gather_tiles, order_pairs, sum_pairs
 from workers.kernels.experts.fused.tiles import FusedTiles, default_tiles
+from workers.kernels.triton_support import aligned, launched_where_it_lies
 
 
 def fused_ffn(
@@ -68,6 +69,7 @@ class Gradients(NamedTuple):
     w_out: Tensor | None
 
 
+@launched_where_it_lies
 def run_forward(
     x_TD: Tensor,
     routes_TK: Tensor,
@@ -95,6 +97,7 @@ def run_forward(
     return out, None if pre is None else Kept(pre, order.buffer)
 
 
+@launched_where_it_lies
 def run_backward(
     grad_TD: Tensor,
     x_TD: Tensor,
@@ -143,7 +146,7 @@ class _FusedFFN(Function):
         tiles: FusedTiles,
         keep: bool,
     ) -> Tensor:
-        x_TD, weights_TK, w_in, w_out = (t.contiguous() for t in (x_TD, weights_TK, w_in, w_out))
+        x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (x_TD, weights_TK, w_in, w_out))
         out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
         if kept is not None:
             order = kept.order
@@ -162,7 +165,7 @@ class _FusedFFN(Function):
         x_TD, weights_TK, w_in, w_out, *kept = ctx.saved_tensors
         needs_x, _, needs_weights, needs_w_in, needs_w_out = ctx.needs_input_grad[:5]
         found = run_backward(
-            grad_TD.contiguous(),
+            aligned(grad_TD),
             x_TD,
             weights_TK,
             w_in,
@@ -175,6 +178,7 @@ class _FusedFFN(Function):
         return found.x, None, found.weights, found.w_in, found.w_out, None, None, None
 
 
+@launched_where_it_lies
 def _pre(
     x_TD: Tensor,
     weights_TK: Tensor,

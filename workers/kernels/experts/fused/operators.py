@@ -13,6 +13,7 @@ from torch import Tensor
 from workers.kernels.activations import Activation
 from workers.kernels.experts.fused.function import Kept, run_backward, run_forward, tiles_for
 from workers.kernels.experts.fused.order import order_size
+from workers.kernels.triton_support import aligned
 
 
 @torch.library.custom_op(
@@ -31,7 +32,7 @@ def fused_experts(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output (T, D) and, with `keep`, both parts of `Kept`; empty tensors without."""
-    x_TD, weights_TK, w_in, w_out = (t.contiguous() for t in (x_TD, weights_TK, w_in, w_out))
+    x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (x_TD, weights_TK, w_in, w_out))
     tiles = tiles_for(routes_TK, w_in, w_out)
     out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
     if kept is None:
@@ -69,7 +70,7 @@ def fused_experts_backward(
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, the routing weights, w_in and w_out."""
-    grad_TD, x_TD, weights_TK, w_in, w_out = (t.contiguous() for t in (grad_TD, x_TD, weights_TK, w_in, w_out))
+    grad_TD, x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (grad_TD, x_TD, weights_TK, w_in, w_out))
     tiles = tiles_for(weights_TK, w_in, w_out)
     found = run_backward(grad_TD, x_TD, weights_TK, w_in, w_out, Kept(pre, order), activation, tiles)
     assert found.x is not None

@@ -15,11 +15,10 @@ from torch.autograd.function import once_differentiable
 from workers.kernels.experts.hopper.counter import tile_counter
 from workers.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
 from workers.kernels.experts.rows import Rows
-from workers.kernels.triton_support import launching_on, num_multiprocessors
+from workers.kernels.triton_support import aligned, launching_on, num_multiprocessors
 
 ALIGNMENT = 8
 """K and N are multiples of this: rows of bulk copies start at multiples of 16 bytes."""
-_ALIGNED_BYTES = 16
 _FEWEST_EXPERTS = 32
 _WARPS_OF_A_GROUP = 4
 
@@ -39,7 +38,7 @@ def multiply_rows(
     """
     from workers.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
 
-    x_RK, w = _aligned(x_RK), _aligned(w)
+    x_RK, w = aligned(x_RK), aligned(w)
     num_rows, k = x_RK.shape
     num_experts, n = w.shape[0], w.shape[1] if transposed else w.shape[2]
     assert w.shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
@@ -74,7 +73,7 @@ def sum_over_rows(
     """Each expert's x^T grad over its rows: (R, K) and (R, N) to (E, K, N); zero for an expert without rows."""
     from workers.kernels.experts.hopper.weights_kernel import weights_kernel  # noqa: PLC0415 - imports Triton
 
-    x_RK, grad_RN = _aligned(x_RK), _aligned(grad_RN)
+    x_RK, grad_RN = aligned(x_RK), aligned(grad_RN)
     num_rows, k = x_RK.shape
     num_experts, n = ends.shape[0], grad_RN.shape[1]
     out = x_RK.new_empty(num_experts, k, n) if out is None else out
@@ -116,7 +115,7 @@ class HopperGemm(Function):
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """The gradients of x and w."""
         x_RK, w_EKN, ends = ctx.saved_tensors
-        grad_RN = _aligned(grad_RN)
+        grad_RN = aligned(grad_RN)
         grad_x = multiply_rows(grad_RN, w_EKN, ends, transposed=True) if ctx.needs_input_grad[0] else None
         grad_w = sum_over_rows(x_RK, grad_RN, ends) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None
@@ -157,9 +156,3 @@ def _described(tensor: Tensor, block: list[int]) -> Any:
 
     dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous from a multiple of 16 bytes on, as tensor maps want it."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % _ALIGNED_BYTES == 0 else tensor.clone()
