@@ -33,6 +33,7 @@ from benchmarks.sustained import sustained_matmul
 from explorer.hardware import HardwareSpec
 from explorer.models import DType
 from workers.profiler.cuda_timing import CudaTimer
+from workers.profiler.failures import classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
 from workers.profiler.timing import TimingBudget
 
@@ -55,7 +56,7 @@ TOLERANCE = 1e-2
 FULL_SECONDS, QUICK_SECONDS, VARIANTS_SECONDS = 330.0, 80.0, 240.0
 """No case starts after these; what was left out is named in the results."""
 SLOWEST_PASS_SECONDS = 1.0
-"""A contender that takes longer for one forward and backward has that one time recorded."""
+"""A contender whose warm-up takes longer is not timed."""
 
 
 class KernelTimer(CudaTimer):
@@ -147,10 +148,11 @@ def time_contender(name: str, given: Problem, timer: KernelTimer) -> dict[str, A
         if time.perf_counter() - started > SLOWEST_PASS_SECONDS:
             return run | {"outcome": "too_slow"}
         timing = timer.time(passes)
-    except torch.cuda.OutOfMemoryError:
-        return run | {"outcome": "out_of_memory"}
-    except Exception as error:  # noqa: BLE001 - whatever a back end raises is its outcome
-        return run | {"outcome": "unsupported", "reason": str(error).strip().splitlines()[0]}
+    except Exception as error:  # whatever a back end raises is its outcome, unless no other can run any more
+        if is_poisoned(given.x.device):
+            raise
+        outcome, reason = classify(error)
+        return run | {"outcome": outcome.value, "reason": reason}
     finally:
         if name in ("bmm", "block_sparse"):  # their operands are large and their own
             passes = None  # type: ignore[assignment]

@@ -12,9 +12,9 @@ _MOST_REGISTERS = 248
 _MOST_CONSUMER_REGISTERS = 240
 _WIDEST_INSTRUCTION_REGISTERS = 154
 """What ptxas asks for to hold 64 x 256 sums of a warpgroup; with fewer at the start it refuses the instruction."""
-_SEARCH_REGISTERS = {256: 56}
-"""Of the producer, by the most experts whose bounds it holds; more experts need `_MANY_EXPERTS_REGISTERS`."""
-_MANY_EXPERTS_REGISTERS = 104
+_MANY_EXPERTS = 256
+_SEARCH_REGISTERS, _MANY_EXPERTS_REGISTERS = 56, 104
+"""Of the producer, which holds the bounds of all experts, up to so many of them and beyond."""
 _BARRIER_BYTES = 1024
 _SHARED_BYTES = 227 * 1024
 
@@ -72,7 +72,7 @@ class HopperTiles:
         """Registers a thread of the producer's warpgroup."""
         if self.consumers == 3:
             return 32
-        return next((r for most, r in _SEARCH_REGISTERS.items() if num_experts <= most), _MANY_EXPERTS_REGISTERS)
+        return _SEARCH_REGISTERS if num_experts <= _MANY_EXPERTS else _MANY_EXPERTS_REGISTERS
 
     def consumer_registers(self, num_experts: int) -> int:
         """Registers a thread of a consumer: what the producer leaves."""
