@@ -10,6 +10,8 @@ at its own best micro-batch under the same limit and the same means. Training st
 (ZeRO-3); communication is not in the time.
 
 A file that exists is continued: its models are kept, dense ones included, and those that are left out are measured.
+With `--reuse OTHER`, what does not depend on attention is taken from another such file of the same shape and device,
+so that a table with another attention back end costs only the attention.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.bta_composition import LIMITS_GIB, best_candidates
-from benchmarks.continuation import begin
+from benchmarks.continuation import begin, load_similar
 from benchmarks.environment import describe_environment, write_results
 from explorer.candidates import Candidate
-from explorer.components import Component
+from explorer.components import Component, ComponentKind
 from explorer.hardware import DeviceReport
 from explorer.measurements import ComponentMeasurement, Outcome
 from explorer.requests import ExplorationRequest
@@ -41,6 +43,8 @@ TOP_K = (1, 2, 4, 8)
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 TILES = (1, 2, 4, 8, 16)
 TIMEOUT_SECONDS = 60.0
+SHARED = {ComponentKind.ATTENTION, ComponentKind.EMBEDDING, ComponentKind.HEAD}
+"""What these models have in common."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-devices", type=int, default=64)
     parser.add_argument("--max-micro-batch-size", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=540.0, help="stop measuring after this time")
+    parser.add_argument("--reuse", type=Path, help="a file to take all but attention from")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.seconds
@@ -65,15 +70,21 @@ def main(arguments: list[str] | None = None) -> int:
         fresh = {
             "environment": describe_environment(),
             "hardware": profiler.hardware().model_dump(mode="json"),
-            "shape": {name: value for name, value in vars(options).items() if name not in {"out", "seconds"}},
+            "shape": {name: value for name, value in vars(options).items() if name not in {"out", "seconds", "reuse"}},
             "rows": [],
             "shared": [],
         }
+        other = None
         try:
             found = begin(options.out, fresh, same=("shape",))
+            if options.reuse is not None:
+                other = load_similar(options.reuse, fresh, same=("shape",), other=("shape.attention",))
+                found["reused"] = {"file": options.reuse.name, "continued": other.get("continued", [])}
         except ValueError as error:
             parser.error(str(error))
         bench = Bench(options, profiler, found)
+        if other is not None:
+            bench.reuse(other)
         if found["rows"]:
             print(f"{options.out}: {bench.count} are kept and not measured again")
         for num_experts, top_k in bench.missing():
@@ -98,6 +109,7 @@ class Bench:
         shared = (ComponentMeasurement.model_validate(each) for each in found["shared"])
         self._shared = {measured.component: measured for measured in shared}
         self._dense = {row["top_k"]: row["best"] for row in self.rows if row["num_experts"] is None}
+        self._reused: dict[tuple[int | None, int], dict[Component, ComponentMeasurement]] = {}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -133,24 +145,35 @@ class Bench:
         shared = [measured.model_dump(mode="json") for measured in self._shared.values()]
         return self._found | {"shared": shared, "left_out": self.left_out}
 
+    def reuse(self, other: dict[str, Any]) -> None:
+        """Take what `other` has measured of everything but attention."""
+
+        def taken(measured: Iterable[dict[str, Any]]) -> dict[Component, ComponentMeasurement]:
+            found = map(ComponentMeasurement.model_validate, measured)
+            return {each.component: each for each in found if each.component.kind is not ComponentKind.ATTENTION}
+
+        self._shared |= taken(other["shared"])
+        self._reused = {(row["num_experts"], row["top_k"]): taken(row["components"]) for row in other["rows"]}
+
     def add(self, num_experts: int | None, top_k: int) -> None:
         """Measure one model; the dense one of a top_k comes first, without experts."""
         request = self._request(num_experts, top_k)
         report = self._profiler.begin(request)
         self._report = report
         table = self._table(request, report)
+        known = self._shared | self._reused.get((num_experts, top_k), {})
         own: dict[Component, ComponentMeasurement] = {}
         failed: dict[Component, str] = {}
         for component in table.components:
-            if component in self._shared:
-                own[component] = self._shared[component]
+            if component in known:
+                own[component] = known[component]
                 continue
             row = int(np.flatnonzero(table.uses_CK[:, table.column[component]])[0])
             found = self._profiler.measure(self._plan(request, table.candidates[row], component))
             if found.outcome is Outcome.OK:
                 own[component] = found.components[0]
-                if component.kind.value in {"attention", "embedding", "head"}:
-                    self._shared[component] = found.components[0]
+                if component.kind in SHARED:
+                    known[component] = self._shared[component] = found.components[0]
             else:
                 failed[component] = f"{found.outcome}: {found.reason}"
         best = best_candidates(request, report, table, own)

@@ -26,13 +26,26 @@ def begin(path: Path, fresh: dict[str, Any], *, same: Iterable[str]) -> dict[str
     if not path.exists():
         return fresh
     recorded = _load(path)
-    found = list(_differences("", _identity(recorded, same), _identity(fresh, same)))
+    found = _all_differences(recorded, fresh, same)
     if found:
-        raise ValueError(
-            f"{path} is of another run: {'; '.join(found)}. Remove the file to measure anew, or name another."
-        )
+        said = "; ".join(found.values())
+        raise ValueError(f"{path} is of another run: {said}. Remove the file to measure anew, or name another.")
     day = datetime.now(UTC).isoformat(timespec="seconds")
     return fresh | recorded | {"continued": [*recorded.get("continued", []), day]}
+
+
+def load_similar(path: Path, fresh: dict[str, Any], *, same: Iterable[str], other: Iterable[str]) -> dict[str, Any]:
+    """The results of another run that is the same as `fresh` but for the fields `other`, such as `shape.attention`.
+
+    Raises:
+        ValueError: it differs in more than those, or is no results.
+    """
+    recorded = _load(path)
+    found = _all_differences(recorded, fresh, same)
+    said = "; ".join(text for name, text in found.items() if name not in set(other))
+    if said:
+        raise ValueError(f"nothing of {path} can be taken: {said}")
+    return recorded
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -56,18 +69,23 @@ def _identity(results: dict[str, Any], same: Iterable[str]) -> dict[str, Any]:
     return identity
 
 
-def _differences(name: str, recorded: Any, wanted: Any) -> Iterator[str]:
-    """`shape.num_layers 16 instead of 8`, for all that is recorded and not as wanted."""
+def _all_differences(recorded: dict[str, Any], fresh: dict[str, Any], same: Iterable[str]) -> dict[str, str]:
+    names = tuple(same)
+    return dict(_differences("", _identity(recorded, names), _identity(fresh, names)))
+
+
+def _differences(name: str, recorded: Any, wanted: Any) -> Iterator[tuple[str, str]]:
+    """`shape.num_layers` with `shape.num_layers 16 instead of 8`, for all that is recorded and not as wanted."""
     if not (isinstance(recorded, dict) and isinstance(wanted, dict)):
         if recorded != wanted:
-            yield f"{name} {_short(recorded)} instead of {_short(wanted)}"
+            yield name, f"{name} {_short(recorded)} instead of {_short(wanted)}"
         return
     for key, value in recorded.items():
         inner = f"{name}.{key}" if name else key
         if key in wanted:
             yield from _differences(inner, value, wanted[key])
         else:
-            yield f"{inner} {_short(value)} instead of none"
+            yield inner, f"{inner} {_short(value)} instead of none"
 
 
 def _short(value: Any) -> str:

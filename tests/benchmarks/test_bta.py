@@ -99,7 +99,7 @@ def test_a_table_is_completed_by_starting_again(
     assert "2 of 4 models are kept" in capsys.readouterr().out
     shared = {row["component"]["kind"] for row in first["shared"]}
     assert shared == {"attention", "embedding", "head"}
-    assert not {"attention", "embedding", "head"} & {key.split()[1].split("/")[0] for key in device.measured}
+    assert not {"attention", "embedding", "head"} & {key.split()[1].split("(")[0] for key in device.measured}
     assert before
 
     third = _run(out)
@@ -150,6 +150,27 @@ def test_a_component_that_fails_is_recorded_with_its_reason(tmp_path: Path, monk
     assert not dense["failed"]
     assert set(sparse["failed"].values()) == {"crashed: illegal memory access"}
     assert not any(sparse["best"].values())
+
+
+def test_another_attention_back_end_costs_only_the_attention(tmp_path: Path, device: type[Device]) -> None:
+    first = _run(tmp_path / "bta.json", "--attention", "cudnn")
+    device.measured.clear()
+    second = _run(tmp_path / "efficient.json", "--attention", "efficient", "--reuse", str(tmp_path / "bta.json"))
+    assert {key.split()[1].split("(")[0] for key in device.measured} == {"attention"}
+    assert _models(second) == ALL
+    assert second["reused"]["file"] == "bta.json"
+    for before, after in zip(first["rows"], second["rows"], strict=True):
+        assert before["components"] == after["components"]
+        assert before["best"]["40GiB/plain"]["candidate"]["attention_backend"] == "cudnn"
+        assert after["best"]["40GiB/plain"]["candidate"]["attention_backend"] == "efficient"
+
+
+@pytest.mark.usefixtures("device")
+def test_a_table_of_another_shape_is_not_reused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(tmp_path / "bta.json", "--seconds", "0.5")
+    with pytest.raises(SystemExit):
+        _run(tmp_path / "math.json", "--hidden-size", "1024", "--reuse", str(tmp_path / "bta.json"))
+    assert "shape.hidden_size 2048 instead of 1024" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("device")
