@@ -8,8 +8,8 @@ the model that a user trains does. At each micro-batch, a step of two accumulate
 logits, backward) and torch's fused AdamW without master weights is timed with LlamaForCausalLM or OlmoeForCausalLM
 (SDPA, no cache, `grouped_mm` experts where the version has them) in a process of its own, then with the product's
 default back ends, by component and whole. Curves are tokens/s over the whole effective batch, relative to the smallest
-micro-batch. Parameters are counted on both sides and must agree. The router of transformers' model routes as its random
-weights say, the product's uniformly: the busiest expert's load stands beside the times.
+micro-batch. Parameters are counted on both sides and must agree. Routers run on both sides, and both send tokens where
+the request's routing says: what transformers' random routers would do stands beside the times.
 
 Needs transformers (4.57 or 5), which the product itself does not: `pip install transformers`. An existing `--out` of
 the same device and versions is continued; after `--seconds` no further case is begun.
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("configs", nargs="*", type=Path, default=CONFIGS)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no further case after so long")
+    parser.add_argument("--seconds", type=float, default=480.0, help="begin no further case after so long")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     if find_spec("transformers") is None:
@@ -71,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     deadline = time.monotonic() + options.seconds
     sizes = sorted(set(options.micro_batch_sizes))
-    if options.device.startswith("cuda"):  # both sides allocate alike
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", CHILD_DEFAULTS["PYTORCH_CUDA_ALLOC_CONF"])
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # else the newer name of the same setting
+        os.environ |= CHILD_DEFAULTS | os.environ  # both sides number devices, allocate and wait alike
     results: dict[str, Any] = {}
     for path in options.configs:
         request = prepare(parse_request(load_document(path.read_text())))
@@ -141,7 +141,13 @@ class Curve:
             if not self._may(side, size):
                 continue
             found = isolated.call(
-                time_training, self._request.model, size, self._device, self._request.seed, seconds=TIMEOUT_SECONDS
+                time_training,
+                self._request.model,
+                size,
+                self._device,
+                self._request.routing,
+                self._request.seed,
+                seconds=TIMEOUT_SECONDS,
             )
             if isinstance(found, Lost):
                 outcome = Outcome.TIMED_OUT if found.timed_out else Outcome.CRASHED
@@ -226,8 +232,8 @@ class Curve:
                 found["micro_step_seconds"], found["optimizer_seconds"], size, self._request.model, self._request
             )
             row["tokens_per_second"] = step.tokens_per_second
-        if side != "transformers" and self._request.model.moe is not None:
-            row["experts"] = self._candidate(size).expert_backend
+        if self._request.model.moe is not None:
+            row.setdefault("experts", self._candidate(size).expert_backend)
             row["imbalance"] = self._imbalance(size)
         self.rows.append(row)
         self._keep()
@@ -248,12 +254,13 @@ def describe(row: dict[str, Any]) -> str:
     head = f"{row['name']:<16} m={row['micro_batch_size']:<3} {row['side']:<13}"
     if row["outcome"] != Outcome.OK:
         return f"{head}{row['outcome']}: {row['reason']}"
-    peak, imbalance = row.get("peak_bytes"), row.get("imbalance")
+    peak, imbalance, own = row.get("peak_bytes"), row.get("imbalance"), row.get("own_imbalance")
     return (
         f"{head}micro-step {1e3 * row['micro_step_seconds']:9.2f} ms, optimizer {1e3 * row['optimizer_seconds']:7.2f} "
         f"ms, {row['tokens_per_second']:9.0f} tokens/s"
         + (f", peak {peak / 2**30:.2f} GiB" if peak else "")
         + (f", {row['experts']}, busiest expert {imbalance:.2f}x the mean" if imbalance else "")
+        + (f" ({own:.2f}x by its own router)" if own else "")
     )
 
 

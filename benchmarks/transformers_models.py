@@ -19,15 +19,19 @@ from torch import Tensor, nn
 
 from benchmarks.isolation import Spoilt
 from explorer.models import ModelSpec
+from explorer.routing import RoutingSpec
 from workers.kernels.dtypes import torch_dtype
 from workers.layers.decoder import parameter_shapes
 from workers.layers.factory import random_tokens
+from workers.layers.routes import device_routes
 from workers.profiler.timing import collector_paused, standard_error
 from workers.profiler.whole_model_trial import MAX_STEPS, MICRO_STEPS, MIN_STEPS, TIMED_SECONDS
 
 EXPERTS = "grouped_mm"
 """Asked of versions that have a choice; the others loop over their experts."""
-LEARNING_RATE = 0.0  # the same work, and a router that goes on as it began
+LEARNING_RATE = 0.0  # the same work, and weights that stay as they are
+NOT_ROUTED = -30.0
+"""Added to the logit of an expert that a token must not take; bf16 keeps it apart from any logit of random weights."""
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
@@ -107,12 +111,15 @@ def build(model: ModelSpec, device: torch.device) -> nn.Module:
     return built.train()
 
 
-def time_training(model: ModelSpec, micro_batch_size: int, device_name: str, seed: int) -> dict[str, Any] | Spoilt:
+def time_training(
+    model: ModelSpec, micro_batch_size: int, device_name: str, routing: RoutingSpec, seed: int
+) -> dict[str, Any] | Spoilt:
     """Train a few steps of accumulated micro-steps, as whole-model trials do, and time them back to back.
 
     Seconds are medians, of a micro-step (forward, loss, backward) and of an optimizer step (torch's fused AdamW on
-    parameters, gradients and moments in the model's dtype, and the zeroing of the gradients). `imbalance` is the
-    tokens of the busiest expert over the mean, averaged over the layers.
+    parameters, gradients and moments in the model's dtype, and the zeroing of the gradients). Experts
+    get the tokens that `routing` and `seed` give them in the product's models. `own_imbalance` is what the random
+    routers do when left alone: tokens of the busiest expert over the mean, averaged over the layers.
 
     Raises:
         ValueError: as `build`.
@@ -120,7 +127,7 @@ def time_training(model: ModelSpec, micro_batch_size: int, device_name: str, see
     device = torch.device(device_name)
     torch.manual_seed(seed)
     try:
-        return {"outcome": "ok", **_Training(model, micro_batch_size, device).time()}
+        return {"outcome": "ok", **_Training(model, micro_batch_size, device, routing, seed).time()}
     except torch.OutOfMemoryError as error:
         return Spoilt({"outcome": "out_of_memory", "reason": str(error).partition("\n")[0]})
     finally:
@@ -130,12 +137,16 @@ def time_training(model: ModelSpec, micro_batch_size: int, device_name: str, see
 
 
 class _Training:
-    def __init__(self, model: ModelSpec, micro_batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelSpec, micro_batch_size: int, device: torch.device, routing: RoutingSpec, seed: int
+    ) -> None:
         self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._model = build(model, device)
-        self._is_sparse = model.moe is not None
+        self._routes: Tensor | None = None
+        if model.moe is not None:
+            self._routes = device_routes(model, routing, micro_batch_size * model.seq_length, seed, device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=True)
         shape = (micro_batch_size, model.seq_length)
         self._batches = [random_tokens(model, shape, device) for _ in range(MICRO_STEPS)]
@@ -145,6 +156,9 @@ class _Training:
             loss = self._step()[-1].item()
         if not math.isfinite(loss):
             raise ValueError(f"the loss of {type(self._model).__name__} is {loss}")
+        if self._routes is not None:
+            impose_routes(self._model, self._routes)
+        self._step()
         self._synchronize()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -162,8 +176,10 @@ class _Training:
         return {
             "class": type(self._model).__name__,
             "attention": config._attn_implementation,
-            "experts": (getattr(config, "_experts_implementation", None) or "eager") if self._is_sparse else None,
-            "imbalance": statistics.fmean(loads) if loads else None,
+            "experts": (getattr(config, "_experts_implementation", None) or "eager")
+            if self._routes is not None
+            else None,
+            "own_imbalance": statistics.fmean(loads) if loads else None,
             "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
             "loss": loss,
             "micro_step_seconds": statistics.median(micro_steps),
@@ -200,31 +216,55 @@ def _seconds(start: Any, end: Any) -> float:
     return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1e3
 
 
+def impose_routes(model: nn.Module, routes_TK: Tensor) -> None:
+    """Have every router run, and every token go where `routes_TK` says, weighted as the router weighs these experts.
+
+    Random weights are no trained router: deep in the model they send most tokens to the same few experts.
+    """
+    config: Any = model.config
+    dtype = next(model.parameters()).dtype
+    offset_TE = torch.full((len(routes_TK), config.num_experts), NOT_ROUTED, dtype=dtype, device=routes_TK.device)
+    offset_TE.scatter_(1, routes_TK, 0.0)
+
+    def impose(_: nn.Module, __: Any, found: Any) -> Any:
+        if isinstance(found, Tensor):
+            return found + offset_TE
+        logits_TE, weights_TK, _ = found
+        chosen_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, routes_TK)
+        if config.norm_topk_prob:
+            chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
+        return logits_TE, chosen_TK.to(weights_TK.dtype), routes_TK
+
+    for router in _routers(model):
+        router.register_forward_hook(impose)
+
+
 @contextmanager
 def expert_loads(model: nn.Module) -> Iterator[list[float]]:
-    """The tokens of the busiest expert over the mean, one number for each router that runs.
-
-    Routers are the modules called `mlp.gate`: a linear layer with the logits of all experts (4.57), or a module whose
-    result has the chosen experts as its only integers (5).
-    """
+    """The tokens of the busiest expert over the mean, one number for each router that runs."""
     loads: list[float] = []
     config: Any = model.config
-    num_experts, top_k = getattr(config, "num_experts", 0), getattr(config, "num_experts_per_tok", 0)
 
     def note(_: nn.Module, __: Any, found: Any) -> None:
-        parts = found if isinstance(found, tuple) else (found,)
-        chosen = next((part for part in parts if not part.is_floating_point()), None)
-        if chosen is None:
-            chosen = parts[0].topk(top_k, dim=-1).indices
-        counts = torch.bincount(chosen.flatten(), minlength=num_experts)
-        loads.append(float(counts.max()) * num_experts / chosen.numel())
+        chosen = found.topk(config.num_experts_per_tok, dim=-1).indices if isinstance(found, Tensor) else found[-1]
+        counts = torch.bincount(chosen.flatten(), minlength=config.num_experts)
+        loads.append(float(counts.max()) * config.num_experts / chosen.numel())
 
-    hooks = [module.register_forward_hook(note) for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [router.register_forward_hook(note) for router in _routers(model)]
     try:
         yield loads
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """The modules called `mlp.gate`.
+
+    In 4.57 a linear layer, whose block takes the top-k of the logits that it returns; in 5 a module that returns
+    logits (T, E), weights (T, K) and experts (T, K).
+    """
+    return [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
 
 
 @contextmanager

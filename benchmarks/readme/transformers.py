@@ -49,16 +49,16 @@ def apart(found: dict[str, Any]) -> str:
 
 
 def _loads(rows: list[dict[str, Any]], model: str) -> str:
-    """The busiest expert's load on both sides, and with what experts it was met."""
-    mine = [row for row in rows if row["name"] == model and row.get("imbalance")]
+    """Both sides' experts, how evenly they are loaded, and how transformers' own routers would load them."""
+    mine = [row for row in rows if row["name"] == model and row["outcome"] == "ok" and row.get("imbalance")]
     theirs = [row for row in mine if row["side"] == REFERENCE]
     ours = [row for row in mine if row["side"] != REFERENCE]
     if not theirs or not ours:
         return ""
     return (
-        f" (experts `{theirs[0]['experts']}` and `{ours[0]['experts']}`; the busiest has up to "
-        f"{max(row['imbalance'] for row in theirs):.2f}x the mean load in transformers' model, "
-        f"{max(row['imbalance'] for row in ours):.2f}x in `bexp`'s)"
+        f" (experts `{theirs[0]['experts']}` and `{ours[0]['experts']}`; both route alike, the busiest expert has up "
+        f"to {max(row['imbalance'] for row in mine):.2f}x the mean load; transformers' random routers would give it "
+        f"{max(row['own_imbalance'] for row in theirs):.1f}x)"
     )
 
 

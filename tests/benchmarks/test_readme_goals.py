@@ -194,7 +194,7 @@ def test_curves_are_relative_and_say_how_far_they_are_apart() -> None:
         "tiny-llama: the whole model keeps within 10.0% of transformers' curve, whose model loses 0.0% at micro-batch 4"
     ) in text
     assert "the sum of components keeps within 93.8% of transformers' curve, whose model loses 75.0% at" in text
-    assert "x the mean load in transformers' model" in text
+    assert "(experts `grouped_mm` and `grouped_mm`; both route alike, the busiest expert has up to 1." in text
     assert "keeps within 10.0%" in of_transformers(found)[0][-1]
     for row in found["rows"]:
         if (row["side"], row["micro_batch_size"]) == ("transformers", 4):

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from benchmarks import transformers_curve, transformers_models
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.transformers_curve import Curve, main, prepare
-from benchmarks.transformers_models import build, config_of, expert_loads, time_training
+from benchmarks.transformers_models import build, config_of, expert_loads, impose_routes, time_training
 from explorer.measurements import Measurement, Outcome
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
+from explorer.routing import RoutingSpec
 from explorer.trials import TrialKind, TrialPlan
 from tests.explorer.simulator import SimulatedDevice, report
+from workers.launcher import CHILD_DEFAULTS
 
 DENSE: dict[str, Any] = {
     "name": "tiny",
@@ -127,6 +129,7 @@ class _Gate(nn.Module):
     def __init__(self, result: str) -> None:
         super().__init__()
         self.result = result
+        self.weight = nn.Parameter(torch.zeros(8, 4))
 
     def forward(self, x_TD: Tensor) -> Any:
         logits = torch.arange(8.0).flip(0).expand(len(x_TD), 8)
@@ -141,11 +144,37 @@ def test_the_busiest_expert_is_found_in_what_the_router_returns(result: str) -> 
     layer = nn.Module()
     layer.mlp = nn.Module()
     layer.mlp.gate = _Gate(result)
-    layer.config = SimpleNamespace(num_experts=8, num_experts_per_tok=2)  # type: ignore[assignment]
+    layer.config = SimpleNamespace(num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)  # type: ignore[assignment]
     with expert_loads(layer) as loads:
-        layer.mlp.gate(torch.zeros(10, 4))
-    layer.mlp.gate(torch.zeros(10, 4))
-    assert loads == [4.0]  # all ten tokens on each of two experts, where 2.5 is the mean
+        layer.mlp.gate(torch.zeros(12, 4))
+    layer.mlp.gate(torch.zeros(12, 4))
+    impose_routes(layer, torch.arange(24).view(12, 2) % 8)
+    with expert_loads(layer) as imposed:
+        found = layer.mlp.gate(torch.zeros(12, 4))
+    assert loads == [4.0]  # all tokens on each of two experts, where a quarter of them is the mean
+    assert imposed == [1.0]
+    if result == "indices":
+        assert found[1].sum(-1) == pytest.approx(torch.ones(12))
+        assert found[1][0] == pytest.approx(torch.tensor([7.0, 6.0]).softmax(-1))
+
+
+def test_a_models_tokens_go_where_they_are_sent_and_its_routers_learn() -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = build(ModelSpec.model_validate(SPARSE), CPU)
+    impose_routes(model, torch.tensor([[1, 4]]).expand(64, 2))
+    tokens = torch.randint(128, (2, 32))
+    with expert_loads(model) as loads:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert loads == [4.0, 4.0]
+    touched = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert {name for name, _ in model.named_parameters() if "mlp.gate" in name} <= touched
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.down_proj"):  # one tensor for all experts, as of version 5
+            assert parameter.grad is not None
+            assert parameter.grad.flatten(1).abs().sum(1).nonzero().flatten().tolist() == [1, 4]
+        elif ".experts." in name and name.endswith("down_proj.weight"):
+            assert (name in touched) == (name.split(".experts.")[1].split(".")[0] in {"1", "4"})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +204,7 @@ def test_transformers_own_model_is_trained_as_asked(fields: dict[str, Any]) -> N
     pytest.importorskip("transformers")
     before = torch.get_default_dtype()
     model = ModelSpec.model_validate(fields)
-    found = time_training(model, 2, "cpu", 0)
+    found = time_training(model, 2, "cpu", RoutingSpec(), 0)
     assert torch.get_default_dtype() is before
     assert isinstance(found, dict)
     assert found["outcome"] == "ok"
@@ -183,7 +212,7 @@ def test_transformers_own_model_is_trained_as_asked(fields: dict[str, Any]) -> N
     assert found["micro_step_seconds"] > 0
     assert found["optimizer_seconds"] > 0
     assert found["loss"] == pytest.approx(4.85, abs=0.3)  # log of the vocabulary: weights are small, tokens random
-    assert (found["imbalance"] is None) == (model.moe is None)
+    assert (found["own_imbalance"] is None) == (model.moe is None)
     assert {parameter.dtype for parameter in build(model, CPU).parameters()} == {torch.bfloat16}
 
 
@@ -192,12 +221,14 @@ def test_out_of_memory_is_a_result_of_a_spoilt_process(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("too much\nand more")
 
     monkeypatch.setattr(transformers_models, "build", refuse)
-    found = time_training(ModelSpec.model_validate(DENSE), 1, "cpu", 0)
+    found = time_training(ModelSpec.model_validate(DENSE), 1, "cpu", RoutingSpec(), 0)
     assert getattr(found, "value", None) == {"outcome": "out_of_memory", "reason": "too much"}
 
 
-def test_a_run_on_the_cpu_is_continued(tmp_path: Path) -> None:
+def test_a_run_on_the_cpu_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    for name, value in CHILD_DEFAULTS.items():
+        monkeypatch.setenv(name, value)
     config, out = tmp_path / "tiny.yaml", tmp_path / "out.json"
     config.write_text(json.dumps({"model": SPARSE, "batch_size": 8}))
     arguments = [str(config), "--device", "cpu", "--out", str(out), "--micro-batch-sizes"]
