@@ -8,17 +8,29 @@ from typing import Any
 
 from benchmarks.readme.attention import attention_choice, bta
 from benchmarks.readme.explorations import explorations, explorations_fused, fidelity, log_of_olmoe
+from benchmarks.readme.goals import goals
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
 from benchmarks.readme.layers import moe_layer
 from benchmarks.readme.recomputation import recomputation
+from benchmarks.readme.replay import reliability, strategies
 from benchmarks.readme.results import exists, load
+from benchmarks.readme.transformers import transformers
 
 
 def fill(text: str) -> str:
-    """`text` with every marked section replaced by what the results say; nothing for results that do not exist."""
-    for name, render in SECTIONS.items():
+    """`text` with every marked section replaced by what the results say; nothing for results that do not exist.
+
+    Raises:
+        ValueError: a section of SECTIONS is missing, or one is marked that is neither there nor in OPTIONAL.
+    """
+    for name in re.findall(r"<!-- /(.*?) -->", text):
+        if name not in SECTIONS | OPTIONAL:
+            raise ValueError(f"README.md has a section {name}, which nothing fills")
+    for name, render in (SECTIONS | OPTIONAL).items():
         section = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
         if not section.search(text):
+            if name in OPTIONAL and f"<!-- {name} -->" not in text:
+                continue
             raise ValueError(f"README.md has no section {name}")
         head, tail = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         text = section.sub((head + render() + tail).replace("\\", r"\\"), text)
@@ -47,3 +59,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recomputation": _of(recomputation, "h200-recomputation"),
     "attention-choice": _of(attention_choice, "h200-attention-choice"),
 }
+
+OPTIONAL: dict[str, Callable[[], str]] = {
+    "goals": goals,
+    "strategies": _of(strategies, "h200-replay"),
+    "reliability": _of(reliability, "h200-replay"),
+    "transformers": _of(transformers, "h200-transformers"),
+}
+"""Filled where README.md marks them, and not asked for."""
