@@ -38,7 +38,7 @@ class RingAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The output (B, H, S, D) and the log-sum-exp (B, H, S) of this rank's queries."""
         running = RunningAttention(sum(step is not None for step in self.steps))
-        for step, k_block, v_block in self._blocks(k, v):
+        for step, k_block, v_block in self.blocks(k, v):
             if step is not None:
                 running.merge(
                     *self.block.forward(
@@ -58,7 +58,7 @@ class RingAttention:
         """The gradients of q, k and v, which collect in at least float32."""
         return _Backward(self, grad, q, k, v, out, lse).run()
 
-    def _blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Step | None, Tensor, Tensor]]:
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Step | None, Tensor, Tensor]]:
         """What to attend to of each block, with its keys and values, while the next block is on its way."""
         if self.ring.size == 1:
             yield self.steps[0], k, v
@@ -92,7 +92,7 @@ class _Backward:
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
         ring = self.plan.ring
-        blocks = self.plan._blocks(self.k, self.v)
+        blocks = self.plan.blocks(self.k, self.v)
         own, k, v = next(blocks)
         assert own is not None, "a rank attends to its own block"
         if ring.size == 1:
@@ -106,11 +106,10 @@ class _Backward:
         for step, k_block, v_block in blocks:
             grads = None if step is None else self._block(step, k_block, v_block)
             if passage is None:
-                collected.zero_()
+                _put(collected, grads)
             else:
                 passage.wait()
                 collected, spare = spare, collected
-            if grads is not None:
                 _add(collected, grads)
             passage = ring.pass_on(collected, spare, tag=_GRADIENTS)
         parts.append((second, self._own(own, second)))
@@ -185,9 +184,19 @@ def _later(rows: tuple[Tensor, ...], first: int) -> tuple[Tensor, Tensor, Tensor
     return grad, out, lse.contiguous()
 
 
-def _add(collected: Tensor, grads: tuple[Tensor, Tensor]) -> None:
-    """Add gradients (B, G, T, D) of the first T keys and values to those in `collected` (2, B, S, G, D)."""
+def _put(collected: Tensor, grads: tuple[Tensor, Tensor] | None) -> None:
+    """Begin to collect in (2, B, S, G, D) with gradients (B, G, T, D) of the first T keys and values, or with none."""
+    if grads is None:
+        collected.zero_()
+        return
     for total, gradient in zip(collected, grads, strict=True):
+        total[:, : gradient.shape[2]].copy_(gradient.transpose(1, 2))
+        total[:, gradient.shape[2] :].zero_()
+
+
+def _add(collected: Tensor, grads: tuple[Tensor, Tensor] | None) -> None:
+    """Add to what `_put` began."""
+    for total, gradient in zip(collected, grads or (), strict=False):
         total[:, : gradient.shape[2]].add_(gradient.transpose(1, 2))
 
 
