@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workers.kernels.attention import attention_backend
@@ -75,13 +75,19 @@ def shards(problem: Problem, context: ContextParallel) -> tuple[list[Tensor], Te
 @contextlib.contextmanager
 def ours(problem: Problem, context: ContextParallel, backend: str) -> Iterator[Pass]:
     """One of our layouts."""
-    yield differentiate(partial(context.attention, backend=backend), *shards(problem, context))
+    yield differentiate(functools.partial(context.attention, backend=backend), *shards(problem, context))
 
 
 @contextlib.contextmanager
 def alone(problem: Problem, backend: str) -> Iterator[Pass]:
     """The same kernel on the whole sequence, on each device for itself."""
     yield differentiate(attention_backend(backend).run, [problem.q, problem.k, problem.v], problem.gradient)
+
+
+@functools.cache
+def device_mesh(device_type: str, num_ranks: int) -> DeviceMesh:
+    """All ranks in a row; made once, since every mesh may bring communicators of its own."""
+    return init_device_mesh(device_type, (num_ranks,))
 
 
 @contextlib.contextmanager
@@ -99,7 +105,7 @@ def torchs(problem: Problem, zigzag: ContextParallel, backend: str, method: str,
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
 
     _attention.set_rotate_method(method)
-    mesh = init_device_mesh(problem.q.device.type, (zigzag.size,))
+    mesh = device_mesh(problem.q.device.type, zigzag.size)
     tokens = torch.zeros(1, problem.seq_length, device=problem.q.device)  # it wants something to cut up
     with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]), torch.enable_grad():
         yield differentiate(attend, *shards(problem, zigzag))
