@@ -13,7 +13,7 @@ from workers.kernels.triton_support import triton_reason
 
 
 class RunningAttention:
-    """Attention to the blocks that were merged so far, in at least float32, of a whole number of `num_blocks`.
+    """Attention to the blocks merged so far, of which there will be `num_blocks`, in at least float32.
 
     What the blocks return is read once. The first stays as it came until a second one is merged with it; the last
     merge writes the result in its own dtype, so that no pass is spent on conversions.
