@@ -57,7 +57,7 @@ def merge_block(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, firs
 
     `lse` (B, H, S), contiguous, is updated where it lies.
     """
-    if triton_reason(out.device) is None:
+    if out.dtype is not torch.float64 and triton_reason(out.device) is None:
         from workers.kernels.context_parallel.merging_kernel import merge_rows  # noqa: PLC0415 - optional
 
         merge_rows(out, lse, other, other_lse, first_query, into)
