@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.context_parallel import compare
+from benchmarks.context_parallel_contenders import draw
+from workers.kernels.context_parallel.layouts import LAYOUTS
+
+
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--device", "cpu", "--out", str(out), "--seq-lengths", "64", "--rounds", "2"]
+    child = subprocess.run(
+        [*launcher, "-m", "benchmarks.context_parallel", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert child.returncode == 0, child.stderr
+    found = json.loads(out.read_text())
+    assert found["num_devices"] == 2
+    checks = found["checks"]["flash"]
+    for layout in ("alone", *LAYOUTS):
+        assert max(checks[layout]["errors"].values()) <= 1e-5
+    assert "errors" in checks["torch alltoall"] or checks["torch alltoall"]["reason"]
+    (cell,) = found["cells"]
+    assert cell["seq_length"] == 64
+    assert cell["ideal_seconds"] > 0
+    assert set(cell["timed"]) == {name for name, check in checks.items() if "reason" not in check}
+    for layout in LAYOUTS:
+        assert cell["timed"][layout]["seconds"] > 0
+        assert len(cell["timed"][layout]["seconds_by_rank"]) == 2
+        assert f"  {layout}" in child.stdout
+
+
+def test_shares_of_the_ideal() -> None:
+    """Two devices that need 2 and 4 s for the whole do it together in 4/3 s."""
+    problem = draw(128, (2, 1, 8), torch.float32, torch.device("cpu"))
+    assert problem.flops == 7 * 128**2 * 2 * 8
+    timed = {
+        "alone": {"seconds": 4.0, "seconds_by_rank": [2.0, 4.0]},
+        "ring": {"seconds": 3.2, "seconds_by_rank": [2.0, 3.2]},
+        "striped": {"seconds": 1.6, "seconds_by_rank": [1.6, 1.6]},
+    }
+    assert compare(timed, problem, 2)["ideal_seconds"] == pytest.approx(4 / 3)
+    assert timed["striped"]["share_of_ideal"] == pytest.approx(5 / 6)
+    assert timed["striped"]["speed_over_ring"] == pytest.approx(2)
+    assert timed["alone"]["flops_per_second_and_device"] == problem.flops / 4
+    assert timed["ring"]["flops_per_second_and_device"] == problem.flops / 3.2 / 2
