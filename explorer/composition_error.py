@@ -54,8 +54,8 @@ class WholeModelRun:
 class CompositionErrors:
     """Samples of the error of every candidate's composition.
 
-    Axes: N samples, C candidates, A some of them, J those that were run whole. The samples are drawn once; those for a whole model's noise have a seed of their own, so that nothing depends on the order
-    in which whole models were run.
+    Axes: N samples, C candidates, A some of them, J those that were run whole. The samples are drawn once; those for a
+    whole model's noise have a seed of their own, so that nothing depends on the order in which whole models were run.
     """
 
     def __init__(

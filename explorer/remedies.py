@@ -188,7 +188,8 @@ def _together(request: ExplorationRequest) -> Iterator[_Change]:
 def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding) -> _Change:
     per_device = max(1, request.batch_size // request.num_devices)
     training = request.training.model_copy(update={"sharding": sharding})
-    return _Change(words, {"num_devices": num_devices, "batch_size": per_device * num_devices, "training": training})
+    settings = {"num_devices": num_devices, "batch_size": per_device * num_devices, "training": training}
+    return _Change(words, {name: value for name, value in settings.items() if getattr(request, name) != value})
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ RUNNER_UP_ATTEMPTS = 3  # with so many whole models behind it, no runner-up is r
 NEGLIGIBLE = 0.01
 """A runner-up that is less likely than this to be the better one is not run."""
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})  # a whole model that ends so is not recommended
+IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})  # nor would another end otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class WholeModels:
 
     @property
     def ends_search(self) -> bool:
-        """Whether one was run that did not refute its candidate: nothing is searched after it."""
-        return any(trial.measurement.outcome not in REFUTING for trial in self.trials)
+        """Whether one was run that did not refute its candidate, or none can be: nothing is searched after it."""
+        return any(trial.measurement.outcome in IMPOSSIBLE | {Outcome.OK} for trial in self.trials)
 
     def take_in(self, trial: Trial) -> None:
         """Learn from a whole model: its throughput, or that its candidate cannot be."""
@@ -79,7 +80,7 @@ class WholeModels:
         trials = self.trials
         verdict = self._belief.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if verdict is None or any(o is not Outcome.OK and o not in REFUTING for o in outcomes):
+        if verdict is None or IMPOSSIBLE & set(outcomes):
             return None
         recommended = self._belief.table.candidates[verdict.row]
         if not self._belief.was_run_whole(verdict.row):
