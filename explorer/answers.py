@@ -64,7 +64,11 @@ def build_recommendation(
         stock=_alternative(belief, verdict.row, references.stock),
         whole_model=check_whole_model(belief, verdict.row, whole_model),
         runner_up=runner_up,
-        notes=(*_notes(request, candidate, report, whole_model), *_predictions(belief, references)),
+        notes=(
+            *_notes(request, candidate, report, whole_model),
+            *_predictions(belief, references),
+            *_doubts(runner_up),
+        ),
     )
 
 
@@ -156,6 +160,12 @@ def _predictions(belief: Belief, references: References) -> tuple[str, ...]:
     if references.largest is None or belief.is_known(references.largest):
         return ()
     return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
+
+
+def _doubts(runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
+    if runner_up is None or runner_up.gain is None or runner_up.gain >= 1.0:
+        return ()
+    return ("as a whole model the runner-up was the faster one, by no more than the noise of single runs explains",)
 
 
 def _notes(

@@ -135,7 +135,8 @@ class Surrogate:
         """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
         variance_K = np.zeros(len(self.components))
         for kind, prior in self._kinds.items():
-            variance_K[prior.columns] = float(np.mean(self.scales[kind].run_N ** 2))
+            # The median: of kinds that were measured once, the tail of what is possible says nothing of this device.
+            variance_K[prior.columns] = float(np.median(self.scales[kind].run_N)) ** 2
         shares = table.step_shares(self.device_mean_K, rows)
         return np.asarray(np.sqrt((shares**2 * variance_K[table.columns_CP[rows]]).sum(axis=1)))
 

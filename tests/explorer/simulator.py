@@ -58,6 +58,7 @@ class SimulatedDevice:
         self.plans: list[TrialPlan] = []
         self.whole_model_outcomes: list[Outcome] = []
         self.whole_model_factor = 1.0
+        self.whole_model_error = 0.001
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
 
     def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
@@ -127,7 +128,7 @@ class SimulatedDevice:
         whole = WholeModelMeasurement(
             micro_step_seconds=factor * step.micro_step,
             optimizer_seconds=factor * step.optimizer,
-            standard_error_seconds=0.001 * step.micro_step,
+            standard_error_seconds=self.whole_model_error * step.micro_step,
             peak_bytes=GIB,
             reserved_bytes=GIB,
             repeats=3,
