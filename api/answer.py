@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from explorer.candidates import Candidate
-from explorer.recommendations import Alternative, Answer, MemoryParts, Recommendation, VariantAnswer
+from explorer.recommendations import (
+    Alternative,
+    Answer,
+    MemoryParts,
+    Recommendation,
+    Remedy,
+    RunnerUpCheck,
+    VariantAnswer,
+    WholeModelCheck,
+)
 from explorer.requests import ExplorationRequest
 
 LABEL_WIDTH = 18
@@ -17,6 +26,7 @@ def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
     main = answer.variants[0]
     if main.recommendation is None:
         lines.append(f"No candidate fits: {main.reason or 'every one of them failed'}")
+        lines += _remedy_rows(main.remedies)
     else:
         lines += render_recommendation(main.recommendation, request)
     if len(answer.variants) > 1:
@@ -53,15 +63,10 @@ def render_recommendation(best: Recommendation, request: ExplorationRequest | No
         lines.append(_row("largest that fits", _alternative(best.largest_micro_batch)))
     if best.stock is not None:
         lines.append(_row("stock best", _alternative(best.stock)))
-    check = best.whole_model
-    if check is not None:
-        lines.append(
-            _row(
-                "whole model",
-                f"{_rate(check.tokens_per_second)}, peak {bytes_text(check.measurement.peak_bytes)}; "
-                f"the composed figures are off by {check.step_error:+.1%} in time, {check.peak_error:+.1%} in memory",
-            )
-        )
+    if best.whole_model is not None:
+        lines.append(_row("whole model", _whole_model(best.whole_model)))
+    if best.runner_up is not None:
+        lines.append(_row("runner-up", _runner_up(best.runner_up)))
     notes = list(best.notes)
     return lines + [_row("note", note) for note in notes]
 
@@ -123,6 +128,32 @@ def _memory_rows(memory: MemoryParts) -> Iterable[str]:
 
 def _alternative(other: Alternative) -> str:
     return f"{other.gain:.2f}x over {other.candidate.describe()} ({_rate(other.tokens_per_second)})"
+
+
+def _whole_model(check: WholeModelCheck) -> str:
+    return (
+        f"{_rate(check.tokens_per_second)}, peak {bytes_text(check.measurement.peak_bytes)}; "
+        f"the composed figures are off by {check.step_error:+.1%} in time, {check.peak_error:+.1%} in memory"
+    )
+
+
+def _runner_up(rival: RunnerUpCheck) -> str:
+    if rival.whole_model is None:
+        return f"{rival.candidate.describe()}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
+    gain = f"{rival.gain:.3f}x over it as whole models: " if rival.gain is not None else ""
+    return f"{rival.candidate.describe()}: {gain}{_whole_model(rival.whole_model)}"
+
+
+def _remedy_rows(remedies: Iterable[Remedy]) -> list[str]:
+    rows = [
+        _row(
+            remedy.kind.replace("_", " "),
+            f"{remedy.change}: peak {bytes_text(remedy.predicted_peak_bytes)}, "
+            f"{bytes_text(remedy.required_bytes)} with reserve",
+        )
+        for remedy in remedies
+    ]
+    return ["", "It is predicted to fit with any one of these, the first being preferred", *rows] if rows else []
 
 
 def _variant_table(variants: Iterable[VariantAnswer]) -> list[str]:

@@ -13,7 +13,7 @@ from explorer.candidates import Candidate
 from explorer.composition import combine_seconds
 from explorer.hardware import DeviceReport
 from explorer.measurements import Outcome, WholeModelMeasurement
-from explorer.recommendations import Alternative, Recommendation, WholeModelCheck
+from explorer.recommendations import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
 from explorer.requests import ExplorationRequest
 from explorer.training import Sharding
 from explorer.trials import Trial
@@ -34,13 +34,14 @@ def build_recommendation(
     references: References,
     report: DeviceReport,
     whole_model: Trial | None = None,
+    runner_up: RunnerUpCheck | None = None,
 ) -> Recommendation:
     """Everything that is known of the recommended candidate."""
     request = belief.request
     table = belief.table
     candidate = table.candidates[verdict.row]
-    seconds = belief.seconds(verdict.row)
-    base = belief.seconds(references.base)
+    seconds = belief.expected_seconds(verdict.row)
+    base = belief.expected_seconds(references.base)
     found = belief.bytes(verdict.row)
     accumulation, nearest = accumulate(request, candidate.micro_batch_size)
     return Recommendation(
@@ -62,7 +63,12 @@ def build_recommendation(
         largest_micro_batch=_alternative(belief, verdict.row, references.largest),
         stock=_alternative(belief, verdict.row, references.stock),
         whole_model=check_whole_model(belief, verdict.row, whole_model),
-        notes=(*_notes(request, candidate, report, whole_model), *_predictions(belief, references)),
+        runner_up=runner_up,
+        notes=(
+            *_notes(request, candidate, report, whole_model),
+            *_predictions(belief, references),
+            *_doubts(runner_up),
+        ),
     )
 
 
@@ -142,11 +148,11 @@ def _fastest(belief: Belief, rows: list[int]) -> int | None:
 def _alternative(belief: Belief, row: int, other: int | None) -> Alternative | None:
     if other is None:
         return None
-    tokens_per_second = belief.seconds(other).tokens_per_second
+    tokens_per_second = belief.expected_seconds(other).tokens_per_second
     return Alternative(
         candidate=belief.table.candidates[other],
         tokens_per_second=tokens_per_second,
-        gain=belief.seconds(row).tokens_per_second / tokens_per_second,
+        gain=belief.expected_seconds(row).tokens_per_second / tokens_per_second,
     )
 
 
@@ -154,6 +160,12 @@ def _predictions(belief: Belief, references: References) -> tuple[str, ...]:
     if references.largest is None or belief.is_known(references.largest):
         return ()
     return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
+
+
+def _doubts(runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
+    if runner_up is None or runner_up.gain is None or runner_up.gain >= 1.0:
+        return ()
+    return ("as a whole model the runner-up was the faster one, by no more than the noise of single runs explains",)
 
 
 def _notes(

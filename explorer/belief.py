@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from explorer.acquisition import Suggestion, suggest_measurement
 from explorer.candidates import Candidate
 from explorer.components import BlockRecompute, Component, ComponentKind
 from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
+from explorer.composition_error import CompositionErrors, Correction, WholeModelRun
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome
 from explorer.memory import required_table
@@ -24,22 +26,12 @@ NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64
 MOST_DRAWS = 2**20  # samples times contenders: with many contenders, while little is known, fewer samples do
 SURE = 4.0  # standard deviations of the predicted bytes beyond which no sample lies
-COMPOSITION_STD = {"cuda": 0.003, "cpu": 0.01}
-"""Error of a composed step that is a candidate's own; what candidates share does not change their order.
+LEAST_SHARE = 0.97
+"""Of the best that is known: a candidate that cannot reach it does not decide anything.
 
-In benchmarks/results/h200-fidelity.json the candidates of one model scatter around their median error by 0.5 to 1.0%
-(median absolute deviation, scaled). The noise of their components, 0.4% (attention) to 2.5% (FFN), composes to 0.5 to
-1.0% of a step as well, so that little is left for the composition itself.
+What is missing to 1 leaves room for errors of composition, and grows as they do.
 """
-POLICY_STD = 0.005
-"""Error of composed steps that candidates of one recomputation policy share, tiled or not.
-
-There, policies differ from none at the same micro-batch size by 0.8% in the median of the absolute values, components'
-noise included.
-"""
-OWN_SHARE_OF_ERROR = 0.25
-"""Of a difference between composition and whole model, this share is taken to be the candidate's own."""
-LEAST_SHARE = 0.97  # of the best that is known: a candidate that cannot reach it does not decide anything
+MATTERS = 0.25  # of the tolerance: a smaller gain is not worth running a whole model
 FIRST = 0  # a trial without a number
 
 
@@ -74,17 +66,15 @@ class Belief:
         self._legal_C: Mask = np.array([c in legal_set for c in table.candidates], dtype=np.bool_)
         rng = np.random.default_rng(request.seed)
         self.surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
-        self._composition_std = COMPOSITION_STD[hardware.device_kind]
-        self._composition_NC = rng.standard_normal((NUM_SAMPLES, len(table.candidates)), dtype=np.float32)
-        policies = [(c.recompute.value, c.bta_tile is not None) for c in table.candidates]
-        codes = {policy: i for i, policy in enumerate(sorted(set(policies)))}
-        self._policy_C: Ints = np.array([codes[policy] for policy in policies])
-        self._policy_NP = POLICY_STD * rng.standard_normal((NUM_SAMPLES, len(codes)))
+        self._errors = CompositionErrors(table.candidates, hardware.device_kind, request.seed, NUM_SAMPLES, rng)
+        self._whole_models: dict[int, WholeModelRun] = {}
+        self._correction: Correction | None = None
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
         self._log = RunLog()
         self.failed: dict[Component, str] = {}
         self._broken: set[Component] = set()  # crashed or timed out
         self.rejected: dict[Candidate, str] = {}
+        self._too_large: set[int] = set()  # rows whose whole models did not fit
         self._suggestion: Suggestion | None = None
         self._suggested = False
         self._refresh()
@@ -130,16 +120,16 @@ class Belief:
 
     def reject_as_large(self, candidate: Candidate, reason: str) -> None:
         """Never recommend `candidate`, whose whole model did not fit, nor any that is composed to need as much."""
-        least = self._required_C[self.table.row[candidate]]
-        for row in np.flatnonzero(self._required_C >= least):
-            self.rejected.setdefault(self.table.candidates[row], reason)
+        self.rejected.setdefault(candidate, reason)
+        self._too_large.add(self.table.row[candidate])
         self._refresh()
 
-    def learn_composition_error(self, error: float) -> None:
-        """Take in the relative error of a composed step against its whole model: compositions err as much elsewhere."""
-        std = max(self._composition_std, OWN_SHARE_OF_ERROR * abs(error))
-        if std > self._composition_std:
-            self._composition_std = std
+    def learn_whole_model(self, candidate: Candidate, tokens_per_second: float, standard_error: float) -> None:
+        """Take in a whole model's throughput, with its relative standard error: it corrects what is composed."""
+        row = self.table.row[candidate]
+        run = WholeModelRun(math.log(tokens_per_second), standard_error)
+        if self._whole_models.get(row) != run:
+            self._whole_models[row] = run
             self._refresh()
 
     # -- what is known of a candidate ----------------------------------------------------------------------------
@@ -161,8 +151,12 @@ class Belief:
         wanted_P = wanted_components(self.table, self.surrogate, np.array([row]))[0]
         return tuple(self.table.components[column] for column in self.table.columns_CP[row][wanted_P])
 
+    def was_run_whole(self, row: int) -> bool:
+        """Whether a candidate's whole model has been timed."""
+        return row in self._whole_models
+
     def seconds(self, row: int) -> StepSeconds:
-        """Expected seconds of a candidate's step."""
+        """Expected seconds of a candidate's step, as its components compose it."""
         device, host = self.surrogate.device_mean_K[None, :], self.surrogate.host_K
         rows = np.array([row])
         return combine_seconds(
@@ -171,6 +165,16 @@ class Belief:
             int(self.table.micro_batch_C[row]),
             self.table.model,
             self.request,
+        )
+
+    def expected_seconds(self, row: int) -> StepSeconds:
+        """Seconds of a candidate's step as composed and corrected by the whole models that were run."""
+        composed, factor = self.seconds(row), math.exp(-float(self._shift_C[row]))
+        return StepSeconds(
+            factor * composed.micro_step,
+            factor * composed.optimizer,
+            factor * composed.step,
+            composed.tokens_per_second / factor,
         )
 
     def bytes(self, row: int) -> StepBytes:
@@ -190,7 +194,7 @@ class Belief:
         return np.flatnonzero(self._legal_C & self._open_C)
 
     def mean_tokens_per_second(self) -> Floats:
-        """Expected tokens/s of every candidate, shape (C,)."""
+        """Expected tokens/s of every candidate, shape (C,), whole models taken into account."""
         return self._mean_C
 
     # -- decisions -----------------------------------------------------------------------------------------------
@@ -202,6 +206,27 @@ class Belief:
             return None
         probability = self._outlook.probability_best(best, self.request.tolerance)
         return Verdict(int(self._outlook.rows[best]), probability)
+
+    def runner_up(self) -> tuple[int, float] | None:
+        """The row of the candidate whose whole model is most likely to change the answer, and how likely that is.
+
+        Of the candidates that are known well enough and were not run whole, the one with the highest probability of
+        being faster than the recommended one by more than a quarter of the tolerance, composition error included; the
+        faster of equals. A near-duplicate whose advantage would be smaller than that is not worth a run, however
+        close it is. Null if there is none.
+        """
+        incumbent = self._outlook.incumbent
+        if incumbent is None:
+            return None
+        outlook = self._outlook
+        others = [
+            i for i in np.flatnonzero(outlook.clear_A) if i != incumbent and not self.was_run_whole(outlook.rows[i])
+        ]
+        if not others:
+            return None
+        faster = outlook.probability_faster(incumbent, self.request.tolerance * MATTERS)
+        best = max(others, key=lambda i: (faster[i], outlook.mean_A[i]))
+        return int(outlook.rows[best]), float(faster[best])
 
     def suggest(self) -> Suggestion | None:
         """What to measure next; null when no measurement is expected to change anything."""
@@ -223,7 +248,13 @@ class Belief:
     def _refresh(self) -> None:
         table, surrogate = self.table, self.surrogate
         self._suggestion, self._suggested = None, False
-        self._mean_C: Floats = table.tokens_per_second(surrogate.device_mean_K[None, :], surrogate.host_K)[0]
+        self._composed_C: Floats = table.tokens_per_second(surrogate.device_mean_K[None, :], surrogate.host_K)[0]
+        self._correction = self._correct()
+        self._shift_C: Floats = np.zeros(len(table.candidates))
+        if self._correction is not None:
+            everything = np.arange(len(table.candidates))
+            self._shift_C = self._correction.mean(everything, self._log_composed(everything))
+        self._mean_C: Floats = self._composed_C * np.exp(self._shift_C)
         self._saved_C, self._transient_C = table.activation_bytes(*surrogate.bytes_3K)
         self._required_C = self._required(self._saved_C + self._transient_C)
         self._fits_C: Mask = np.asarray(self._required_C <= self.limit_bytes)
@@ -231,15 +262,38 @@ class Belief:
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         rejected_C[[table.row[c] for c in self.rejected if c in table.row]] = True
+        if self._too_large:
+            rejected_C |= self._required_C >= self._required_C[sorted(self._too_large)].min()
         self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())
-        known = self.known_rows()
-        least = LEAST_SHARE * float(self._mean_C[known].max()) if known.size else 0.0
-        self._outlook = self._look(contenders(table, surrogate, self.open_rows(), least))
+        known, rows = self.known_rows(), self.open_rows()
+        room = (1.0 - LEAST_SHARE) * (self._correction.scale if self._correction is not None else 1.0)
+        least = max(0.0, 1.0 - room) * float(self._mean_C[known].max()) if known.size else 0.0
+        self._outlook = self._look(contenders(table, surrogate, rows, least / np.exp(self._shift_C[rows])))
+
+    def _correct(self) -> Correction | None:
+        """What the whole models teach; null before one is run."""
+        if not self._whole_models:
+            return None
+        rows_J = np.array(sorted(self._whole_models), dtype=np.int64)
+        log_mean_J, log_composed_NJ = np.log(self._composed_C[rows_J]), self._log_composed(rows_J, NUM_SAMPLES)
+        blocks_J = self.surrogate.step_run_std(self.table, rows_J)
+        return self._errors.condition(self._whole_models, log_mean_J, log_composed_NJ, blocks_J)
+
+    def _log_composed(self, rows: Ints, number: int | None = None) -> Floats:
+        """Samples of the logarithms of composed tokens/s, shape (N, A); by default as many as there is time for."""
+        number = number or int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
+        device_NK, host_K = self.surrogate.device_NK[:number], self.surrogate.host_K
+        return np.asarray(np.log(self.table.tokens_per_second(device_NK, host_K, rows)))
 
     def _look(self, rows: Ints) -> Outlook:
         table, surrogate = self.table, self.surrogate
-        number = int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
-        composed_NA = table.tokens_per_second(surrogate.device_NK[:number], surrogate.host_K, rows)
+        composed_NA = self._log_composed(rows)
+        number = len(composed_NA)
+        tokens_NA = composed_NA + self._errors.sample(number, rows)
+        if self._correction is not None:
+            part_NA, error_NA = self._correction.samples(rows, composed_NA)
+            tokens_NA = composed_NA + self._errors.sample(number, rows, self._correction.scale) + part_NA + error_NA
+            composed_NA = composed_NA + part_NA + self._correction.expected_errors(rows)
         std_A = np.where(table.used_CP[rows], surrogate.bytes_std_K[table.columns_CP[rows]], 0.0).max(
             axis=1, initial=0.0
         )
@@ -247,15 +301,15 @@ class Belief:
         # Where memory is tight nothing but a measurement tells whether a candidate fits: with an incumbent that some
         # samples hold to be too large, every other candidate would look worth measuring.
         tight_A = self._required(activations_A * np.exp(SURE * std_A)) > self.limit_bytes
+        tight_A &= ~np.isin(rows, list(self._whole_models))
         tight = np.flatnonzero(tight_A)
         scale = np.exp(self._fit_N[:number, None] * std_A[tight])
-        composed_NA[:, tight] *= self._required(activations_A[tight] * scale) <= self.limit_bytes
-        error_NA = self._composition_std * self._composition_NC[:number, rows]
-        error_NA += self._policy_NP[:number, self._policy_C[rows]]
+        fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
+        fits_NA[:, tight] = self._required(activations_A[tight] * scale) <= self.limit_bytes
         missing_AP = missing_components(table, surrogate, rows)
         wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
         clear_A = ~wanted_AP.any(axis=1) & self._fits_C[rows]
-        tokens_NA = composed_NA * np.maximum(0.0, 1.0 + error_NA)
+        composed_NA, tokens_NA = (np.where(fits_NA, np.exp(log_NA), 0.0) for log_NA in (composed_NA, tokens_NA))
         return Outlook(rows, self._mean_C[rows], composed_NA, tokens_NA, wanted_AP, clear_A)
 
     def _required(self, activations: Floats) -> Floats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from explorer.acquisition import Suggestion
 from explorer.candidates import Candidate
 from explorer.composition import GIB
@@ -79,24 +81,46 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
     return EventDraft(code=EventCode.INFEASIBLE, message=message, data={**data, "reason": measurement.reason})
 
 
-def whole_model_event(trial: Trial, check: WholeModelCheck | None) -> EventDraft:
-    """The recommended candidate was run as a whole model, or could not be."""
+def whole_model_event(
+    trial: Trial, check: WholeModelCheck | None, probability_better: float | None = None
+) -> EventDraft:
+    """A candidate was run as a whole model, or could not be: the recommended one, or its runner-up.
+
+    `probability_better` is the runner-up's, to be better than the recommended one, before it was run.
+    """
     measurement = trial.measurement
-    data = {"trial": trial.number, "candidate": trial.candidate.model_dump(mode="json")}
+    what = f"Whole model with {trial.candidate.describe()}"
+    data: dict[str, Any] = {
+        "trial": trial.number,
+        "candidate": trial.candidate.model_dump(mode="json"),
+        "role": "recommended" if probability_better is None else "runner_up",
+    }
+    if probability_better is not None:
+        what = f"Runner-up, {100 * probability_better:.0f}% likely to be better: {what[0].lower()}{what[1:]}"
+        data["probability_better"] = probability_better
     if check is None:
         return EventDraft(
             code=EventCode.WARNING,
-            message=f"Whole model with {trial.candidate.describe()}: {measurement.outcome}: {measurement.reason}",
+            message=f"{what}: {measurement.outcome}: {measurement.reason}",
             data={**data, "outcome": measurement.outcome.value, "reason": measurement.reason},
         )
     return EventDraft(
         code=EventCode.WHOLE_MODEL,
         message=(
-            f"Whole model with {trial.candidate.describe()}: {check.tokens_per_second:.0f} tokens/s, "
+            f"{what}: {check.tokens_per_second:.0f} tokens/s, "
             f"peak {check.measurement.peak_bytes / GIB:.2f} GiB; composed step {100 * check.step_error:+.1f}%, "
             f"composed peak {100 * check.peak_error:+.1f}%"
         ),
         data={**data, "check": check.model_dump(mode="json")},
+    )
+
+
+def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:
+    """What a whole model showed has changed the answer."""
+    return EventDraft(
+        code=EventCode.ANSWER_CHANGED,
+        message=f"Whole models change the answer from {before.describe()} to {after.describe()}",
+        data={"before": before.model_dump(mode="json"), "after": after.model_dump(mode="json")},
     )
 
 

@@ -22,8 +22,9 @@ class Outlook:
     """Contenders as rows of the table. Axes: A contenders, P components of one, N posterior samples.
 
     `composed_NA` is tokens/s as the components compose it, zero where the candidate would not fit; `tokens_NA` that of
-    the whole model. `wanted_AP` marks the components without which a candidate is not known well enough; of
-    `clear_A` nothing is wanted, and it fits for all that is known. `mean_A` is the expected composed tokens/s.
+    the whole model. Both take whole models that were run into account. `wanted_AP` marks the components without which a
+    candidate is not known well enough; of `clear_A` nothing is wanted, and it fits for all that is known. `mean_A` is
+    the expected tokens/s.
     """
 
     rows: Ints
@@ -44,6 +45,10 @@ class Outlook:
         best_N = self.tokens_NA.max(axis=1)
         return float((self.tokens_NA[:, position] >= (1.0 - tolerance) * best_N).mean())
 
+    def probability_faster(self, position: int, margin: float) -> Floats:
+        """Share of the samples in which each contender is faster than one by more than `margin`, shape (A,)."""
+        return np.asarray((self.tokens_NA > (1.0 + margin) * self.tokens_NA[:, [position]]).mean(axis=0))
+
 
 def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
     """Which components of candidates are neither measured nor predicted well enough, shape (rows, P)."""
@@ -57,8 +62,8 @@ def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> M
     return np.asarray(table.used_CP[rows] & ~surrogate.known_K[table.columns_CP[rows]])
 
 
-def contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least: float) -> Ints:
-    """Those of `rows` whose optimistic throughput reaches `least` tokens/s; the others cannot decide anything."""
+def contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least: Floats) -> Ints:
+    """Those of `rows` whose optimistic throughput reaches its `least` tokens/s; the others cannot decide anything."""
     optimistic_K = np.exp(surrogate.log_center_K - 3.5 * surrogate.log_std_K)
     upper = table.tokens_per_second(optimistic_K[None, :], surrogate.host_K, rows)[0]
     return np.asarray(rows[upper >= least])

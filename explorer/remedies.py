@@ -1,29 +1,71 @@
-"""When nothing fits: the smallest change to the request that would."""
+"""When nothing fits: the smallest changes to the request that would make something fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from explorer.candidates import Recompute
-from explorer.composition import GIB, memory_limit, static_parts
+from explorer.composition import GIB, memory_limit, required_bytes, static_parts
 from explorer.hardware import DeviceReport
-from explorer.memory import predict_memory
+from explorer.memory import predict_component_table
 from explorer.models import ModelSpec
+from explorer.recommendations import Remedy, RemedyKind
 from explorer.requests import BTASpec, ExplorationRequest
-from explorer.space import EmptySpaceError, enumerate_candidates
+from explorer.space import EmptySpaceError, LegalSpace, enumerate_candidates
 from explorer.table import SpaceTable
 from explorer.training import Sharding
 
 MAX_DEVICES = 1024
+SIZES = tuple(1 << i for i in range(8, -1, -1))  # of micro-batches, the smallest change first
+COUNTS = tuple(1 << i for i in range(1, MAX_DEVICES.bit_length()))
+SHARDINGS = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 
 
-def explain_nothing_fits(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> str:
-    """Why no candidate fits, and the first change that would make one fit.
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Settings of a request to change together, and in words."""
 
-    Changes are tried in the order of what they cost: a smaller micro-batch, a recomputation policy, what the request
-    excludes for no gain (tiling, the chunked loss, back ends), more devices, a sharding level; then several together.
+    words: str
+    settings: dict[str, Any]
+
+    def apply(self, request: ExplorationRequest) -> ExplorationRequest | None:
+        """The changed request; null where the settings do not go with the rest of it."""
+        try:
+            return ExplorationRequest.model_validate({**request.model_dump(), **self.settings})
+        except ValueError:
+            return None
+
+
+def find_remedies(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> tuple[Remedy, ...]:
+    """Every single change after which something is predicted to fit; if there is none, the first of several together.
+
+    In order of preference: a smaller micro-batch, a recomputation policy, what the request excludes for no gain (the
+    chunked loss, tiling, back ends), more devices, a sharding level. Of micro-batch sizes and numbers of devices only
+    the nearest is named, of the others every one that helps.
     """
+    found: list[Remedy] = []
+    for kind, changes, nearest in (
+        (RemedyKind.MICRO_BATCH_SIZE, _smaller(request), True),
+        (RemedyKind.RECOMPUTE, _policies(request), False),
+        (RemedyKind.OPTIONS, _options(request), False),
+        (RemedyKind.NUM_DEVICES, _more_devices(request), True),
+        (RemedyKind.SHARDING, _shardings(request), False),
+    ):
+        working = _working(kind, changes, request, report, model)
+        found += [remedy for remedy in [next(working, None)] if remedy is not None] if nearest else list(working)
+    if not found:
+        found += [*_working(RemedyKind.SEVERAL, _together(request), request, report, model)][:1]
+    return tuple(found)
+
+
+def explain_nothing_fits(
+    request: ExplorationRequest, report: DeviceReport, model: ModelSpec, remedies: tuple[Remedy, ...]
+) -> str:
+    """Why no candidate fits, and the first of the remedies that there are."""
     limit = memory_limit(request, report.hardware)
     smallest = smallest_requirement(request, report, model)
     static = static_parts(model, request).total
@@ -31,69 +73,126 @@ def explain_nothing_fits(request: ExplorationRequest, report: DeviceReport, mode
         f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, "
         f"and the smallest candidate is predicted to need {smallest / GIB:.2f} GiB"
     )
-    for change, changed in _changes(request):
-        try:
-            needed = smallest_requirement(changed, report, model)
-        except EmptySpaceError:
-            continue
-        if needed <= memory_limit(changed, report.hardware):
-            return f"{why}. It would fit with {change} (predicted to need {needed / GIB:.2f} GiB)"
-    return f"{why}. No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
+    if not remedies:
+        return f"{why}. No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
+    first = remedies[0]
+    return f"{why}. It would fit with {first.change} (predicted to need {first.required_bytes / GIB:.2f} GiB)"
 
 
 def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> int:
-    """Predicted bytes that the smallest candidate of a request needs, context and margin included."""
-    space = enumerate_candidates(request, report, model)
+    """Predicted bytes that the smallest candidate of a request needs, context and margin included.
+
+    Raises:
+        EmptySpaceError: the request admits no candidate on this device.
+    """
+    return required_bytes(_smallest_peak(request, report, model), report.hardware)
+
+
+def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> int:
+    space = _smallest_space(request, report, model)
     table = SpaceTable(space.candidates, model, request)
-    return round(float(predict_memory(table, report.hardware).min()))
+    saved, transient = table.activation_bytes(*predict_component_table(table))
+    return table.static.total + round(float(np.min(saved + transient)))
 
 
-def _changes(request: ExplorationRequest) -> Iterator[tuple[str, ExplorationRequest]]:
+def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> LegalSpace:
+    """The candidates of the smallest micro-batch that has any: larger ones need no less."""
+    for size in request.micro_batch_sizes[:-1]:
+        try:
+            return enumerate_candidates(request.model_copy(update={"micro_batch_size": size}), report, model)
+        except EmptySpaceError:
+            continue  # no tile divides it
+    return enumerate_candidates(request, report, model)
+
+
+def _working(
+    kind: RemedyKind, changes: Iterable[_Change], request: ExplorationRequest, report: DeviceReport, model: ModelSpec
+) -> Iterator[Remedy]:
+    for change in changes:
+        changed = change.apply(request)
+        if changed is None:
+            continue
+        try:
+            peak = _smallest_peak(changed, report, model)
+        except EmptySpaceError:
+            continue
+        required = required_bytes(peak, report.hardware)
+        if required <= memory_limit(changed, report.hardware):
+            yield Remedy(
+                kind=kind,
+                change=change.words,
+                settings={name: _plain(value) for name, value in change.settings.items()},
+                predicted_peak_bytes=peak,
+                required_bytes=required,
+            )
+
+
+def _smaller(request: ExplorationRequest) -> Iterator[_Change]:
     smallest = min(request.micro_batch_sizes)
-    smaller = [m for m in (1 << i for i in range(8, -1, -1)) if m < smallest]
-    for m in smaller:
-        yield f"micro_batch_size {m}", _change(request, micro_batch_size=m)
-    training = request.mode == "train"
-    if training and Recompute.FULL not in request.recompute_policies:
-        for policy in _change(request, recompute=None).recompute_policies:
-            if policy is not Recompute.NONE:
-                yield f"recompute {policy}", _change(request, recompute=(policy,))
+    for size in SIZES:
+        if size < smallest:
+            yield _Change(f"micro_batch_size {size}", {"micro_batch_size": size})
+
+
+def _policies(request: ExplorationRequest) -> Iterator[_Change]:
+    if request.mode != "train" or Recompute.FULL in request.recompute_policies:
+        return  # nothing keeps less than full recomputation
+    for policy in request.model_copy(update={"recompute": None}).recompute_policies:
+        if policy is not Recompute.NONE and policy not in request.recompute_policies:
+            yield _Change(f"recompute {policy}", {"recompute": (policy,)})
+
+
+def _options(request: ExplorationRequest) -> Iterator[_Change]:
     if request.training.loss.kind == "full":
         loss = request.training.loss.model_copy(update={"kind": "chunked"})
-        yield "the chunked loss", _change(request, training=request.training.model_copy(update={"loss": loss}))
+        yield _Change("the chunked loss", {"training": request.training.model_copy(update={"loss": loss})})
     if request.bta.enable is False:
-        yield "batch tiling on attention", _change(request, bta=BTASpec())
+        yield _Change("batch tiling on attention", {"bta": BTASpec()})
     if request.attention_backends is not None:
-        yield "every attention back end", _change(request, attention_backends=None)
-    if not training:
+        yield _Change("every attention back end", {"attention_backends": None})
+
+
+def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
+    """More devices alone help where training state is divided over them."""
+    if request.mode == "train" and request.training.sharding is not Sharding.NONE:
+        for count in COUNTS:
+            if count > request.num_devices:
+                yield _over(request, f"num_devices {count}", count, request.training.sharding)
+
+
+def _shardings(request: ExplorationRequest) -> Iterator[_Change]:
+    if request.mode == "train" and request.num_devices > 1:
+        for sharding in SHARDINGS:
+            if sharding.level > request.training.sharding.level:
+                yield _over(request, f"sharding {sharding}", request.num_devices, sharding)
+
+
+def _together(request: ExplorationRequest) -> Iterator[_Change]:
+    """The least memory that the present devices allow, then more of them, each with as little else as helps."""
+    if request.mode != "train":
         return
-    counts = [n for n in (1 << i for i in range(1, 11)) if n > request.num_devices]
-    if request.training.sharding is not Sharding.NONE:
-        for count in counts:
-            yield f"num_devices {count}", _over(request, count, request.training.sharding)
-    for sharding in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3):
-        if request.num_devices > 1 and sharding.level > request.training.sharding.level:
-            yield f"sharding {sharding}", _over(request, request.num_devices, sharding)
-    least = _change(request, micro_batch_size=1, recompute=(Recompute.FULL,))
+    least: dict[str, Any] = {"micro_batch_size": 1, "recompute": (Recompute.FULL,)}
+    words = "micro_batch_size 1, recompute full"
+    yield _Change("micro_batch_size 1 and recompute full", least)
     if request.num_devices > 1:
-        yield (
-            f"micro_batch_size 1, recompute full and sharding zero3 over {request.num_devices} devices",
-            _over(least, request.num_devices, Sharding.ZERO3),
-        )
-    for count in counts:
-        yield f"sharding zero3 over {count} devices", _over(request, count, Sharding.ZERO3)
-    for count in counts:
-        yield (
-            f"micro_batch_size 1, recompute full and sharding zero3 over {count} devices",
-            _over(least, count, Sharding.ZERO3),
-        )
+        over = _over(request, "", request.num_devices, Sharding.ZERO3)
+        yield _Change(f"{words} and sharding zero3 over {request.num_devices} devices", {**least, **over.settings})
+    more = [count for count in COUNTS if count > request.num_devices]
+    for count in more:
+        yield _over(request, f"sharding zero3 over {count} devices", count, Sharding.ZERO3)
+    for count in more:
+        over = _over(request, "", count, Sharding.ZERO3)
+        yield _Change(f"{words} and sharding zero3 over {count} devices", {**least, **over.settings})
 
 
-def _over(request: ExplorationRequest, num_devices: int, sharding: Sharding) -> ExplorationRequest:
+def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding) -> _Change:
     per_device = max(1, request.batch_size // request.num_devices)
     training = request.training.model_copy(update={"sharding": sharding})
-    return _change(request, num_devices=num_devices, batch_size=per_device * num_devices, training=training)
+    settings = {"num_devices": num_devices, "batch_size": per_device * num_devices, "training": training}
+    return _Change(words, {name: value for name, value in settings.items() if getattr(request, name) != value})
 
 
-def _change(request: ExplorationRequest, **update: Any) -> ExplorationRequest:
-    return request.model_copy(update=update)
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -62,6 +62,7 @@ def explore(
                 num_parameters=count_parameters(search.model),
                 recommendation=search.recommendation,
                 reason=search.reason,
+                remedies=search.remedies,
             )
         )
     answer = Answer(variants=tuple(answers))

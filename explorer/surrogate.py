@@ -131,6 +131,15 @@ class Surrogate:
         )
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
 
+    def step_run_std(self, table: SpaceTable, rows: Ints) -> Floats:
+        """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
+        variance_K = np.zeros(len(self.components))
+        for kind, prior in self._kinds.items():
+            # The median: of kinds that were measured once, the tail of what is possible says nothing of this device.
+            variance_K[prior.columns] = float(np.median(self.scales[kind].run_N)) ** 2
+        shares = table.step_shares(self.device_mean_K, rows)
+        return np.asarray(np.sqrt((shares**2 * variance_K[table.columns_CP[rows]]).sum(axis=1)))
+
 
 def _factor(covariance: Floats) -> Floats:
     return np.asarray(np.linalg.cholesky(covariance + JITTER * np.eye(len(covariance))))

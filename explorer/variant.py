@@ -1,9 +1,9 @@
-"""The exploration of one model variant: base, search, comparisons, whole-model check."""
+"""The exploration of one model variant: base, search, comparisons, whole-model checks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 
 from optuna.trial import Trial as OptunaTrial
 
@@ -27,25 +27,26 @@ from explorer.ledger import Ledger
 from explorer.measurements import Measurement, Outcome
 from explorer.models import ModelSpec
 from explorer.narration import (
+    answer_changed_event,
     base_event,
     no_base_event,
     trial_event,
     whole_model_event,
 )
 from explorer.progress import Progress
-from explorer.recommendations import Recommendation
-from explorer.remedies import explain_nothing_fits, smallest_requirement
+from explorer.recommendations import Recommendation, Remedy
+from explorer.remedies import explain_nothing_fits, find_remedies, smallest_requirement
 from explorer.requests import ExplorationRequest
 from explorer.sampler import frozen_trial, tell, to_candidate
 from explorer.trials import Measure, Trial, TrialKind, TrialPlan
+from explorer.whole_models import NextCheck, WholeModels
 
-ATTEMPTS = 3  # what is predicted to fit may not, once measured
-REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})  # a whole model that ends so is not recommended
+MOST_COMPARISONS = 6  # each measures what another needs, or learns that it cannot be
 WHOLE_MODEL_TIMEOUT_FACTOR = 3  # a whole model builds all its layers
 
 
 class VariantSearch:
-    """Runs one variant as a generator of `Progress`; `recommendation` and `reason` hold its result afterwards.
+    """Runs one variant as a generator of `Progress`; `recommendation`, or `reason` and `remedies`, are its result.
 
     Stored trials are taken from the ledger first: what they measured is not measured again, and the events that were
     stored with them are not emitted again.
@@ -66,6 +67,7 @@ class VariantSearch:
         self.model: ModelSpec = request.variants()[index]
         self.recommendation: Recommendation | None = None
         self.reason: str | None = None
+        self.remedies: tuple[Remedy, ...] = ()
         self._index = index
         self._request = request
         self._report = report
@@ -83,22 +85,24 @@ class VariantSearch:
         if ground is None:
             events, space = self._opening.take()
             yield Progress(events=tuple(events), space=space)
-            self.reason = explain_nothing_fits(self._request, self._report, self.model)
+            self.reason = self._explain_nothing_fits()
             return
         self._ground = ground
         self._table, self._belief = ground.table, ground.belief
         self._base: Candidate | None = None
         self._last_line = ""
-        for trial in self._ledger.whole_models(self.model.query_groups):
-            self._take_in_whole_model(trial)
+        self._whole_models = WholeModels(self._belief, self._ledger, self._index)
         yield from self._find_base()
-        settled = False
-        while not settled:
+        while True:
             before = self._ledger.next_number
             yield from self._search()
             yield from self._compare()
-            if self._ledger.next_number == before:
-                settled = yield from self._check_whole_model()
+            if self._ledger.next_number > before:
+                continue
+            check = self._whole_models.next() if self._request.verify else None
+            if check is None:
+                break
+            yield from self._run_whole_model(check)
         self.recommendation = self._recommend(final=True)
         if self.recommendation is None:
             self.reason = self._explain()
@@ -111,7 +115,11 @@ class VariantSearch:
             if failure is not None:
                 return f"no candidate could be measured; most failed with {failure}"
             return "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials"
-        return explain_nothing_fits(self._request, self._report, self.model)
+        return self._explain_nothing_fits()
+
+    def _explain_nothing_fits(self) -> str:
+        self.remedies = find_remedies(self._request, self._report, self.model)
+        return explain_nothing_fits(self._request, self._report, self.model, self.remedies)
 
     # -- phases --------------------------------------------------------------------------------------------------
 
@@ -133,7 +141,7 @@ class VariantSearch:
     def _search(self) -> Iterator[Progress]:
         target = self._request.budget.confidence_target
         while not self._ledger.is_hopeless(self.model.query_groups):
-            if self._is_settled():
+            if self._whole_models.ends_search:
                 return
             verdict = self._belief.recommend()
             # Until one candidate can be recommended, the search may overdraw its budget to find it.
@@ -152,25 +160,13 @@ class VariantSearch:
 
     def _compare(self) -> Iterator[Progress]:
         """Measure what the answer still needs."""
-        for _ in range(2 * ATTEMPTS):
-            suggestion = next_comparison(self._belief, self._report, self._ledger.device_seconds)
-            if suggestion is None or self._is_settled() or self._ledger.overdrawn(self._index):
+        for _ in range(MOST_COMPARISONS):
+            # Of an answer that whole models have changed, no more than itself: other figures are as they were.
+            spent = 0.0 if self._whole_models.ends_search else self._ledger.device_seconds
+            suggestion = next_comparison(self._belief, self._report, spent)
+            if suggestion is None or self._ledger.overdrawn(self._index):
                 return
             yield from self._run(self._table.candidates[suggestion.row], suggestion)
-
-    def _check_whole_model(self) -> Generator[Progress, None, bool]:
-        """Run the recommended candidate as a whole model; returns whether that settles the answer."""
-        verdict = self._belief.recommend()
-        attempts = len(self._ledger.whole_models(self.model.query_groups))
-        if verdict is None or not self._request.verify or self._is_settled() or attempts >= ATTEMPTS:
-            return True
-        yield from self._run_whole_model(self._table.candidates[verdict.row])
-        return self._is_settled()
-
-    def _is_settled(self) -> bool:
-        """Whether a whole model was run that did not refute its candidate: nothing is measured after it."""
-        last = self._ledger.whole_models(self.model.query_groups)[-1:]
-        return any(trial.measurement.outcome not in REFUTING for trial in last)
 
     # -- trials --------------------------------------------------------------------------------------------------
 
@@ -228,10 +224,11 @@ class VariantSearch:
         self._belief.learn_trials([(number, judged)])
         return judged
 
-    def _run_whole_model(self, candidate: Candidate) -> Iterator[Progress]:
-        row = self._table.row[candidate]
+    def _run_whole_model(self, check: NextCheck) -> Iterator[Progress]:
+        row = self._table.row[check.candidate]
+        recommended = self._recommended()
         started = self._clock()
-        measurement = self._measure(self._plan(candidate, TrialKind.WHOLE_MODEL, ()))
+        measurement = self._measure(self._plan(check.candidate, TrialKind.WHOLE_MODEL, ()))
         whole = measurement.whole_model
         trial = Trial(
             number=self._ledger.next_number,
@@ -240,26 +237,17 @@ class VariantSearch:
             predicted_peak_bytes=self._belief.bytes(row).peak,
             measured_peak_bytes=whole.peak_bytes if whole else None,
             predicted_tokens_per_second=self._belief.seconds(row).tokens_per_second,
-            tokens_per_second=whole_model_tokens_per_second(self._belief, candidate, whole) if whole else None,
+            tokens_per_second=whole_model_tokens_per_second(self._belief, check.candidate, whole) if whole else None,
             seconds=self._clock() - started,
         )
         self._ledger.add(trial)
-        check = check_whole_model(self._belief, row, trial)
-        self._take_in_whole_model(trial)
-        yield self._progress(trial, [whole_model_event(trial, check)])
-
-    def _take_in_whole_model(self, trial: Trial) -> None:
-        """Learn from a whole model: how far compositions are off, or that its candidate cannot be."""
-        if trial.candidate not in self._table.row:
-            return
-        reason = trial.measurement.reason or f"the whole model {trial.measurement.outcome}"
-        if trial.measurement.outcome is Outcome.OUT_OF_MEMORY:
-            self._belief.reject_as_large(trial.candidate, reason)
-        elif trial.measurement.outcome in REFUTING:
-            self._belief.reject(trial.candidate, reason)
-        check = check_whole_model(self._belief, self._table.row[trial.candidate], trial)
-        if check is not None:
-            self._belief.learn_composition_error(check.step_error)
+        found = check_whole_model(self._belief, row, trial)
+        self._whole_models.take_in(trial)
+        events = [whole_model_event(trial, found, check.probability_better)]
+        answer = self._recommended()
+        if recommended is not None and answer is not None and answer != recommended:
+            events.append(answer_changed_event(recommended, answer))
+        yield self._progress(trial, events)
 
     def _plan(self, candidate: Candidate, kind: TrialKind, components: tuple[Component, ...]) -> TrialPlan:
         timeout = self._request.budget.trial_timeout_seconds
@@ -285,8 +273,13 @@ class VariantSearch:
             largest=largest_untiled(self._belief, among=self._belief.open_rows() if final else known),
             stock=best_stock(self._belief, self._report, among=known),
         )
-        checked = self._ledger.whole_model(self._table.candidates[verdict.row])
-        return build_recommendation(self._belief, verdict, references, self._report, checked)
+        recommended = self._table.candidates[verdict.row]
+        checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
+        return build_recommendation(self._belief, verdict, references, self._report, checked, rival)
+
+    def _recommended(self) -> Candidate | None:
+        verdict = self._belief.recommend()
+        return None if verdict is None else self._table.candidates[verdict.row]
 
     def _first_feasible(self) -> Candidate | None:
         trials = self._ledger.trials_of(self.model.query_groups)

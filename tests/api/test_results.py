@@ -3,7 +3,7 @@ from __future__ import annotations
 from fastapi.testclient import TestClient
 
 from explorer.measurements import Outcome
-from explorer.recommendations import Answer, Recommendation, VariantAnswer
+from explorer.recommendations import Answer, Recommendation, Remedy, RemedyKind, VariantAnswer
 from explorer.trials import Trial
 from storage.jobs import Job, JobState
 from storage.leases import Lease
@@ -38,12 +38,29 @@ def test_the_recommendation_is_provisional_until_the_end(client: TestClient, que
     assert Answer.model_validate(found["answer"]) == answer
 
 
-def test_when_nothing_fits_the_answer_says_why(client: TestClient, queue: Queue, lease: Lease) -> None:
-    queue.finish(lease, JobState.SUCCEEDED, answer=Answer(variants=(variant(None, "needs 2 GiB of 1 GiB"),)))
+def test_when_nothing_fits_the_answer_says_why_and_what_would(client: TestClient, queue: Queue, lease: Lease) -> None:
+    remedy = Remedy(
+        kind=RemedyKind.MICRO_BATCH_SIZE,
+        change="micro_batch_size 1",
+        settings={"micro_batch_size": 1},
+        predicted_peak_bytes=1,
+        required_bytes=2,
+    )
+    nothing = variant(None, "needs 2 GiB of 1 GiB").model_copy(update={"remedies": (remedy,)})
+    queue.finish(lease, JobState.SUCCEEDED, answer=Answer(variants=(nothing,)))
     found = client.get(f"/v1/explorations/{lease.job_id}/recommendation").json()
     assert found["final"]
     assert found["recommendation"] is None
     assert found["answer"]["variants"][0]["reason"] == "needs 2 GiB of 1 GiB"
+    assert found["answer"]["variants"][0]["remedies"] == [
+        {
+            "kind": "micro_batch_size",
+            "change": "micro_batch_size 1",
+            "settings": {"micro_batch_size": 1},
+            "predicted_peak_bytes": 1,
+            "required_bytes": 2,
+        }
+    ]
 
 
 def test_a_failed_exploration_keeps_what_it_found(client: TestClient, queue: Queue, lease: Lease) -> None:

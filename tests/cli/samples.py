@@ -7,12 +7,13 @@ from typing import Any
 
 from explorer.candidates import Candidate
 from explorer.events import Event, EventCode
-from explorer.measurements import WholeModelMeasurement
+from explorer.measurements import Outcome, WholeModelMeasurement
 from explorer.recommendations import (
     Alternative,
     Answer,
     MemoryParts,
     Recommendation,
+    RunnerUpCheck,
     VariantAnswer,
     WholeModelCheck,
 )
@@ -73,6 +74,13 @@ RECOMMENDATION = Recommendation(
     largest_micro_batch=Alternative(candidate=BEST, tokens_per_second=10_000.0, gain=1.23),
     stock=Alternative(candidate=BASE, tokens_per_second=9_000.0, gain=1.37),
     whole_model=CHECK,
+    runner_up=RunnerUpCheck(
+        candidate=BASE,
+        composed_tokens_per_second=12_000.0,
+        outcome=Outcome.OK,
+        gain=1.045,
+        whole_model=CHECK.model_copy(update={"tokens_per_second": 11_004.8}),
+    ),
     notes=("communication is not in the time",),
 )
 ANSWER = Answer(

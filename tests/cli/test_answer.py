@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from api.answer import bytes_text, render_answer
-from explorer.recommendations import Answer, VariantAnswer
-from tests.cli.samples import ANSWER, RECOMMENDATION, REQUEST
+from api.answer import bytes_text, render_answer, render_recommendation
+from explorer.measurements import Outcome
+from explorer.recommendations import Answer, Remedy, RemedyKind, RunnerUpCheck, VariantAnswer
+from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -28,6 +29,8 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "largest that fits 1.23x over micro_batch_size=4 bta_tile=2",
         "stock best 1.37x over micro_batch_size=1",
         "off by -4.3% in time, +2.1% in memory",
+        "runner-up micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 1.045x over it",
+        "as whole models: 11,005 tokens/s, peak 5.0 GiB",
         "note communication is not in the time",
         "queue 250.0 ms, timed 3.5 s",
     ):
@@ -52,6 +55,34 @@ def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
 def test_nothing_fits_says_why() -> None:
     nothing = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="use zero3")
     assert render_answer(Answer(variants=(nothing,)), None) == "No candidate fits: use zero3"
+
+
+def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
+    found = [
+        Remedy(kind=kind, change=change, settings={}, predicted_peak_bytes=size << 30, required_bytes=(size + 1) << 30)
+        for kind, change, size in (
+            (RemedyKind.MICRO_BATCH_SIZE, "micro_batch_size 8", 5),
+            (RemedyKind.NUM_DEVICES, "num_devices 16", 7),
+        )
+    ]
+    nothing = VariantAnswer(
+        num_query_groups=4, num_parameters=1, recommendation=None, reason="too large", remedies=tuple(found)
+    )
+    lines = render_answer(Answer(variants=(nothing,)), None).splitlines()[2:]
+    assert [" ".join(line.split()) for line in lines] == [
+        "It is predicted to fit with any one of these, the first being preferred",
+        "micro batch size micro_batch_size 8: peak 5.0 GiB, 6.0 GiB with reserve",
+        "num devices num_devices 16: peak 7.0 GiB, 8.0 GiB with reserve",
+    ]
+
+
+def test_a_runner_up_that_did_not_run_says_why() -> None:
+    rival = RunnerUpCheck(
+        candidate=BASE, composed_tokens_per_second=1.0, outcome=Outcome.OUT_OF_MEMORY, reason="too much"
+    )
+    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
+    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    assert "experts=loop: out_of_memory as a whole model: too much" in text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import zlib
 
 import numpy as np
 
+from explorer.candidates import Candidate
 from explorer.components import Component, ComponentKind
 from explorer.composition import combine_seconds
 from explorer.footprint import predict_component_bytes
@@ -57,6 +58,8 @@ class SimulatedDevice:
         self.plans: list[TrialPlan] = []
         self.whole_model_outcomes: list[Outcome] = []
         self.whole_model_factor = 1.0
+        self.whole_model_error = 0.001
+        self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
 
     def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
         """True device and host seconds."""
@@ -111,6 +114,7 @@ class SimulatedDevice:
         outcome = self.whole_model_outcomes.pop(0) if self.whole_model_outcomes else Outcome.OK
         if outcome is not Outcome.OK:
             return Measurement(candidate=plan.candidate, outcome=outcome, reason="simulated")
+        factor = self.whole_model_factor * self.own_factors.get(plan.candidate, 1.0)
         table = SpaceTable([plan.candidate], plan.model, self.request)
         pairs = [self.seconds(c, plan.model) for c in table.components]
         device, host = np.array([[d for d, _ in pairs]]), np.array([h for _, h in pairs])
@@ -122,9 +126,9 @@ class SimulatedDevice:
             self.request,
         )
         whole = WholeModelMeasurement(
-            micro_step_seconds=self.whole_model_factor * step.micro_step,
-            optimizer_seconds=self.whole_model_factor * step.optimizer,
-            standard_error_seconds=0.001,
+            micro_step_seconds=factor * step.micro_step,
+            optimizer_seconds=factor * step.optimizer,
+            standard_error_seconds=self.whole_model_error * step.micro_step,
             peak_bytes=GIB,
             reserved_bytes=GIB,
             repeats=3,

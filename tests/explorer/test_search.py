@@ -97,8 +97,8 @@ def test_measures_no_component_twice_and_ends_with_the_whole_model() -> None:
     run(req, device)
     measured = [c.key for plan in device.plans for c in plan.components]
     assert len(measured) == len(set(measured))
-    assert [plan.kind for plan in device.plans].count(TrialKind.WHOLE_MODEL) == 1
-    assert device.plans[-1].kind is TrialKind.WHOLE_MODEL
+    kinds = [plan.kind for plan in device.plans]
+    assert kinds[kinds.index(TrialKind.WHOLE_MODEL) :] == [TrialKind.WHOLE_MODEL] * 2
 
 
 def test_same_seed_same_trials() -> None:
@@ -170,10 +170,11 @@ def test_whole_model_out_of_memory_moves_the_recommendation() -> None:
     device.whole_model_outcomes = [Outcome.OUT_OF_MEMORY]
     steps = run(req, device)
     whole = [t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL]
-    assert len(whole) == 2
     found = answer_of(steps).recommendation
     assert found is not None
     assert found.candidate == whole[1].candidate != whole[0].candidate
+    assert found.runner_up is not None
+    assert [t.candidate for t in whole[2:]] == [found.runner_up.candidate]
 
 
 class FailingDevice(SimulatedDevice):
@@ -320,7 +321,7 @@ def test_a_whole_model_that_disagrees_lowers_the_confidence() -> None:
     assert unsure is not None
     assert unsure.whole_model is not None
     assert unsure.whole_model.step_error == pytest.approx(1 / 1.4 - 1, abs=0.02)
-    assert unsure.confidence < 60
+    assert unsure.confidence < 75
     assert sure.confidence >= 90
 
 
