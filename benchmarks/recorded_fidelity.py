@@ -1,0 +1,106 @@
+"""Composed steps against whole models, from recorded tables.
+
+    python -m benchmarks.recorded_fidelity results/tables/*.jsonl --out results/NAME.json
+
+Every candidate of a table that was run whole is composed of its components' runs in that table; errors are
+(composed - whole) / whole, as in `benchmarks.fidelity`, which measures its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.recorded_candidates import compose, composed_tokens_per_second, known_rows
+from explorer.composition import combine_seconds
+from explorer.measurements import WholeModelMeasurement
+from workers.replay.recording import Recording, RecordingError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compose every whole model of the tables and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    try:
+        recordings = {path.stem: Recording.read(path) for path in options.tables}
+    except (RecordingError, OSError) as error:
+        parser.error(str(error))
+    rows = [row for name, recording in recordings.items() for row in compare(name, recording)]
+    first = next(iter(recordings.values())).header
+    found = {
+        "environment": describe_environment(),
+        "hardware": first.report.hardware.model_dump(mode="json"),
+        "recorded_at": first.recorded_at.isoformat(),
+        "rows": rows,
+    }
+    write_results(options.out, found)
+    print_table(rows)
+    return 0
+
+
+def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
+    """A row for every candidate of the table's main model that was run whole."""
+    request = recording.header.request
+    table = recording.survey(request, request.model).table
+    if table is None:
+        return []
+    figures = compose(recording, table)
+    known_C = known_rows(table, figures)
+    tokens_C = composed_tokens_per_second(table, figures)
+    activations_C = np.add(*table.activation_bytes(*figures.sizes))
+    rows = []
+    for candidate, runs in recording.whole_models.items():
+        row = table.row.get(candidate)
+        if row is None or not known_C[row]:
+            continue
+        whole = next((run.figures for run in runs if run.figures is not None), None)
+        entry: dict[str, Any] = {
+            "name": name,
+            "model": request.model.name,
+            "candidate": candidate.model_dump(mode="json"),
+            "outcome": runs[0].outcome.value,
+            "reason": runs[0].reason,
+            "check": None,
+        }
+        if whole is not None:
+            tokens = _tokens_per_second(whole, candidate.micro_batch_size, recording)
+            peak = table.static.total + round(float(activations_C[row]))
+            entry["check"] = {
+                "tokens_per_second": tokens,
+                "peak_bytes": whole.peak_bytes,
+                "step_error": tokens / float(tokens_C[row]) - 1.0,
+                "peak_error": peak / whole.peak_bytes - 1.0,
+            }
+        rows.append(entry)
+    return rows
+
+
+def _tokens_per_second(whole: WholeModelMeasurement, micro_batch_size: int, recording: Recording) -> float:
+    request = recording.header.request
+    found = combine_seconds(whole.micro_step_seconds, whole.optimizer_seconds, micro_batch_size, request.model, request)
+    return found.tokens_per_second
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Median and largest error of each table."""
+    for name in dict.fromkeys(row["name"] for row in rows):
+        checks = [row["check"] for row in rows if row["name"] == name and row["check"]]
+        if not checks:
+            continue
+        cells = []
+        for what in ("step_error", "peak_error"):
+            errors = [abs(check[what]) for check in checks]
+            cells.append(f"{what} median {statistics.median(errors):.1%}, max {max(errors):.1%}")
+        print(f"{name:<24}{len(checks):>4} whole models: {'; '.join(cells)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
