@@ -59,13 +59,19 @@ class Ledger:
         return [t for t in self.trials_of(num_query_groups) if t.kind is TrialKind.WHOLE_MODEL]
 
     def whole_model(self, candidate: Candidate) -> Trial | None:
-        """The whole-model run of a candidate."""
-        found = (t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate)
-        return next(found, None)
+        """The whole-model run of a candidate; of several the first that was not tainted, if there is one."""
+        found = [t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate]
+        sound = (t for t in found if t.measurement.outcome is not Outcome.TAINTED)
+        return next(sound, found[0] if found else None)
 
     def is_hopeless(self, num_query_groups: int) -> bool:
-        """Whether the last trials all failed as a whole, for one and the same reason that is not memory."""
+        """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
+
+        That they were tainted is one reason, whatever it was that tainted each.
+        """
         last = self.trials_of(num_query_groups)[-HOPELESS_FAILURES:]
+        if len(last) == HOPELESS_FAILURES and all(t.measurement.outcome is Outcome.TAINTED for t in last):
+            return True
         failures = {(t.measurement.outcome, t.measurement.reason) for t in last}
         return (
             len(last) == HOPELESS_FAILURES

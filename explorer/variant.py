@@ -37,6 +37,7 @@ from explorer.recommendations import Recommendation
 from explorer.remedies import explain_nothing_fits, smallest_requirement
 from explorer.requests import ExplorationRequest
 from explorer.sampler import frozen_trial, tell, to_candidate
+from explorer.taints import judging
 from explorer.trials import Measure, Trial, TrialKind, TrialPlan
 
 ATTEMPTS = 3  # what is predicted to fit may not, once measured
@@ -69,7 +70,7 @@ class VariantSearch:
         self._index = index
         self._request = request
         self._report = report
-        self._measure = measure
+        self._measure = judging(measure)
         self._ledger = ledger
         self._open_study = open_study
         self._clock = clock
@@ -92,6 +93,9 @@ class VariantSearch:
         for trial in self._ledger.whole_models(self.model.query_groups):
             self._take_in_whole_model(trial)
         yield from self._find_base()
+        past = self._ledger.trials_of(self.model.query_groups)
+        if past and past[-1].kind is TrialKind.COMPONENTS:  # it may have been the last before a resume
+            yield from self._repeat_tainted(past[-1])
         settled = False
         while not settled:
             before = self._ledger.next_number
@@ -170,7 +174,7 @@ class VariantSearch:
     def _is_settled(self) -> bool:
         """Whether a whole model was run that did not refute its candidate: nothing is measured after it."""
         last = self._ledger.whole_models(self.model.query_groups)[-1:]
-        return any(trial.measurement.outcome not in REFUTING for trial in last)
+        return any(trial.measurement.outcome not in REFUTING | {Outcome.TAINTED} for trial in last)
 
     # -- trials --------------------------------------------------------------------------------------------------
 
@@ -214,6 +218,13 @@ class VariantSearch:
             tell(self._ground.study, asked, trial)
         else:
             self._ground.study.add_trial(frozen_trial(trial, self._ground.distributions))
+        yield from self._repeat_tainted(trial)
+
+    def _repeat_tainted(self, trial: Trial) -> Iterator[Progress]:
+        """Measure again what was timed on a shared or throttled device; each run may be followed by another."""
+        suggestion = self._belief.to_repeat(trial.measurement)
+        if suggestion is not None:
+            yield from self._run(trial.candidate, suggestion)
 
     def _judge(self, row: int, number: int, measurement: Measurement) -> Measurement:
         """A candidate whose measured parts add up to more than the limit is out of memory, though each part ran."""
