@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from explorer.candidates import Candidate
 from explorer.measurements import Outcome
 from explorer.requests import Budget
+from explorer.taints import TAINTED_ATTEMPTS
 from explorer.trials import Trial, TrialKind
 
 GRACE = 2.0  # comparisons at the end may use this many times the budget, so that an answer has them
 HOPELESS_FAILURES = 5
+HOPELESS_TAINTED = 4 * TAINTED_ATTEMPTS
 
 
 class Ledger:
@@ -67,11 +69,14 @@ class Ledger:
     def is_hopeless(self, num_query_groups: int) -> bool:
         """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
 
-        That they were tainted is one reason, whatever it was that tainted each.
+        That they were tainted is one reason, whatever it was that tainted each; a device is given more time to become
+        sound again than a fault that stays.
         """
-        last = self.trials_of(num_query_groups)[-HOPELESS_FAILURES:]
-        if len(last) == HOPELESS_FAILURES and all(t.measurement.outcome is Outcome.TAINTED for t in last):
-            return True
+        trials = self.trials_of(num_query_groups)
+        tainted = [t.measurement.outcome is Outcome.TAINTED for t in trials[-HOPELESS_TAINTED:]]
+        if any(tainted[-1:]):
+            return all(tainted) and len(tainted) == HOPELESS_TAINTED
+        last = trials[-HOPELESS_FAILURES:]
         failures = {(t.measurement.outcome, t.measurement.reason) for t in last}
         return (
             len(last) == HOPELESS_FAILURES
