@@ -157,11 +157,11 @@ def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
 
 
 def _condense(conditions: Conditions | None) -> Conditions | None:
-    """Without the clocks that a device never changes, in whole units."""
+    """Without the clocks that a device never changes, in whole units; null if nothing is left."""
     if conditions is None:
         return None
     watts, others = conditions.power_watts, conditions.host_busy_share
-    return conditions.model_copy(
+    condensed = conditions.model_copy(
         update={
             "sm_clock_max_mhz": None,
             "memory_clock_mhz": None,
@@ -169,6 +169,7 @@ def _condense(conditions: Conditions | None) -> Conditions | None:
             "host_busy_share": None if others is None else round(others, 2),
         }
     )
+    return None if condensed == Conditions() else condensed
 
 
 def _shorten(value: Any) -> Any:
