@@ -38,6 +38,7 @@ def test_shares_are_means_of_the_samples_since_a_moment(monkeypatch: pytest.Monk
         SimpleNamespace(pid=1, timeStamp=150, smUtil=20),
         SimpleNamespace(pid=1, timeStamp=160, smUtil=40),
         SimpleNamespace(pid=2, timeStamp=150, smUtil=70),
+        SimpleNamespace(pid=2, timeStamp=150, smUtil=4242),  # as some drivers fill what they do not know
     ]
     monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", lambda handle, since: samples)
     shares = Gpu(None).busy_shares(100)

@@ -77,15 +77,13 @@ def test_a_process_that_was_not_there_is_a_tenant_however_small() -> None:
 
 
 def test_the_time_that_others_use_is_told_apart_from_our_own() -> None:
-    gpu = FakeGpu(shares={7: 0.9, 3: 0.25})
-    assert timed(begun(gpu)).busy_share == pytest.approx(0.25)
-
-
-def test_without_knowing_which_process_is_ours_nothing_is_said_of_others_time() -> None:
-    gpu = FakeGpu(shares={7: 0.9}, pids=frozenset())
-    found = timed(begun(gpu))
-    assert found.busy_share is None
-    assert not found
+    gpu = FakeGpu(shares={7: 0.9, 3: 0.25, 5: 1.0}, pids=frozenset({3}))
+    watch = TenantWatch(gpu, lambda: 0, 0, frozenset({3}))
+    assert timed(watch).busy_share is None, "which process is ours is not known"
+    gpu.pids = frozenset({3, 7})
+    watch = TenantWatch(gpu, lambda: 0, 0, frozenset({3}))
+    watch.begin(None)
+    assert timed(watch).busy_share == pytest.approx(0.25), "5 is gone"
 
 
 def test_a_process_that_replaces_another_knows_who_came_since_the_job_began() -> None:

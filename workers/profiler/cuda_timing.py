@@ -109,15 +109,16 @@ class CudaTimer:
     def _time_running(self, passes: Passes, first: PassSample) -> list[PassSample]:
         """Repeats without a pause of the device.
 
-        The first of a batch counts only where the host's lead does not matter: it may not be ahead yet.
+        The first of a batch counts only where the host's lead does not matter: it may not be ahead yet. There `first`
+        counts as well if it ran for long enough to heat the device by itself.
         """
         heat = int(HEAT_SECONDS / first.device)
         if heat:
             self._run(passes, repeats=heat, sleep_seconds=0.0)
         skipped = 0 if first.host <= CLEARLY_AHEAD * first.device else 1
         batch = skipped + max(1, min(8, heat))
-        samples: list[PassSample] = []
-        started = time.perf_counter()
+        samples = [] if heat or skipped else [first]
+        started = time.perf_counter() - sum(s.device for s in samples)
         while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
             samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[skipped:]
         return samples

@@ -84,8 +84,8 @@ class Gpu:
         def query() -> dict[int, float]:
             shares: dict[int, list[float]] = {}
             for sample in pynvml.nvmlDeviceGetProcessUtilization(self._handle, since_microseconds):
-                if int(sample.timeStamp) >= since_microseconds:
-                    shares.setdefault(int(sample.pid), []).append(min(100, int(sample.smUtil)) / 100)
+                if int(sample.timeStamp) >= since_microseconds and int(sample.smUtil) <= 100:
+                    shares.setdefault(int(sample.pid), []).append(int(sample.smUtil) / 100)
             return {pid: sum(values) / len(values) for pid, values in shares.items()}
 
         return _ask(query)

@@ -97,11 +97,13 @@ class TenantWatch:
     def find(self) -> Tenants:
         """Who came, as of now; their share of the device's time since `start`."""
         self.look()
-        came = (self._gpu.processes() or frozenset()) - self._known - self._own
+        present = self._gpu.processes() or frozenset()
+        came = present - self._known - self._own
         if came:
             came -= {child.pid for child in psutil.Process().children(recursive=True)}
         shares = self._gpu.busy_shares(self._since) if self._own and self._since else None
-        foreign = None if shares is None else min(1.0, sum(s for pid, s in shares.items() if pid not in self._own))
+        others = present - self._own  # drivers also tell of processes that are gone
+        foreign = None if shares is None else min(1.0, sum(shares.get(pid, 0.0) for pid in others))
         return Tenants(len(came), self._grown, foreign)
 
     def _look(self, *, tolerated: int) -> None:
