@@ -5,8 +5,9 @@
 Components go through the same profiler as in the service, one a trial, each once in ascending micro-batch size; then
 whole models of a share of the candidates (or all); then every component again, in random order, until `--runs` of each
 exist, so that the noise between runs is known. A larger component than one that ran out of memory is inferred to do
-so, and the row says that. The file is appended to: a second start continues where the first ended, by itself, by its
-budget or by a signal. `--plan` only counts. `--reuse` takes over the component runs of tables of the same model on
+so, and the row says that. What was timed on a shared or throttled device is recorded as tainted, and measured again up
+to twice. The file is appended to: a second start continues where the first ended, by itself, by its budget or by a
+signal. `--plan` only counts. `--reuse` takes over the component runs of tables of the same model on
 the same device, which differ in limits or choices alone.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,12 +28,13 @@ from explorer.components import Component
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.hardware import HardwareSpec
-from explorer.measurements import Outcome
+from explorer.measurements import Measurement, Outcome
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
 from explorer.roofline import predict_component_seconds
 from explorer.space import EmptySpaceError
 from explorer.table import SpaceTable
+from explorer.taints import TAINTED_ATTEMPTS, judge
 from explorer.trials import TrialKind, TrialPlan
 from workers.launcher import Profiler, ProfilerError
 from workers.replay.profiler import mismatch
@@ -91,16 +93,21 @@ class Recorder:
         return done
 
     def _components(self, table: SpaceTable, components: list[Component], what: str) -> bool:
+        done = True
         for index, component in enumerate(components):
             if self.is_over:
                 return False
             self._tell(what, index, len(components))
-            row = self._infer(component) or self._measure(table, component)
-            self._file.append(row)
+            inferred = self._infer(component)
+            if inferred is not None:
+                self._file.append(inferred)
+            else:
+                done = self._measure(table, component) and done
         self._tell(what, len(components), len(components), last=True)
-        return True
+        return done
 
-    def _measure(self, table: SpaceTable, component: Component) -> ComponentRow:
+    def _measure(self, table: SpaceTable, component: Component) -> bool:
+        """Measure a component, and again while it is tainted; returns whether the last run was not."""
         candidate = table.candidates[int(np.flatnonzero(table.uses_CK[:, table.column[component]])[0])]
         plan = TrialPlan(
             number=0,
@@ -110,10 +117,19 @@ class Recorder:
             components=(component,),
             timeout_seconds=self._deadline_seconds,
         )
-        restarts = self._profiler.restarts
-        measurement = self._profiler.measure(plan)
-        replaced = self._profiler.restarts > restarts
-        return ComponentRow.of(component, self._runs(component), measurement, replaced=replaced)
+        for measurement, replaced in self._attempts(plan):
+            row = ComponentRow.of(component, self._runs(component), measurement, replaced=replaced)
+            self._file.append(row)
+        return row.outcome is not Outcome.TAINTED
+
+    def _attempts(self, plan: TrialPlan) -> Iterator[tuple[Measurement, bool]]:
+        """Measurements until one is not tainted, and whether each cost the profiler its process."""
+        for _ in range(TAINTED_ATTEMPTS):
+            restarts = self._profiler.restarts
+            measurement = judge(self._profiler.measure(plan))
+            yield measurement, self._profiler.restarts > restarts
+            if measurement.outcome is not Outcome.TAINTED or self.is_over:
+                return
 
     def _infer(self, component: Component) -> ComponentRow | None:
         for smaller, rows in self._recording.components.items():
@@ -137,6 +153,7 @@ class Recorder:
         if whole == "share":
             now = time.monotonic()
             ends_at = now + WHOLE_MODEL_SHARE * (self._ends_at - now)
+        done = True
         for index, row in enumerate(rows):
             if time.monotonic() >= ends_at:
                 return False
@@ -149,15 +166,14 @@ class Recorder:
                 candidate=candidate,
                 timeout_seconds=self._deadline_seconds,
             )
-            restarts = self._profiler.restarts
-            measurement = self._profiler.measure(plan)
-            replaced = self._profiler.restarts > restarts
-            self._file.append(WholeModelRow.of(candidate, 0, measurement, replaced=replaced))
+            for measurement, replaced in self._attempts(plan):
+                self._file.append(WholeModelRow.of(candidate, 0, measurement, replaced=replaced))
             if measurement.outcome is Outcome.UNSUPPORTED:
                 print(f"no whole models: {measurement.reason}", flush=True)
                 return True
+            done = done and measurement.outcome is not Outcome.TAINTED
         self._tell("whole models", len(rows), len(rows), last=True)
-        return True
+        return done
 
     def _choose(self, table: SpaceTable, whole: str, number: int) -> list[int]:
         """Rows that fit as composed and have no whole model yet, in random order; of a share, half near the best."""

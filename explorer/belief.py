@@ -21,6 +21,7 @@ from explorer.requests import ExplorationRequest
 from explorer.runs import RunLog
 from explorer.surrogate import Surrogate
 from explorer.table import Floats, Ints, Mask, SpaceTable
+from explorer.taints import TAINTED_ATTEMPTS
 
 NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64
@@ -92,10 +93,10 @@ class Belief:
 
     def learn_trials(self, trials: Iterable[tuple[int, Measurement]]) -> None:
         """Take in numbered trials; one that is read twice counts once."""
-        measured, before = False, (len(self.failed), len(self.rejected))
+        measured, before = False, self._num_troubles()
         for number, measurement in trials:
             measured = self._log.add(number, measurement.components) or measured
-            if measurement.outcome is not Outcome.OK:
+            if measurement.outcome not in {Outcome.OK, Outcome.TAINTED}:
                 reason = measurement.reason or measurement.outcome.value
                 if measurement.failed_component is not None:
                     self.failed.setdefault(measurement.failed_component, reason)
@@ -103,15 +104,15 @@ class Belief:
                         self._broken.add(measurement.failed_component)
                 else:
                     self.rejected.setdefault(measurement.candidate, reason)
-        self._update(measured, refresh=before != (len(self.failed), len(self.rejected)))
+        self._update(measured, refresh=before != self._num_troubles())
 
     def absorb(self, found: Iterable[tuple[int, Sequence[ComponentMeasurement]]]) -> None:
         """Take in, by trial, components that another variant has had measured and this one has in common."""
-        measured = False
+        measured, before = False, self._num_troubles()
         for number, components in found:
             shared = [m for m in components if m.component in self.table.column]
             measured = self._log.add(number, shared) or measured
-        self._update(measured)
+        self._update(measured, refresh=before != self._num_troubles())
 
     def reject(self, candidate: Candidate, reason: str) -> None:
         """Never recommend `candidate`."""
@@ -232,12 +233,24 @@ class Belief:
         """What to measure next; null when no measurement is expected to change anything."""
         if not self._suggested:
             self._suggestion = suggest_measurement(
-                self._outlook, self.table, self.surrogate, self.request.tolerance, self._log.count
+                self._outlook, self.table, self.surrogate, self.request.tolerance, self._log.count_attempts
             )
             self._suggested = True
         return self._suggestion
 
+    def to_repeat(self, measurement: Measurement) -> Suggestion | None:
+        """What of a tainted measurement is to be measured again; null if nothing was tainted, or too often."""
+        row = self.table.row.get(measurement.candidate)
+        if row is None or measurement.outcome is not Outcome.TAINTED:
+            return None
+        tainted = (m.component for m in measurement.components if m.taint is not None)
+        left = tuple(c for c in tainted if self._log.count_tainted(c) < TAINTED_ATTEMPTS)
+        return Suggestion(row, left, again=all(self._log.count(c) for c in left)) if left else None
+
     # -- internals -----------------------------------------------------------------------------------------------
+
+    def _num_troubles(self) -> tuple[int, int, int]:
+        return len(self.failed), len(self.rejected), self._log.num_tainted
 
     def _update(self, measured: bool, *, refresh: bool = False) -> None:
         if measured:
@@ -323,7 +336,7 @@ class Belief:
 
     def _fails(self) -> Mask:
         """Candidates that use a component which failed, or a larger one of the same sort."""
-        if not self.failed:
+        if not self.failed and not self._log.num_tainted:
             return np.zeros(len(self.table.candidates), dtype=np.bool_)
         failing = np.array([self._component_fails(c) for c in self.table.components])
         return np.asarray((self.table.used_CP & failing[self.table.columns_CP]).any(axis=1))
@@ -331,6 +344,8 @@ class Belief:
     def _component_fails(self, component: Component) -> bool:
         if self._log.count(component):
             return False
+        if self._log.count_tainted(component) >= TAINTED_ATTEMPTS:
+            return True
         return any(at_least(component, failed, broken=failed in self._broken) for failed in self.failed)
 
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from explorer.candidates import Candidate
 from explorer.measurements import Outcome
 from explorer.requests import Budget
+from explorer.taints import TAINTED_ATTEMPTS
 from explorer.trials import Trial, TrialKind
 
 GRACE = 2.0  # comparisons at the end may use this many times the budget, so that an answer has them
 HOPELESS_FAILURES = 5
+HOPELESS_TAINTED = 4 * TAINTED_ATTEMPTS
 
 
 class Ledger:
@@ -59,13 +61,22 @@ class Ledger:
         return [t for t in self.trials_of(num_query_groups) if t.kind is TrialKind.WHOLE_MODEL]
 
     def whole_model(self, candidate: Candidate) -> Trial | None:
-        """The whole-model run of a candidate."""
-        found = (t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate)
-        return next(found, None)
+        """The whole-model run of a candidate; of several the first that was not tainted, if there is one."""
+        found = [t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate]
+        sound = (t for t in found if t.measurement.outcome is not Outcome.TAINTED)
+        return next(sound, found[0] if found else None)
 
     def is_hopeless(self, num_query_groups: int) -> bool:
-        """Whether the last trials all failed as a whole, for one and the same reason that is not memory."""
-        last = self.trials_of(num_query_groups)[-HOPELESS_FAILURES:]
+        """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
+
+        That they were tainted is one reason, whatever it was that tainted each; a device is given more time to become
+        sound again than a fault that stays.
+        """
+        trials = self.trials_of(num_query_groups)
+        tainted = [t.measurement.outcome is Outcome.TAINTED for t in trials[-HOPELESS_TAINTED:]]
+        if any(tainted[-1:]):
+            return all(tainted) and len(tainted) == HOPELESS_TAINTED
+        last = trials[-HOPELESS_FAILURES:]
         failures = {(t.measurement.outcome, t.measurement.reason) for t in last}
         return (
             len(last) == HOPELESS_FAILURES

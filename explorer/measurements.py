@@ -9,6 +9,7 @@ from pydantic import Field
 
 from explorer.candidates import Candidate
 from explorer.components import Component
+from explorer.conditions import Conditions
 from explorer.frozen import Frozen
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -16,13 +17,17 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class Outcome(StrEnum):
-    """How a trial ended. Failure is data, never an exception."""
+    """How a trial ended. Failure is data, never an exception.
+
+    `tainted` ran well, but on a device that was shared or throttled meanwhile.
+    """
 
     OK = "ok"
     OUT_OF_MEMORY = "out_of_memory"
     TIMED_OUT = "timed_out"
     CRASHED = "crashed"
     UNSUPPORTED = "unsupported"
+    TAINTED = "tainted"
 
 
 class ComponentMeasurement(Frozen):
@@ -47,6 +52,12 @@ class ComponentMeasurement(Frozen):
     saved_bytes: Bytes
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
+    conditions: Conditions | None = None
+
+    @property
+    def taint(self) -> str | None:
+        """Why this timing is not to be trusted; null if it is."""
+        return self.conditions.taint if self.conditions is not None else None
 
 
 class WholeModelMeasurement(Frozen):
@@ -62,6 +73,12 @@ class WholeModelMeasurement(Frozen):
     peak_bytes: Bytes
     reserved_bytes: Bytes
     repeats: Annotated[int, Field(ge=1)]
+    conditions: Conditions | None = None
+
+    @property
+    def taint(self) -> str | None:
+        """Why this timing is not to be trusted; null if it is."""
+        return self.conditions.taint if self.conditions is not None else None
 
 
 class PhaseSeconds(Frozen):
@@ -93,3 +110,9 @@ class Measurement(Frozen):
     failed_component: Component | None = None
     whole_model: WholeModelMeasurement | None = None
     phases: PhaseSeconds = PhaseSeconds()
+
+    @property
+    def taint(self) -> str | None:
+        """Why something that was timed is not to be trusted; null if all of it is."""
+        timed = (*self.components, *((self.whole_model,) if self.whole_model is not None else ()))
+        return next((found.taint for found in timed if found.taint is not None), None)

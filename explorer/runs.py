@@ -71,16 +71,23 @@ class ComponentRuns:
 
 
 class RunLog:
-    """The runs of every component, by the trial that made them, so that a trial that is read twice counts once."""
+    """The runs of every component, by the trial that made them, so that a trial that is read twice counts once.
+
+    Tainted runs are counted, and otherwise not kept.
+    """
 
     def __init__(self) -> None:
         self._by_trial: dict[Component, dict[int, ComponentMeasurement]] = {}
         self._runs: dict[Component, ComponentRuns] = {}
+        self._tainted: dict[Component, set[int]] = {}
 
     def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> bool:
-        """Keep what trial number `trial` measured; returns whether that is news."""
+        """Keep what trial number `trial` measured; returns whether something new was measured, tainted runs apart."""
         news = False
         for measurement in found:
+            if measurement.taint is not None:
+                self._tainted.setdefault(measurement.component, set()).add(trial)
+                continue
             trials = self._by_trial.setdefault(measurement.component, {})
             if trial not in trials:
                 trials[trial] = measurement
@@ -95,6 +102,19 @@ class RunLog:
         return self._runs
 
     def count(self, component: Component) -> int:
-        """How often a component was measured."""
+        """How often a component was measured, tainted runs apart."""
         found = self._runs.get(component)
         return len(found.runs) if found else 0
+
+    def count_tainted(self, component: Component) -> int:
+        """How many runs of a component were tainted."""
+        return len(self._tainted.get(component, ()))
+
+    def count_attempts(self, component: Component) -> int:
+        """How often a component was run, tainted or not."""
+        return self.count(component) + self.count_tainted(component)
+
+    @property
+    def num_tainted(self) -> int:
+        """Tainted runs of all components."""
+        return sum(map(len, self._tainted.values()))

@@ -38,6 +38,7 @@ from explorer.recommendations import Recommendation, Remedy
 from explorer.remedies import explain_nothing_fits, find_remedies, smallest_requirement
 from explorer.requests import ExplorationRequest
 from explorer.sampler import frozen_trial, tell, to_candidate
+from explorer.taints import judging
 from explorer.trials import Measure, Trial, TrialKind, TrialPlan
 from explorer.whole_models import NextCheck, WholeModels
 
@@ -71,7 +72,7 @@ class VariantSearch:
         self._index = index
         self._request = request
         self._report = report
-        self._measure = measure
+        self._measure = judging(measure)
         self._ledger = ledger
         self._open_study = open_study
         self._clock = clock
@@ -93,6 +94,9 @@ class VariantSearch:
         self._last_line = ""
         self._whole_models = WholeModels(self._belief, self._ledger, self._index)
         yield from self._find_base()
+        past = self._ledger.trials_of(self.model.query_groups)
+        if past and past[-1].kind is TrialKind.COMPONENTS:  # it may have been the last before a resume
+            yield from self._repeat_tainted(past[-1])
         while True:
             before = self._ledger.next_number
             yield from self._search()
@@ -210,6 +214,13 @@ class VariantSearch:
             tell(self._ground.study, asked, trial)
         else:
             self._ground.study.add_trial(frozen_trial(trial, self._ground.distributions))
+        yield from self._repeat_tainted(trial)
+
+    def _repeat_tainted(self, trial: Trial) -> Iterator[Progress]:
+        """Measure again what was timed on a shared or throttled device; each run may be followed by another."""
+        suggestion = self._belief.to_repeat(trial.measurement)
+        if suggestion is not None:
+            yield from self._run(trial.candidate, suggestion)
 
     def _judge(self, row: int, number: int, measurement: Measurement) -> Measurement:
         """A candidate whose measured parts add up to more than the limit is out of memory, though each part ran."""

@@ -10,6 +10,7 @@ from explorer.candidates import Candidate
 from explorer.ledger import Ledger
 from explorer.measurements import Outcome
 from explorer.recommendations import RunnerUpCheck
+from explorer.taints import TAINTED_ATTEMPTS
 from explorer.trials import Trial
 
 ATTEMPTS = 4  # what is predicted to fit may not, once run; and an answer that changes is checked in its turn
@@ -75,12 +76,12 @@ class WholeModels:
         The recommended candidate is always checked, again if the answer has changed to another. Its runner-up
         (`Belief.runner_up`) is run if the budget is not used up, unless it is next to certainly no better, and unless
         another candidate has been run whole already: the answer has then been compared. A whole model that can not be
-        run here, or not in time, is the last.
+        run here, or not in time, is the last. One on a shared or throttled device says nothing, and is run again.
         """
         trials = self.trials
         verdict = self._belief.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if verdict is None or IMPOSSIBLE & set(outcomes):
+        if verdict is None or IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.TAINTED) >= TAINTED_ATTEMPTS:
             return None
         recommended = self._belief.table.candidates[verdict.row]
         if not self._belief.was_run_whole(verdict.row):

@@ -60,6 +60,7 @@ class _Job:
     request: ExplorationRequest
     memory_limit_bytes: int
     baseline_bytes: int
+    others_bytes: int | None
 
 
 @dataclass
@@ -156,9 +157,10 @@ class Profiler:
         self._job = None
         process = self._running()
         hardware = self.hardware()
-        report = self._begin(process, request, hardware)
-        self._job = _Job(request, memory_limit(request, hardware), process.private_bytes())
-        return report
+        reply = self._begin(process, Begin(request=request, hardware=hardware))
+        limit = memory_limit(request, hardware)
+        self._job = _Job(request, limit, process.private_bytes(), reply.others_bytes)
+        return reply.report
 
     def measure(self, plan: TrialPlan) -> Measurement:
         """Run a trial. What a candidate does, be it a crash, a hang or an OOM, is in the outcome.
@@ -222,7 +224,8 @@ class Profiler:
             raise self._misunderstood(reply)
         self._start_seconds += time.perf_counter() - started
         if self._job is not None and self._hardware is not None:
-            self._begin(process, self._job.request, self._hardware)
+            job = self._job
+            self._begin(process, Begin(request=job.request, hardware=self._hardware, others_bytes=job.others_bytes))
             self._job.baseline_bytes = process.private_bytes()
         return process
 
@@ -232,11 +235,11 @@ class Profiler:
         except OSError as error:
             raise ProfilerError(f"the profiler process cannot be started: {error}") from error
 
-    def _begin(self, process: ProfilerProcess, request: ExplorationRequest, hardware: HardwareSpec) -> DeviceReport:
-        reply = self._ask(process, Begin(request=request, hardware=hardware))
+    def _begin(self, process: ProfilerProcess, order: Begin) -> ReportReply:
+        reply = self._ask(process, order)
         if not isinstance(reply, ReportReply):
             raise self._misunderstood(reply)
-        return reply.report
+        return reply
 
     def _ask(self, process: ProfilerProcess, order: MeasureHardware | Begin) -> Reply:
         started = time.perf_counter()

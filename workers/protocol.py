@@ -21,11 +21,15 @@ class MeasureHardware(Frozen):
 
 
 class Begin(Frozen):
-    """Order: a job begins. Answered by `ReportReply`. Sent again to a process that replaces a dead one."""
+    """Order: a job begins. Answered by `ReportReply`. Sent again to a process that replaces a dead one.
+
+    `others_bytes` is what the dead one said others held of the device when the job began.
+    """
 
     type: Literal["begin"] = "begin"
     request: ExplorationRequest
     hardware: HardwareSpec
+    others_bytes: Annotated[int, Field(ge=0)] | None = None
 
 
 class RunTrial(Frozen):
@@ -50,10 +54,11 @@ class HardwareReply(Frozen):
 
 
 class ReportReply(Frozen):
-    """Which back ends can serve the job's model."""
+    """Which back ends can serve the job's model, and what others hold of the device as the job begins."""
 
     type: Literal["report"] = "report"
     report: DeviceReport
+    others_bytes: Annotated[int, Field(ge=0)] | None = None
 
 
 class ComponentStarted(Frozen):

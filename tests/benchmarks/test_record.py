@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.record import Recorder, main, open_table, take_over
+from benchmarks.replay.ground_truth import GroundTruth
 from explorer.components import Component, ComponentKind
+from explorer.conditions import Conditions
 from explorer.hardware import DeviceReport, HardwareSpec
 from explorer.measurements import Measurement, Outcome
 from explorer.requests import ExplorationRequest
@@ -15,6 +17,8 @@ from explorer.trials import TrialKind, TrialPlan
 from tests.replay.samples import recording, request, table_of
 from workers.replay.device import RecordedDevice
 from workers.replay.recording import Recording, RecordingError
+
+SHARED = Conditions(foreign_processes=1)
 
 
 class TableProfiler:
@@ -177,6 +181,57 @@ def test_runs_of_a_table_with_another_limit_are_taken_over(tmp_path: Path) -> No
     other = request(routing={"kind": "uniform"}, execution="compile")
     with pytest.raises(RecordingError, match="execution"):
         record(tmp_path / "c.jsonl", profiler, other, reuse=(tmp_path / "wide.jsonl",))
+
+
+class DisturbedProfiler(TableProfiler):
+    """Disturbed by another process in the trials of `disturbed`."""
+
+    def __init__(self, recorded: Recording, disturbed: range) -> None:
+        super().__init__(recorded)
+        self._disturbed = disturbed
+
+    def measure(self, plan: TrialPlan) -> Measurement:
+        measurement = super().measure(plan)
+        if len(self.plans) - 1 not in self._disturbed:
+            return measurement
+        found = tuple(m.model_copy(update={"conditions": SHARED}) for m in measurement.components)
+        whole = measurement.whole_model
+        update = {"components": found, "whole_model": whole and whole.model_copy(update={"conditions": SHARED})}
+        return measurement.model_copy(update=update)
+
+
+def test_a_tainted_run_is_recorded_and_made_again(tmp_path: Path) -> None:
+    complete = recording(whole_model_share=1.0)
+    calm, disturbed = tmp_path / "calm.jsonl", tmp_path / "disturbed.jsonl"
+    record(calm, TableProfiler(complete), request(), runs=2, whole="share", whole_models=2)
+    number = len(table_of(complete).components)
+    for hit in (range(1), range(2, 4), range(number, number + 1)):
+        done, recorded = record(
+            disturbed, DisturbedProfiler(complete, hit), request(), runs=2, whole="share", whole_models=2
+        )
+        assert done
+        assert len(recorded.tainted) == len(hit)
+        assert all("shared with another process" in str(row.reason) for row in recorded.tainted)
+        found, wanted = GroundTruth.of("t", recorded), GroundTruth.read(calm)
+        assert (found.tokens_C == wanted.tokens_C).all()
+        assert found.exhaustive_seconds == wanted.exhaustive_seconds
+        disturbed.unlink()
+
+
+def test_what_stays_tainted_is_left_for_the_next_start(tmp_path: Path) -> None:
+    path, complete = tmp_path / "t.jsonl", recording()
+    first = DisturbedProfiler(complete, range(5, 8))
+    done, recorded = record(path, first, request())
+    assert not done
+    assert len(recorded.tainted) == 3
+    (lost,) = first.plans[5].components
+    assert lost not in recorded.components
+    assert lost.micro_batch_size not in recorded.covered_request().micro_batch_sizes
+    second = TableProfiler(complete)
+    done, recorded = record(path, second, request())
+    assert done
+    assert [plan.components for plan in second.plans] == [(lost,)]
+    assert recorded.covered_request() == request()
 
 
 CONFIG = """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
 from explorer.candidates import Candidate
 from explorer.components import Component, ComponentKind
 from explorer.composition import combine_seconds
+from explorer.conditions import Conditions
 from explorer.footprint import predict_component_bytes
 from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
@@ -45,7 +47,10 @@ def report(*, memory_gib: float = 132.0, experts: bool = True) -> DeviceReport:
 
 
 class SimulatedDevice:
-    """Measures plans. `activations` scales real over predicted activation bytes."""
+    """Measures plans. `activations` scales real over predicted activation bytes.
+
+    `conditions` tells those of a component in a trial, or of a trial's whole model (null).
+    """
 
     def __init__(
         self, request: ExplorationRequest, seed: int = 0, noise: float = 0.002, activations: float = 1.1
@@ -60,6 +65,7 @@ class SimulatedDevice:
         self.whole_model_factor = 1.0
         self.whole_model_error = 0.001
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
+        self.conditions: Callable[[TrialPlan, Component | None], Conditions | None] = lambda plan, component: None
 
     def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
         """True device and host seconds."""
@@ -98,6 +104,7 @@ class SimulatedDevice:
                     saved_bytes=saved,
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
+                    conditions=self.conditions(plan, component),
                 )
             )
         phases = PhaseSeconds(timed=sum(12 * c.device_seconds for c in found), build=0.1 * len(found))
@@ -132,5 +139,6 @@ class SimulatedDevice:
             peak_bytes=GIB,
             reserved_bytes=GIB,
             repeats=3,
+            conditions=self.conditions(plan, None),
         )
         return Measurement(candidate=plan.candidate, outcome=Outcome.OK, whole_model=whole)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -106,3 +108,46 @@ def test_out_of_memory_is_an_outcome_and_the_process_stays(profiler: Profiler) -
     embedding = Decomposer(MODEL, training=True)(small).components[0]
     assert profiler.measure(plan(small, embedding)).outcome is Outcome.OK
     assert profiler.pid == pid
+
+
+TENANT = """
+import sys, torch
+held = torch.ones(6 << 30, dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_timings_carry_the_clocks_and_the_power_of_the_device(profiler: Profiler) -> None:
+    candidate = candidate_for(profiler, 4)
+    components = Decomposer(MODEL, training=True)(candidate).components
+    measured = profiler.measure(plan(candidate, *components))
+    assert measured.outcome is Outcome.OK
+    for found in measured.components:
+        assert found.conditions is not None
+        assert found.conditions.sm_clock_mhz is not None
+        assert found.conditions.sm_clock_max_mhz is not None
+        assert 0 < found.conditions.sm_clock_mhz <= found.conditions.sm_clock_max_mhz
+        assert found.conditions.power_watts is not None
+        assert found.taint is None, "the device is ours alone"
+    whole = profiler.measure(plan(candidate, kind=TrialKind.WHOLE_MODEL)).whole_model
+    assert whole is not None
+    assert whole.conditions is not None
+    assert whole.taint is None
+
+
+def test_another_process_on_the_device_taints_until_it_is_gone(profiler: Profiler) -> None:
+    candidate = candidate_for(profiler, 1)
+    (component, *_) = Decomposer(MODEL, training=True)(candidate).components
+    assert profiler.measure(plan(candidate, component)).taint is None
+    with subprocess.Popen(
+        [sys.executable, "-c", TENANT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as tenant:
+        assert tenant.stdout is not None
+        assert tenant.stdin is not None
+        assert tenant.stdout.readline() == "ready\n"
+        assert "shared with another process" in str(profiler.measure(plan(candidate, component)).taint)
+        tenant.stdin.close()
+        tenant.wait(60)
+    assert profiler.measure(plan(candidate, component)).taint is None

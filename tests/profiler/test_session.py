@@ -8,11 +8,13 @@ from torch import nn
 
 from explorer.frozen import Frozen
 from explorer.hardware import HardwareSpec, SoftwareVersions
-from explorer.measurements import Outcome
+from explorer.measurements import Measurement, Outcome
 from explorer.models import DType
-from tests.profiler.samples import REQUEST, candidate, components_of, plan
+from tests.profiler.fakes import FakeGpu
+from tests.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.profiler import component_trial
 from workers.profiler.bench import Bench
+from workers.profiler.conditions import Surroundings
 from workers.profiler.session import Session
 from workers.protocol import Begin, ComponentMeasured, ComponentStarted, ReportReply, RunTrial, TrialFinished
 
@@ -129,3 +131,65 @@ def test_the_request_may_lower_the_memory_limit_but_not_raise_it(bench: Unlimite
     for gib, expected in ((None, 1 << 33), (1.0, 1 << 30), (100.0, 1 << 34)):
         session.answer(Begin(request=REQUEST.model_copy(update={"memory_limit_gib": gib}), hardware=HARDWARE))
         assert bench.limited == expected
+
+
+def finished_trials(sent: list[Frozen]) -> list[Measurement]:
+    return [message.measurement for message in sent if isinstance(message, TrialFinished)]
+
+
+def test_every_timing_carries_its_conditions(bench: UnlimitedBench, session: Session, sent: list[Frozen]) -> None:
+    gpu = FakeGpu()
+    bench.surroundings = Surroundings(gpu, gpu.tenants())
+    chosen = candidate()
+    session.answer(RunTrial(plan=plan(chosen)))
+    session.answer(RunTrial(plan=whole_model_plan(chosen)))
+    components, whole = finished_trials(sent)
+    found = [m.conditions for m in components.components]
+    assert len(found) == len(components_of(chosen))
+    assert whole.whole_model is not None
+    for conditions in (*found, whole.whole_model.conditions):
+        assert conditions is not None
+        assert conditions.sm_clock_mhz == 1980
+        assert conditions.taint is None
+
+
+def test_a_trial_after_a_disturbed_one_waits_for_the_device_to_calm_down(
+    bench: UnlimitedBench, session: Session, sent: list[Frozen]
+) -> None:
+    gpu = FakeGpu(reasons=("hw_thermal_slowdown",))
+    waited: list[float] = []
+
+    class Patient(Surroundings):
+        def wait_until_calm(self, seconds: float) -> bool:
+            waited.append(seconds)
+            gpu.reasons = ("sw_power_cap",)
+            return True
+
+    bench.surroundings = Patient(gpu, gpu.tenants())
+    chosen = candidate()
+    for _ in range(3):
+        session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+    first, *others = finished_trials(sent)
+    assert "throttled" in str(first.taint)
+    assert first.outcome is Outcome.OK, "what a taint leads to is the search's to decide"
+    assert [m.taint for m in others] == [None, None]
+    assert len(waited) == 1
+    assert 0 < waited[0] <= 10
+
+
+def test_a_replacement_is_told_who_was_there_when_the_job_began(bench: UnlimitedBench, sent: list[Frozen]) -> None:
+    gpu = FakeGpu(others=3 << 30)
+    bench.surroundings = Surroundings(gpu, gpu.tenants(used_before=3 << 30))
+    first = Session(bench, None, sent.append)
+    first.answer(Begin(request=REQUEST, hardware=HARDWARE))
+    reply = sent.pop()
+    assert isinstance(reply, ReportReply)
+    assert reply.others_bytes == 3 << 30
+    gpu.others = 9 << 30
+    bench.surroundings = Surroundings(gpu, gpu.tenants(used_before=9 << 30))
+    second = Session(bench, None, sent.append)
+    second.answer(Begin(request=REQUEST, hardware=HARDWARE, others_bytes=reply.others_bytes))
+    chosen = candidate()
+    second.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+    (measurement,) = finished_trials(sent)
+    assert "took 6 GiB" in str(measurement.taint)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulated_tables import write
+from explorer.conditions import Conditions
 from explorer.measurements import Measurement, Outcome, PhaseSeconds
+from explorer.taints import judge
 from tests.replay.samples import empty, figures, recording, row, table_of
 from workers.replay.recording import Recording, RecordingError, RecordingFile
 from workers.replay.rows import ROWS, ComponentRow, encode_row
@@ -106,3 +108,59 @@ def test_nothing_is_covered_without_the_optimizer() -> None:
     del recorded.components[next(c for c in recorded.components if c.micro_batch_size == 0)]
     with pytest.raises(RecordingError, match="no micro-batch size"):
         recorded.covered_request()
+
+
+HOT = Conditions(
+    sm_clock_mhz=1200,
+    sm_clock_min_mhz=1100,
+    sm_clock_max_mhz=1980,
+    memory_clock_mhz=3201,
+    power_watts=512.345,
+    temperature_celsius=90,
+    clock_reasons=("hw_thermal_slowdown",),
+    host_busy_share=0.123456,
+)
+CALM = HOT.model_copy(update={"clock_reasons": ("sw_power_cap",)})
+
+
+def measured(recorded: Recording, conditions: Conditions) -> Measurement:
+    table = table_of(recorded)
+    found = row(table.components[0]).measurement().model_copy(update={"conditions": conditions})
+    return judge(Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,)))
+
+
+def test_a_row_keeps_the_conditions_in_short() -> None:
+    recorded = empty()
+    component = table_of(recorded).components[0]
+    line = encode_row(ComponentRow.of(component, 0, measured(recorded, CALM), replaced=False))
+    assert json.loads(line)["conditions"] == {
+        "sm_clock_mhz": 1200,
+        "sm_clock_min_mhz": 1100,
+        "power_watts": 512,
+        "temperature_celsius": 90,
+        "clock_reasons": ["sw_power_cap"],
+        "host_busy_share": 0.12,
+    }
+    read = ROWS.validate_json(line)
+    assert isinstance(read, ComponentRow)
+    assert read.measurement().taint is None
+    plain = encode_row(ComponentRow.of(component, 0, measured(recorded, Conditions()), replaced=False))
+    assert "conditions" not in json.loads(plain)
+
+
+def test_tainted_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:
+    recorded = empty()
+    component = table_of(recorded).components[0]
+    tainted = ComponentRow.of(component, 0, measured(recorded, HOT), replaced=False)
+    assert tainted.outcome is Outcome.TAINTED
+    assert tainted.reason == "the device is throttled: hw_thermal_slowdown"
+    assert tainted.figures is None
+    file = RecordingFile(tmp_path / "table.jsonl", recorded.header)
+    file.append(tainted)
+    file.append(row(component, 0))
+    file.close()
+    read = Recording.read(tmp_path / "table.jsonl")
+    assert read.tainted == [tainted]
+    assert [kept.outcome for kept in read.components[component]] == [Outcome.OK]
+    assert read.components.keys() == {component}
+    assert read.whole_models == {}

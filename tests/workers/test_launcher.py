@@ -16,11 +16,14 @@ import pytest
 
 from explorer.candidates import Recompute
 from explorer.components import ComponentKind
+from explorer.frozen import Frozen
 from explorer.measurements import Measurement, Outcome
 from explorer.requests import ExplorationRequest
 from tests.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.device_lock import DeviceBusyError
 from workers.launcher import Profiler, ProfilerError, ProfilerInterruptedError
+from workers.profiler_process import ProfilerProcess
+from workers.protocol import Begin, Reply, ReportReply
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """Threads that wait for each other on a busy host take longer than one alone."""
@@ -284,3 +287,28 @@ def _wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
     while not done():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def test_a_replacement_is_told_who_held_the_device_when_the_job_began(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU names nobody: what the first process said is made up."""
+    orders: list[Frozen] = []
+    send, receive = ProfilerProcess.send, ProfilerProcess.receive
+
+    def overheard(process: ProfilerProcess, order: Frozen) -> None:
+        orders.append(order)
+        send(process, order)
+
+    def exaggerated(process: ProfilerProcess, timeout_seconds: float) -> Reply | None:
+        reply = receive(process, timeout_seconds)
+        return reply.model_copy(update={"others_bytes": 5}) if isinstance(reply, ReportReply) else reply
+
+    monkeypatch.setattr(ProfilerProcess, "send", overheard)
+    monkeypatch.setattr(ProfilerProcess, "receive", exaggerated)
+    profiler.begin(REQUEST)
+    assert profiler.pid is not None
+    os.kill(profiler.pid, signal.SIGKILL)
+    assert profiler.measure(plan(candidate(1), components_of(candidate(1))[:1])).outcome in Outcome
+    assert works(profiler)
+    assert [order.others_bytes for order in orders if isinstance(order, Begin)] == [None, 5]

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import socket
+from functools import partial
 
 from explorer.frozen import Frozen
 from workers.profiler.lifeline import die_with_parent, read_orders
@@ -32,16 +33,25 @@ def main() -> int:
     import torch  # noqa: PLC0415
 
     from workers.profiler.bench import Bench  # noqa: PLC0415
+    from workers.profiler.conditions import Surroundings  # noqa: PLC0415
     from workers.profiler.hardware import used_bytes  # noqa: PLC0415
+    from workers.profiler.nvml import open_gpu  # noqa: PLC0415
     from workers.profiler.session import Session  # noqa: PLC0415
+    from workers.profiler.tenants import TenantWatch  # noqa: PLC0415
+    from workers.settings import read_settings  # noqa: PLC0415
 
     device = torch.device(arguments.device)
     used_before = used_bytes(device) if device.type == "cuda" else None
+    gpu = open_gpu(arguments.device, read_settings().environment)
+    processes_before = gpu.processes() if gpu is not None else None
     try:
         bench = Bench(device)
     except (RuntimeError, AssertionError) as error:  # what torch raises without CUDA, or without this device
         send(Refused(reason=f"{arguments.device} cannot be used: {str(error).splitlines()[0]}"))
         return 1
+    if gpu is not None:
+        reserved = partial(torch.cuda.memory_reserved, device)
+        bench.surroundings = Surroundings(gpu, TenantWatch(gpu, reserved, used_before, processes_before))
     gc.collect()
     gc.freeze()  # the hundreds of thousands of objects that torch brings need no second look between timings
     session = Session(bench, used_before, send)

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from workers.profiler import host
+from workers.profiler.conditions import Surroundings
 from workers.profiler.cuda_timing import CudaTimer
 from workers.profiler.timing import BlockTimer, HostTimer
 
@@ -20,6 +21,7 @@ class Bench:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.surroundings = Surroundings()
         self.timer: BlockTimer
         if device.type == "cuda":
             torch.cuda.set_device(device)

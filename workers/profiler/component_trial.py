@@ -31,8 +31,8 @@ def measure_block(
     with clock.phase("warm_up"):
         bench.timer.warm_up(passes)
         weight = weigh(passes, bench.device)
-    with clock.phase("timed"):
-        timing = bench.timer.time(passes)
+    with clock.phase("timed"), bench.surroundings.watch() as watch:
+        timing = bench.timer.time(passes, watch.glance)
     return ComponentMeasurement(
         component=component,
         device_seconds=timing.device_seconds,
@@ -43,4 +43,5 @@ def measure_block(
         saved_bytes=weight.saved,
         forward_peak_bytes=weight.forward_peak,
         backward_peak_bytes=weight.backward_peak,
+        conditions=watch.conditions(),
     )

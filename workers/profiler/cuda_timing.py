@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,7 @@ class CudaTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._glance: Callable[[], None] = _look_away
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
         self._cycles_per_second = self._measure_clock()
@@ -77,8 +79,15 @@ class CudaTimer:
                 return
             previous = sample.device
 
-    def time(self, passes: Passes) -> Timing:
-        """Repeat within the budget."""
+    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
+        """Repeat within the budget; `glance` is called when repeats are issued and the device works on them."""
+        self._glance = glance
+        try:
+            return self._time(passes)
+        finally:
+            self._glance = _look_away
+
+    def _time(self, passes: Passes) -> Timing:
         with collector_paused():
             (first,) = self._run(passes, repeats=1, sleep_seconds=0.0)
             if first.host <= CLEARLY_AHEAD * first.device:
@@ -100,15 +109,16 @@ class CudaTimer:
     def _time_running(self, passes: Passes, first: PassSample) -> list[PassSample]:
         """Repeats without a pause of the device.
 
-        The first of a batch counts only where the host's lead does not matter: it may not be ahead yet.
+        The first of a batch counts only where the host's lead does not matter: it may not be ahead yet. There `first`
+        counts as well if it ran for long enough to heat the device by itself.
         """
         heat = int(HEAT_SECONDS / first.device)
         if heat:
             self._run(passes, repeats=heat, sleep_seconds=0.0)
         skipped = 0 if first.host <= CLEARLY_AHEAD * first.device else 1
         batch = skipped + max(1, min(8, heat))
-        samples: list[PassSample] = []
-        started = time.perf_counter()
+        samples = [] if heat or skipped else [first]
+        started = time.perf_counter() - sum(s.device for s in samples)
         while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
             samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[skipped:]
         return samples
@@ -146,6 +156,7 @@ class CudaTimer:
         if sleep_seconds > 0:
             torch.cuda._sleep(int(sleep_seconds * self._cycles_per_second))
         issued = [self._issue(passes) for _ in range(repeats)]
+        self._glance()
         torch.cuda.synchronize(self._device)
         samples = []
         for events, host in issued:
@@ -197,3 +208,7 @@ class CudaTimer:
             seconds.append(time.perf_counter() - started)
             x.grad = None
         return statistics.median(seconds)
+
+
+def _look_away() -> None:
+    """The glance of a warm-up."""

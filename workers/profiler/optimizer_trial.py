@@ -19,6 +19,7 @@ from workers.kernels.dtypes import torch_dtype
 from workers.layers.factory import build_block
 from workers.layers.optimizer import TrainingOptimizer, build_optimizer
 from workers.profiler.bench import Bench
+from workers.profiler.conditions import Watch
 from workers.profiler.meters import byte_meter
 from workers.profiler.phases import PhaseClock
 from workers.profiler.timing import Timing
@@ -77,8 +78,9 @@ def measure_optimizer(
     """
     timings: list[tuple[int, Timing]] = []
     transient = 0
+    watch = bench.surroundings.watch()
     for part in _parts(model, candidate):
-        timing, allocated = _measure_part(bench, model, part, request, clock)
+        timing, allocated = _measure_part(bench, model, part, request, clock, watch)
         timings.append((part.count, timing))
         transient = max(transient, allocated)
         gc.collect()
@@ -93,6 +95,7 @@ def measure_optimizer(
         saved_bytes=0,
         forward_peak_bytes=transient,
         backward_peak_bytes=transient,
+        conditions=watch.conditions(),
     )
 
 
@@ -112,7 +115,7 @@ def _parts(model: ModelSpec, candidate: Candidate) -> Iterator[_Part]:
 
 
 def _measure_part(
-    bench: Bench, model: ModelSpec, part: _Part, request: ExplorationRequest, clock: PhaseClock
+    bench: Bench, model: ModelSpec, part: _Part, request: ExplorationRequest, clock: PhaseClock, watch: Watch
 ) -> tuple[Timing, int]:
     with byte_meter(bench.device, ()) as meter:
         with clock.phase("build"):
@@ -131,8 +134,8 @@ def _measure_part(
             transient = meter.peak() - base
     with clock.phase("warm_up"):
         bench.timer.warm_up(passes)
-    with clock.phase("timed"):
-        return bench.timer.time(passes), transient
+    with clock.phase("timed"), watch:
+        return bench.timer.time(passes, watch.glance), transient
 
 
 def _parameters(bench: Bench, model: ModelSpec, part: _Part, request: ExplorationRequest) -> list[nn.Parameter]:

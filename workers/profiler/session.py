@@ -36,6 +36,9 @@ from workers.protocol import (
     TrialFinished,
 )
 
+CALM_SECONDS = 5.0
+"""How long a trial waits, at most, for a device to calm down on which the one before was disturbed."""
+
 
 class Session:
     """The state of a profiler process: its bench and the job it works on."""
@@ -45,6 +48,7 @@ class Session:
         self._used_before = used_before
         self._send = send
         self._request: ExplorationRequest | None = None
+        self._disturbed = False  # the last trial was
         self._reasons: dict[tuple[ComponentKind, str, ModelSpec], str | None] = {}
 
     def answer(self, order: Order) -> bool:
@@ -64,7 +68,9 @@ class Session:
         report = report_device(request.model, hardware, self._bench.device)
         self._bench.settle(release=True)
         self._bench.limit_memory(memory_limit(request, hardware), hardware.context_bytes)
-        self._send(ReportReply(report=report))
+        others_bytes = self._bench.surroundings.begin(order.others_bytes)
+        self._disturbed = False
+        self._send(ReportReply(report=report, others_bytes=others_bytes))
 
     def _run_trial(self, plan: TrialPlan) -> bool:
         assert self._request is not None, "a job has begun"
@@ -73,6 +79,8 @@ class Session:
         whole_model: WholeModelMeasurement | None = None
         failed: Component | None = None
         outcome, reason = Outcome.OK, None
+        if self._disturbed:
+            self._bench.surroundings.wait_until_calm(CALM_SECONDS)
         try:
             self._check_execution(self._request)
             if plan.kind is TrialKind.WHOLE_MODEL:
@@ -99,6 +107,7 @@ class Session:
             whole_model=whole_model,
             phases=clock.seconds(),
         )
+        self._disturbed = measurement.taint is not None
         self._send(TrialFinished(measurement=measurement, seconds=clock.elapsed_seconds, poisoned=poisoned))
         return not poisoned
 

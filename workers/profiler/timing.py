@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,8 +69,8 @@ class BlockTimer(Protocol):
     def warm_up(self, passes: Passes) -> None:
         """Run until the passes are as fast as they get."""
 
-    def time(self, passes: Passes) -> Timing:
-        """Repeat the passes and time them."""
+    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
+        """Repeat the passes and time them; `glance` may look at the device whenever that disturbs nothing."""
 
 
 def standard_error(samples: list[float]) -> float:
@@ -132,13 +132,14 @@ class HostTimer:
         if time.perf_counter() - started < self.MAX_WARM_UP_SECONDS / 2:
             _time_once(passes)
 
-    def time(self, passes: Passes) -> Timing:
-        """Repeat within the budget."""
+    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
+        """Repeat within the budget; `glance` is called between the repeats."""
         samples: list[PassSample] = []
         with collector_paused():
             started = time.perf_counter()
             while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
                 samples.append(_time_once(passes))
+                glance()
         return summarize(samples)
 
 

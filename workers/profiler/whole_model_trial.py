@@ -128,8 +128,11 @@ def run_whole_model(
             training.step()  # the meter slows the host down, and keeps it from compiling
             step_seconds = _step_seconds(bench, training)
     num_steps = max(MIN_STEPS, min(MAX_STEPS, int(TIMED_SECONDS / step_seconds)))
-    with clock.phase("timed"), collector_paused():
-        marks = [training.step() for _ in range(num_steps)]
+    with clock.phase("timed"), bench.surroundings.watch() as watch, collector_paused():
+        marks = []
+        for _ in range(num_steps):
+            marks.append(training.step())
+            watch.glance()  # between the marks of two steps
         bench.synchronize()
     reserved = peak
     if bench.device.type == "cuda":
@@ -145,4 +148,5 @@ def run_whole_model(
         peak_bytes=peak,
         reserved_bytes=reserved,
         repeats=num_steps,
+        conditions=watch.conditions(),
     )

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from explorer.candidates import Candidate
 from explorer.components import Component
 from explorer.ground import Survey, survey_variant
+from explorer.measurements import Outcome
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
 from workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
@@ -22,12 +23,16 @@ class RecordingError(ValueError):
 
 
 class Recording:
-    """A header, and the runs of each component and of each whole model in the order in which they were made."""
+    """A header, and the runs of each component and of each whole model in the order in which they were made.
+
+    Runs of a shared or throttled device are kept apart, in `tainted`: nothing that a table tells follows from them.
+    """
 
     def __init__(self, header: RecordingHeader, rows: Iterable[ComponentRow | WholeModelRow] = ()) -> None:
         self.header = header
         self.components: dict[Component, list[ComponentRow]] = {}
         self.whole_models: dict[Candidate, list[WholeModelRow]] = {}
+        self.tainted: list[ComponentRow | WholeModelRow] = []
         for row in rows:
             self.add(row)
 
@@ -53,7 +58,9 @@ class Recording:
 
     def add(self, row: ComponentRow | WholeModelRow) -> None:
         """Keep a run."""
-        if isinstance(row, ComponentRow):
+        if row.outcome is Outcome.TAINTED:
+            self.tainted.append(row)
+        elif isinstance(row, ComponentRow):
             self.components.setdefault(row.component, []).append(row)
         else:
             self.whole_models.setdefault(row.candidate, []).append(row)

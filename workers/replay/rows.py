@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter
 
 from explorer.candidates import Candidate
 from explorer.components import Component
+from explorer.conditions import Conditions
 from explorer.frozen import Frozen
 from explorer.hardware import DeviceReport
 from explorer.measurements import (
@@ -75,7 +76,8 @@ class ComponentRow(Frozen):
 
     `phases` are the seconds that it cost, `messaging` including all that is no phase. A row is `inferred` if nothing
     was run, because a smaller component of the same sort had failed. `replaced` tells that the profiler process did
-    not survive it.
+    not survive it. A row with the outcome `tainted` was timed on a device that was shared or throttled; it has no
+    figures, and stands for nothing but itself. `conditions` lack what is the same for all rows or says little.
     """
 
     type: Literal["component"] = "component"
@@ -85,6 +87,7 @@ class ComponentRow(Frozen):
     reason: str | None = None
     figures: ComponentFigures | None = None
     phases: PhaseSeconds = PhaseSeconds()
+    conditions: Conditions | None = None
     inferred: bool = False
     replaced: bool = False
 
@@ -98,15 +101,16 @@ class ComponentRow(Frozen):
             run=run,
             outcome=measurement.outcome,
             reason=measurement.reason,
-            figures=ComponentFigures(**found.model_dump(exclude={"component"})) if ok and found else None,
+            figures=ComponentFigures(**found.model_dump(exclude={"component", "conditions"})) if ok and found else None,
             phases=measurement.phases.model_copy(update={"process_start": 0.0}),
+            conditions=_condense(found.conditions) if found else None,
             replaced=replaced,
         )
 
     def measurement(self) -> ComponentMeasurement:
         """What the run measured; only of a run that ended well."""
         assert self.figures is not None, "this run failed"
-        return ComponentMeasurement(component=self.component, **self.figures.model_dump())
+        return ComponentMeasurement(component=self.component, conditions=self.conditions, **self.figures.model_dump())
 
 
 class WholeModelRow(Frozen):
@@ -119,18 +123,22 @@ class WholeModelRow(Frozen):
     reason: str | None = None
     figures: WholeModelMeasurement | None = None
     phases: PhaseSeconds = PhaseSeconds()
+    conditions: Conditions | None = None
     replaced: bool = False
 
     @classmethod
     def of(cls, candidate: Candidate, run: int, measurement: Measurement, *, replaced: bool) -> WholeModelRow:
         """The row of a whole-model trial."""
+        found = measurement.whole_model
+        ok = measurement.outcome is Outcome.OK and found is not None
         return cls(
             candidate=candidate,
             run=run,
             outcome=measurement.outcome,
             reason=measurement.reason,
-            figures=measurement.whole_model,
+            figures=found.model_copy(update={"conditions": None}) if ok and found else None,
             phases=measurement.phases.model_copy(update={"process_start": 0.0}),
+            conditions=_condense(found.conditions) if found else None,
             replaced=replaced,
         )
 
@@ -146,6 +154,22 @@ def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
     else:
         content = {"type": row.type} | _shorten(row.model_dump(mode="json", exclude_defaults=True))
     return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _condense(conditions: Conditions | None) -> Conditions | None:
+    """Without the clocks that a device never changes, in whole units; null if nothing is left."""
+    if conditions is None:
+        return None
+    watts, others = conditions.power_watts, conditions.host_busy_share
+    condensed = conditions.model_copy(
+        update={
+            "sm_clock_max_mhz": None,
+            "memory_clock_mhz": None,
+            "power_watts": None if watts is None else float(round(watts)),
+            "host_busy_share": None if others is None else round(others, 2),
+        }
+    )
+    return None if condensed == Conditions() else condensed
 
 
 def _shorten(value: Any) -> Any:

@@ -1,0 +1,21 @@
+"""Timings of a device that was shared or throttled: they are told as such, made again, and never learnt from."""
+
+from __future__ import annotations
+
+from explorer.measurements import Measurement, Outcome
+from explorer.trials import Measure
+
+TAINTED_ATTEMPTS = 3
+"""How often a component is measured before it counts as one that cannot be measured here."""
+
+
+def judging(measure: Measure) -> Measure:
+    """`measure`, whose tainted measurements say so in their outcome."""
+    return lambda plan: judge(measure(plan))
+
+
+def judge(measurement: Measurement) -> Measurement:
+    """A measurement that went well, but of which some part is tainted, is tainted; any other stays what it is."""
+    if measurement.outcome is not Outcome.OK or measurement.taint is None:
+        return measurement
+    return measurement.model_copy(update={"outcome": Outcome.TAINTED, "reason": measurement.taint})
