@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from explorer.components import Component, ComponentKind
@@ -199,3 +201,34 @@ def test_a_variant_does_not_learn_from_another_variants_disturbed_trial() -> Non
     assert [v.recommendation for v in answer.variants] == [None, None]
     runs = [c for plan in device.plans for c in plan.components if c.kind is ComponentKind.EMBEDDING]
     assert all(runs.count(component) <= TAINTED_ATTEMPTS for component in runs)
+
+
+@pytest.mark.parametrize("kind", [ComponentKind.ATTENTION, ComponentKind.MOE_FFN, ComponentKind.EMBEDDING])
+def test_resumes_after_a_trial_of_which_only_a_part_was_disturbed(kind: ComponentKind) -> None:
+    """What was not disturbed is learnt, and may draw the search elsewhere: the rest is measured again first."""
+
+    def device() -> SimulatedDevice:
+        made = DisturbedDevice()
+        made.conditions = lambda plan, part: HOT if plan.number % 2 and part and part.kind is kind else CALM
+        return made
+
+    whole = run(request(), device())
+    trials = trials_of(whole)
+    tainted = [t.number for t in trials if t.measurement.outcome is Outcome.TAINTED]
+    assert tainted
+    for cut in (number + 1 for number in tainted):
+        again = device()
+        assert answer_of(run(again.request, again, history=trials[:cut])) == answer_of(whole)
+        assert [plan.number for plan in again.plans] == list(range(cut, len(trials)))
+        assert [plan.candidate for plan in again.plans] == [t.candidate for t in trials[cut:]]
+
+
+def test_repeats_that_are_always_disturbed_come_to_an_end() -> None:
+    """On a noisy device components are measured again, and each of those runs is tainted."""
+    req = request()
+    device = SimulatedDevice(req, noise=0.05)
+    device.conditions = lambda plan, part: HOT if plan.again else CALM
+    assert recommended(device)
+    runs = Counter(component for plan in device.plans for component in plan.components)
+    assert any(plan.again for plan in device.plans)
+    assert max(runs.values()) <= 1 + TAINTED_ATTEMPTS
