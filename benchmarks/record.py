@@ -7,8 +7,8 @@ whole models of a share of the candidates (or all); then every component again, 
 exist, so that the noise between runs is known. A larger component than one that ran out of memory is inferred to do
 so, and the row says that. What was timed on a shared or throttled device is recorded as tainted, and measured again up
 to twice. The file is appended to: a second start continues where the first ended, by itself, by its budget or by a
-signal. `--plan` only counts. `--reuse` takes over the component runs of tables of the same model on
-the same device, which differ in limits or choices alone.
+signal. With several configurations `--out` is the folder of their tables. `--plan` only counts. `--reuse` takes over
+the component runs of tables of the same model on the same device, which differ in limits or choices alone.
 """
 
 from __future__ import annotations
@@ -268,54 +268,75 @@ def _tables(recording: Recording, models: Iterable[ModelSpec]) -> list[SpaceTabl
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Record one table."""
+    """Record tables, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("configs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="the table; of several configurations, their folder")
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--whole", choices=("none", "share", "all"), default="share")
     parser.add_argument("--whole-models", type=int, default=WHOLE_MODELS, help="how many, with --whole share")
     parser.add_argument("--runs", type=int, default=3, help="of each component")
-    parser.add_argument("--seconds", type=float, default=600.0, help="stop after this long")
+    parser.add_argument("--seconds", type=float, default=600.0, help="stop a table after this long")
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds that one trial may take")
     parser.add_argument("--reuse", type=Path, nargs="*", default=[], help="tables to take component runs from")
     parser.add_argument("--plan", action="store_true", help="say what would be measured, and end")
     options = parser.parse_args(arguments)
-    request = parse_request(load_document(options.config.read_text()))
+    several = len(options.configs) > 1
+    failed = False
     started = time.monotonic()
     profiler = Profiler(options.device, on_wait=print)
     try:
         profiler.start()
         start_seconds = time.monotonic() - started
-        file = open_table(options.out, options.config.stem, request, profiler, start_seconds)
-        try:
-            if options.reuse:
-                print(f"{take_over(file, options.reuse)} runs taken over", flush=True)
-            budget = options.seconds - (time.monotonic() - started)
-            recorder = Recorder(file, profiler, deadline_seconds=options.deadline, budget_seconds=budget)
-            tables = _tables(file.recording, request.variants())
-            for table in tables:
-                seconds = estimate_seconds(table, file.recording.header.report.hardware)
-                print(
-                    f"{len(table.candidates)} candidates, {len(table.components)} components: "
-                    f"about {seconds:.0f} s a run of each",
-                    flush=True,
-                )
-            done = not options.plan
-            for table in tables if not options.plan else ():
-                whole_models = options.whole_models
-                done = (
-                    recorder.record(table, runs=options.runs, whole=options.whole, whole_models=whole_models) and done
-                )
-        finally:
-            file.close()
-    except (RecordingError, EmptySpaceError, ProfilerError) as error:
-        print(f"{options.out}: {error}", file=sys.stderr)
+        for config in options.configs:
+            out = options.out / f"{config.stem}.jsonl" if several else options.out
+            try:
+                done = record_table(config, out, profiler, start_seconds, options)
+                print(f"{out}: {'complete' if done else 'not complete'}, {out.stat().st_size / 1e6:.2f} MB", flush=True)
+            except (RecordingError, EmptySpaceError) as error:
+                print(f"{out}: {error}", file=sys.stderr)
+                failed = True
+    except ProfilerError as error:
+        print(f"{options.device}: {error}", file=sys.stderr)
         return 1
     finally:
         profiler.close()
-    print(f"{options.out}: {'complete' if done else 'not complete'}, {options.out.stat().st_size / 1e6:.2f} MB")
-    return 0
+    return 1 if failed else 0
+
+
+def record_table(
+    config: Path, out: Path, profiler: Profiler, start_seconds: float, options: argparse.Namespace
+) -> bool:
+    """Record, or continue, the table of one configuration; returns whether nothing of it is missing.
+
+    Raises:
+        RecordingError: the file is a table of something else.
+        EmptySpaceError: the configuration admits no candidate.
+        ProfilerError: the device cannot be used.
+    """
+    request = parse_request(load_document(config.read_text()))
+    started = time.monotonic()
+    file = open_table(out, config.stem, request, profiler, start_seconds)
+    try:
+        if options.reuse:
+            print(f"{take_over(file, options.reuse)} runs taken over", flush=True)
+        budget = options.seconds - (time.monotonic() - started)
+        recorder = Recorder(file, profiler, deadline_seconds=options.deadline, budget_seconds=budget)
+        tables = _tables(file.recording, request.variants())
+        for table in tables:
+            seconds = estimate_seconds(table, file.recording.header.report.hardware)
+            print(
+                f"{config.stem}: {len(table.candidates)} candidates, {len(table.components)} components: "
+                f"about {seconds:.0f} s a run of each",
+                flush=True,
+            )
+        done = not options.plan
+        for table in tables if not options.plan else ():
+            found = recorder.record(table, runs=options.runs, whole=options.whole, whole_models=options.whole_models)
+            done = found and done
+    finally:
+        file.close()
+    return done
 
 
 if __name__ == "__main__":

@@ -259,3 +259,23 @@ def test_records_on_a_real_device(
     assert {c: len(rows) for c, rows in recorded.components.items()} == dict.fromkeys(table.components, 2)
     assert set(recorded.whole_models) == set(table.candidates)
     assert recorded.header.process_start_seconds > 0
+
+
+def test_records_several_tables_in_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, second, taken = (tmp_path / f"{name}.yaml" for name in ("first", "second", "taken"))
+    first.write_text(CONFIG)
+    second.write_text(CONFIG.replace("seq_length: 16", "seq_length: 32"))
+    taken.write_text(CONFIG)
+    configs = [str(path) for path in (first, taken, second)]
+    out = tmp_path / "tables"
+    out.mkdir()
+    (out / "taken.jsonl").write_text("{}\n")
+    assert main([*configs, "--out", str(out), "--device", "cpu", "--whole", "none", "--runs", "1"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count(": complete") == 2
+    assert "taken.jsonl" in said.err
+    lengths = [Recording.read(out / f"{name}.jsonl").header.request.model.seq_length for name in ("first", "second")]
+    assert lengths == [16, 32]
