@@ -46,6 +46,9 @@ TIMEOUT_SECONDS = 60.0
 SHARED = {ComponentKind.ATTENTION, ComponentKind.EMBEDDING, ComponentKind.HEAD}
 """What these models have in common."""
 
+REUSABLE = ("shape.attention", "shape.num_experts", "shape.top_k", "shape.max_micro_batch_size")
+"""Fields in which a file may differ whose components are reused."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, compose and write one JSON file."""
@@ -78,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             found = begin(options.out, fresh, same=("shape",))
             if options.reuse is not None:
-                other = load_similar(options.reuse, fresh, same=("shape",), other=("shape.attention",))
+                other = load_similar(options.reuse, fresh, same=("shape",), other=REUSABLE)
                 found["reused"] = {"file": options.reuse.name, "continued": other.get("continued", [])}
         except ValueError as error:
             parser.error(str(error))
