@@ -38,7 +38,7 @@ class TrialPlan(Frozen):
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
-        """How many processes must share a sequence in this trial, increasing; what needs only its own share is left out."""
+        """How many processes must share a sequence here, increasing; a component with its own share needs no other."""
         if self.kind is TrialKind.WHOLE_MODEL:
             sizes = {self.candidate.context_parallel_size} - {1}
         else:
