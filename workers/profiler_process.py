@@ -185,8 +185,11 @@ def _kill_group(leader: int) -> None:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether nothing of a process is left but, perhaps, its exit status for whoever inherited it."""
+    """Whether nothing of a process is left but, perhaps, its exit status for whoever inherited it.
+
+    A process counts as a zombie when its first thread has ended; the others may still hold its memory.
+    """
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)
     except psutil.NoSuchProcess:
         return True
