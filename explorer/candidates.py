@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from explorer.frozen import Frozen
 from explorer.models import LayerKind, ModelSpec
@@ -62,7 +62,8 @@ class Candidate(Frozen):
     """What a trainer can choose for a given model and device.
 
     `bta_tile` is the number of sequences of an attention tile, null for no tiling. `expert_backend` is null for a
-    model without experts.
+    model without experts. `context_parallel_size` devices share each sequence, `context_parallel_layout` says which
+    of them holds which tokens; null if each sequence has a device to itself.
     """
 
     micro_batch_size: Annotated[int, Field(ge=1)]
@@ -71,6 +72,14 @@ class Candidate(Frozen):
     attention_backend: str
     expert_backend: str | None = None
     num_query_groups: Annotated[int, Field(ge=1)] = Field(description="Of the model variant this candidate is for.")
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    context_parallel_layout: str | None = None
+
+    @model_validator(mode="after")
+    def _layout_of_several(self) -> Self:
+        if (self.context_parallel_layout is None) is not (self.context_parallel_size == 1):
+            raise ValueError("a context_parallel_layout belongs to a context_parallel_size above 1, and to no other")
+        return self
 
     def describe(self) -> str:
         """One line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
@@ -82,6 +91,8 @@ class Candidate(Frozen):
         ]
         if self.expert_backend is not None:
             parts.append(f"experts={self.expert_backend}")
+        if self.context_parallel_layout is not None:
+            parts.append(f"context_parallel={self.context_parallel_size}:{self.context_parallel_layout}")
         return " ".join(parts)
 
 

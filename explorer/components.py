@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from explorer.candidates import Candidate, Recompute, recomputed_layers
 from explorer.frozen import Frozen
@@ -74,7 +74,8 @@ def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | N
 class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
-    `micro_batch_size` is 0 for the optimizer, which does not depend on it.
+    `micro_batch_size` is 0 for the optimizer, which does not depend on it. Of each sequence a device has the share
+    1 / `context_parallel_size`; attention alone reaches beyond it, and depends on the layout.
     """
 
     kind: ComponentKind
@@ -83,6 +84,20 @@ class Component(Frozen):
     recompute: BlockRecompute = BlockRecompute.NONE
     backend: str | None = None
     num_query_groups: int | None = None
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    context_parallel_layout: str | None = None
+
+    @model_validator(mode="after")
+    def _layout_of_attention(self) -> Self:
+        spread = self.kind is ComponentKind.ATTENTION and self.context_parallel_size > 1
+        if (self.context_parallel_layout is None) is spread:
+            raise ValueError("a context_parallel_layout belongs to attention with a context_parallel_size above 1")
+        return self
+
+    @property
+    def communicates(self) -> bool:
+        """Whether several processes must run it together."""
+        return self.context_parallel_layout is not None
 
     @property
     def key(self) -> str:
@@ -96,6 +111,9 @@ class Component(Frozen):
             parts.append(self.backend)
         if self.num_query_groups is not None:
             parts.append(f"groups={self.num_query_groups}")
+        if self.context_parallel_size > 1:
+            layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
+            parts.append(f"cp={self.context_parallel_size}{layout}")
         return f"{self.kind}({','.join(parts)})"
 
 
@@ -143,6 +161,7 @@ class Decomposer:
         """The components of one step of `candidate`."""
         m = candidate.micro_batch_size
         groups = candidate.num_query_groups
+        size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
         layers = []
         for kind, recomputed, count, below in self._layer_groups(candidate.recompute):
             moe = kind is LayerKind.MOE
@@ -152,15 +171,15 @@ class Decomposer:
                 core = block_recompute(candidate.recompute, ComponentKind.ATTENTION, candidate.bta_tile)
                 again = block_recompute(candidate.recompute, ffn_kind, None)
             attention = self._share(
-                ComponentKind.ATTENTION, m, candidate.bta_tile, core, candidate.attention_backend, groups
+                ComponentKind.ATTENTION, m, candidate.bta_tile, core, candidate.attention_backend, groups, size, layout
             )
-            ffn = self._share(ffn_kind, m, None, again, candidate.expert_backend if moe else None, None)
+            ffn = self._share(ffn_kind, m, None, again, candidate.expert_backend if moe else None, None, size)
             layers.append(LayerGroup(count, attention, ffn, recomputed, below))
         plain = (None, BlockRecompute.NONE, None)
         return Decomposition(
-            embedding=self._share(ComponentKind.EMBEDDING, m, *plain, None),
+            embedding=self._share(ComponentKind.EMBEDDING, m, *plain, None, size),
             layers=tuple(layers),
-            head=self._share(ComponentKind.HEAD, m, *plain, None),
+            head=self._share(ComponentKind.HEAD, m, *plain, None, size),
             optimizer=self._share(ComponentKind.OPTIMIZER, 0, *plain, groups) if self._training else None,
         )
 
@@ -183,8 +202,19 @@ class Decomposer:
         recompute: BlockRecompute,
         backend: str | None,
         num_query_groups: int | None,
+        context_parallel_size: int = 1,
+        context_parallel_layout: str | None = None,
     ) -> Component:
-        arguments = (kind, micro_batch_size, bta_tile, recompute, backend, num_query_groups)
+        arguments = (
+            kind,
+            micro_batch_size,
+            bta_tile,
+            recompute,
+            backend,
+            num_query_groups,
+            context_parallel_size,
+            context_parallel_layout,
+        )
         if arguments not in self._components:
             self._components[arguments] = Component(
                 kind=kind,
@@ -193,5 +223,7 @@ class Decomposer:
                 recompute=recompute,
                 backend=backend,
                 num_query_groups=num_query_groups,
+                context_parallel_size=context_parallel_size,
+                context_parallel_layout=context_parallel_layout,
             )
         return self._components[arguments]

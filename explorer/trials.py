@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from explorer.candidates import Candidate
 from explorer.components import Component
@@ -32,6 +32,25 @@ class TrialPlan(Frozen):
     components: tuple[Component, ...] = Field((), description="To measure, in this order.")
     again: bool = Field(False, description="An earlier trial measured them all: the device is noisy.")
     timeout_seconds: Annotated[float, Field(gt=0)]
+    num_processes: Annotated[int, Field(ge=1)] = Field(
+        1, description="That run it together, a device each: a multiple of every context_parallel_size that it needs."
+    )
+
+    @property
+    def context_parallel_sizes(self) -> tuple[int, ...]:
+        """How many processes must share a sequence here, increasing; a component with its own share needs no other."""
+        if self.kind is TrialKind.WHOLE_MODEL:
+            sizes = {self.candidate.context_parallel_size} - {1}
+        else:
+            sizes = {component.context_parallel_size for component in self.components if component.communicates}
+        return tuple(sorted(sizes))
+
+    @model_validator(mode="after")
+    def _enough_processes(self) -> Self:
+        for size in self.context_parallel_sizes:
+            if self.num_processes % size:
+                raise ValueError(f"num_processes ({self.num_processes}) is no multiple of context_parallel_size {size}")
+        return self
 
 
 Measure = Callable[[TrialPlan], Measurement]

@@ -8,7 +8,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 POLL_SECONDS = 0.1
@@ -96,6 +96,44 @@ class DeviceLock:
     def _owner(self) -> str:
         pid = self._path.read_text(errors="replace").strip()
         return f" (process {pid})" if pid.isdecimal() else ""
+
+
+class DeviceLocks:
+    """The locks of several devices, taken in one order by everyone: two sets that overlap never wait for each other."""
+
+    def __init__(self, keys: Iterable[str], *, directory: Path | None = None) -> None:
+        self._locks = [DeviceLock(key, directory=directory) for key in sorted(set(keys))]
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The locked files, to be inherited by the profiler process."""
+        return tuple(lock.descriptor for lock in self._locks)
+
+    def acquire(
+        self,
+        *,
+        timeout_seconds: float | None = None,
+        on_wait: Callable[[str], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """As `DeviceLock.acquire`, for all of them: none is held if one cannot be had in time."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        acquired = False
+        try:
+            for lock in self._locks:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not lock.acquire(timeout_seconds=left, on_wait=on_wait, cancelled=cancelled):
+                    return False
+            acquired = True
+            return True
+        finally:
+            if not acquired:
+                self.release()
+
+    def release(self) -> None:
+        """Release each."""
+        for lock in self._locks:
+            lock.release()
 
 
 def _try_lock(descriptor: int) -> bool:

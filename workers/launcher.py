@@ -1,12 +1,11 @@
-"""Owns the profiler process of one device: starts it, gives it trials, and replaces it when a candidate kills it."""
+"""Owns the profiler process of a device or a set of them: starts it, gives it trials, replaces it when one kills it."""
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,8 @@ from explorer.hardware import DeviceReport, HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
 from explorer.requests import ExplorationRequest
 from explorer.trials import TrialPlan
-from workers.device_lock import DeviceLock
+from workers.autopsy import autopsy, count_kernel_oom_kills, describe_status
+from workers.device_lock import DeviceLocks
 from workers.devices import device_key
 from workers.profiler_process import ProcessEndedError, ProfilerProcess
 from workers.protocol import (
@@ -29,6 +29,7 @@ from workers.protocol import (
     HardwareReply,
     Hello,
     MeasureHardware,
+    RankLost,
     Refused,
     Reply,
     ReportReply,
@@ -38,12 +39,20 @@ from workers.protocol import (
 
 TICK_SECONDS = 0.025
 RESIDENT_SLACK_BYTES = 64 << 20
-OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate memory", "out of memory")
 CHILD_DEFAULTS = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbering that the device locks go by
     "OMP_WAIT_POLICY": "PASSIVE",  # a thread that spins at a barrier keeps the core from the one it waits for
     "PYTHONFAULTHANDLER": "1",
+}
+GROUP_DEFAULTS = {
+    "NCCL_NVLS_ENABLE": "0",  # multicast through NVSwitch needs a fabric that not every host lets a process use
+    "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on this host
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # an error ends its rank, and that the group, without waiting for peers
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the group has a store, on the loopback interface only
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without an answer is no warning here
 }
 
 
@@ -70,14 +79,14 @@ class _Progress:
 
 
 class Profiler:
-    """The parent's end of a device.
+    """The parent's end of a device, or of several devices of this host that run trials together.
 
     `start` waits for the device's lock and starts the process; `begin` announces a job; `measure` runs its trials.
     A process that crashes, hangs or outgrows its memory is replaced before the next trial. `interrupt` may be called
     from any thread; everything else belongs to one thread at a time.
 
     Args:
-        device: `cpu` or `cuda:i`.
+        device: `cpu` or `cuda:i`; several for a process on each of them. The CPU may be named more than once.
         environment: of the profiler process, default this process's own.
         on_wait: told once when another profiler holds the device, with the reason.
         lock_timeout_seconds: how long to wait for the device; null for as long as it takes.
@@ -88,7 +97,7 @@ class Profiler:
 
     def __init__(
         self,
-        device: str,
+        device: str | Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
         on_wait: Callable[[str], None] | None = None,
@@ -97,13 +106,21 @@ class Profiler:
         start_timeout_seconds: float = 180.0,
         setup_allowance_seconds: float = 10.0,
     ) -> None:
-        self.device = device
+        self.devices = (device,) if isinstance(device, str) else tuple(device)
+        if not self.devices or ("cpu" in self.devices) != (set(self.devices) == {"cpu"}):
+            raise ValueError(
+                f"a profiler has a device, or several of one kind, not {', '.join(self.devices) or 'none'}"
+            )
+        self.device = self.devices[0] if len(self.devices) == 1 else f"{{{', '.join(self.devices)}}}"
         self.restarts = 0
         given = dict(os.environ if environment is None else environment)
-        self._environment = CHILD_DEFAULTS | given
+        self._environment = CHILD_DEFAULTS | (GROUP_DEFAULTS if len(self.devices) > 1 else {}) | given
         if "PYTORCH_ALLOC_CONF" in given and "PYTORCH_CUDA_ALLOC_CONF" not in given:
             del self._environment["PYTORCH_CUDA_ALLOC_CONF"]  # the newer name of the same setting
-        self._lock = DeviceLock(device_key(device, self._environment), directory=lock_directory)
+        keys = [device_key(name, self._environment) for name in self.devices]
+        if len(set(keys)) < len(keys) and self.devices[0] != "cpu":
+            raise ValueError(f"{self.device} names a device twice")
+        self._lock = DeviceLocks(keys, directory=lock_directory)
         self._lock_timeout_seconds = lock_timeout_seconds
         self._on_wait = on_wait
         self._start_timeout_seconds = start_timeout_seconds
@@ -222,6 +239,8 @@ class Profiler:
         reply = self._wait(process)
         if not isinstance(reply, Hello):
             raise self._misunderstood(reply)
+        process.adopt(reply.ranks)
+        self._check_interrupted()
         self._start_seconds += time.perf_counter() - started
         if self._job is not None and self._hardware is not None:
             job = self._job
@@ -231,7 +250,7 @@ class Profiler:
 
     def _spawn(self) -> ProfilerProcess:
         try:
-            return ProfilerProcess(self.device, environment=self._environment, inherited=self._lock.descriptor)
+            return ProfilerProcess(self.devices, environment=self._environment, inherited=self._lock.descriptors)
         except OSError as error:
             raise ProfilerError(f"the profiler process cannot be started: {error}") from error
 
@@ -264,6 +283,8 @@ class Profiler:
             if isinstance(reply, Refused):
                 self._discard()
                 raise ProfilerError(reply.reason)
+            if isinstance(reply, RankLost):
+                raise self._unusable(process, reply)
             if reply is not None:
                 return reply
             if time.monotonic() >= deadline:
@@ -276,7 +297,8 @@ class Profiler:
         """The measurement, and the process's own seconds (None if it did not survive to tell)."""
         assert self._job is not None
         progress = _Progress()
-        kernel_kills = _count_kernel_oom_kills()
+        lost: RankLost | None = None
+        kernel_kills = count_kernel_oom_kills()
         allowed = plan.timeout_seconds + self._setup_allowance_seconds
         deadline = time.monotonic() + allowed
         ceiling = self._job.baseline_bytes + self._job.memory_limit_bytes + RESIDENT_SLACK_BYTES
@@ -294,13 +316,16 @@ class Profiler:
                 elif isinstance(reply, ComponentMeasured):
                     progress.components.append(reply.measurement)
                     progress.current = None
+                elif isinstance(reply, RankLost):
+                    lost = reply
+                    raise ProcessEndedError("a rank has ended")  # noqa: TRY301 - as if the group had
                 elif reply is not None:
                     raise self._misunderstood(reply)
                 if time.monotonic() >= deadline:
                     self._replace()
                     reason = f"no result within {allowed:g} s"
                     return _failure(plan, progress, Outcome.TIMED_OUT, reason), None
-                if self.device == "cpu" and process.private_bytes() > ceiling:
+                if self.devices[0] == "cpu" and process.private_bytes() > ceiling:
                     self._replace()
                     limit = self._job.memory_limit_bytes / 2**30
                     reason = f"the process outgrew its memory limit of {limit:.2f} GiB"
@@ -308,8 +333,8 @@ class Profiler:
         except ProcessEndedError:
             self._check_interrupted()
             status = self._replace(grace_seconds=1.0)
-            words = process.last_words()
-            outcome, reason = _autopsy(status, words, _count_kernel_oom_kills() > kernel_kills)
+            name, status = _ended(status, lost)
+            outcome, reason = autopsy(name, status, process.last_words(), count_kernel_oom_kills() > kernel_kills)
             return _failure(plan, progress, outcome, reason), None
 
     def _check_interrupted(self) -> None:
@@ -331,10 +356,10 @@ class Profiler:
         except TimeoutError as error:
             raise ProfilerError(str(error)) from error
 
-    def _unusable(self, process: ProfilerProcess) -> ProfilerError:
-        status = self._discard(grace_seconds=1.0)
+    def _unusable(self, process: ProfilerProcess, lost: RankLost | None = None) -> ProfilerError:
+        name, status = _ended(self._discard(grace_seconds=1.0), lost)
         words = process.last_words()
-        ended = f"the profiler process of {self.device} {_describe_status(status)}"
+        ended = f"{name} of {self.device} {describe_status(status)}"
         return ProfilerError(f"{ended}: {words}" if words else ended)
 
     def _misunderstood(self, reply: Reply) -> ProfilerError:
@@ -353,29 +378,6 @@ def _failure(plan: TrialPlan, progress: _Progress, outcome: Outcome, reason: str
     )
 
 
-def _autopsy(status: int, words: str, kernel_killed: bool) -> tuple[Outcome, str]:
-    """Why a process ended by itself, from its exit status and its last words."""
-    reason = f"the profiler process {_describe_status(status)}"
-    if status == -signal.SIGKILL and kernel_killed:
-        return Outcome.OUT_OF_MEMORY, f"{reason}: the kernel's out-of-memory killer ended it"
-    exhausted = any(word in words.lower() for word in OUT_OF_MEMORY_WORDS)
-    outcome = Outcome.OUT_OF_MEMORY if exhausted else Outcome.CRASHED
-    return outcome, f"{reason}: {words}" if words else reason
-
-
-def _describe_status(status: int) -> str:
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
-
-
-def _count_kernel_oom_kills() -> int:
-    """How often the kernel's OOM killer has struck on this host; 0 where that is not known."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+def _ended(status: int, lost: RankLost | None) -> tuple[str, int]:
+    """Which process ended first, and how."""
+    return ("the profiler process", status) if lost is None else (f"rank {lost.rank} ({lost.device})", lost.status)

@@ -40,10 +40,14 @@ class RunTrial(Frozen):
 
 
 class Hello(Frozen):
-    """First message of a profiler process: torch is imported and the device exists."""
+    """First message of a profiler process: torch is imported and the device exists.
+
+    A profiler of several devices names the processes that have them, each the leader of a process group.
+    """
 
     type: Literal["hello"] = "hello"
     pid: int
+    ranks: tuple[int, ...] = ()
 
 
 class HardwareReply(Frozen):
@@ -84,6 +88,15 @@ class TrialFinished(Frozen):
     poisoned: bool = False
 
 
+class RankLost(Frozen):
+    """A process of the group has ended with `status` (negative: the signal that ended it), and the group with it."""
+
+    type: Literal["rank_lost"] = "rank_lost"
+    rank: int
+    device: str
+    status: int
+
+
 class Refused(Frozen):
     """The process cannot do what was ordered, whatever the candidate: the device does not exist, for instance."""
 
@@ -93,7 +106,7 @@ class Refused(Frozen):
 
 Order = Annotated[MeasureHardware | Begin | RunTrial, Field(discriminator="type")]
 Reply = Annotated[
-    Hello | HardwareReply | ReportReply | ComponentStarted | ComponentMeasured | TrialFinished | Refused,
+    Hello | HardwareReply | ReportReply | ComponentStarted | ComponentMeasured | TrialFinished | RankLost | Refused,
     Field(discriminator="type"),
 ]
 

@@ -30,6 +30,8 @@ def candidate(
     recompute: Recompute = Recompute.NONE,
     attention: str = "flash",
     experts: str | None = "grouped_mm",
+    layout: str | None = None,
+    size: int = 1,
 ) -> Candidate:
     return Candidate(
         micro_batch_size=micro_batch_size,
@@ -38,6 +40,8 @@ def candidate(
         attention_backend=attention,
         expert_backend=experts,
         num_query_groups=2,
+        context_parallel_size=size,
+        context_parallel_layout=layout,
     )
 
 
@@ -51,6 +55,7 @@ def plan(
     *,
     model: ModelSpec = MODEL,
     timeout_seconds: float = 60.0,
+    num_processes: int = 1,
 ) -> TrialPlan:
     """A components trial; of all the candidate's components unless some are named."""
     return TrialPlan(
@@ -60,8 +65,16 @@ def plan(
         candidate=chosen,
         components=components_of(chosen, model) if components is None else components,
         timeout_seconds=timeout_seconds,
+        num_processes=num_processes,
     )
 
 
-def whole_model_plan(chosen: Candidate, *, model: ModelSpec = MODEL) -> TrialPlan:
-    return TrialPlan(number=0, kind=TrialKind.WHOLE_MODEL, model=model, candidate=chosen, timeout_seconds=60.0)
+def whole_model_plan(chosen: Candidate, *, model: ModelSpec = MODEL, num_processes: int = 1) -> TrialPlan:
+    return TrialPlan(
+        number=0,
+        kind=TrialKind.WHOLE_MODEL,
+        model=model,
+        candidate=chosen,
+        timeout_seconds=60.0,
+        num_processes=num_processes,
+    )

@@ -13,13 +13,15 @@ from workers.profiler.bench import Bench
 from workers.profiler.optimizer_trial import _parameters, _parts, measure_optimizer
 from workers.profiler.passes import Passes
 from workers.profiler.phases import PhaseClock
-from workers.profiler.timing import Timing
+from workers.profiler.timing import Agreement, OwnFigures, Timing
 
 OPTIMIZER = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_query_groups=2)
 
 
 class OneSecond:
     """A timer for which every part of the model takes a second, and that runs it once."""
+
+    agreement: Agreement = OwnFigures()
 
     def warm_up(self, passes: Passes) -> None:
         passes.prepare_forward()

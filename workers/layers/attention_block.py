@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +11,10 @@ from torch import Tensor
 from explorer.components import BlockRecompute
 from explorer.models import ModelSpec
 from workers.kernels.attention import attention_backend
+from workers.kernels.context_parallel.attention import ContextParallel
 from workers.kernels.discarding import recomputable
 from workers.layers.block import ResidualBlock
+from workers.layers.compilation import left_eager
 from workers.layers.norm import RMSNorm, build_norm
 from workers.layers.recomputation import recomputed
 from workers.layers.rotary import Rotary
@@ -21,7 +25,8 @@ class AttentionBlock(ResidualBlock):
     """Causal self-attention with one projection for queries, keys and values, in this order of heads.
 
     `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward;
-    recomputation of the projections runs all that comes before it, and keeps what the kernel itself keeps.
+    recomputation of the projections runs all that comes before it, and keeps what the kernel itself keeps. With
+    `context_parallel` the block has this rank's tokens of each sequence, and attention alone asks the other ranks.
     """
 
     recompute_to_the_end = True
@@ -36,6 +41,7 @@ class AttentionBlock(ResidualBlock):
         device: torch.device,
         training: bool,
         generator: torch.Generator | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         super().__init__(recompute=recompute, training=training, bta_tile=bta_tile)
         weights = Weights.of(model, device, training, generator)
@@ -45,7 +51,13 @@ class AttentionBlock(ResidualBlock):
             model.head_size,
         )
         query, key = self.num_heads * self.head_size, self.num_groups * self.head_size
-        self.attend = attention_backend(backend).run
+        positions: Tensor | None = None
+        if context_parallel is None:
+            self.attend = attention_backend(backend).run
+        else:
+            self.attend = partial(context_parallel.attention, backend=backend)
+            positions = context_parallel.positions(model.seq_length, device)
+        self.spread = context_parallel is not None
         self.norm = build_norm(model, weights)
         self.w_qkv = weights.normal(query + 2 * key, model.hidden_size)
         self.b_qkv = weights.normal(query + 2 * key) if model.qkv_bias else None
@@ -55,7 +67,7 @@ class AttentionBlock(ResidualBlock):
         sizes = {"none": None, "head": (self.head_size, self.head_size), "full": (query, key)}[model.qk_norm]
         self.q_norm = RMSNorm(sizes[0], weights) if sizes else None
         self.k_norm = RMSNorm(sizes[1], weights) if sizes else None
-        self.rotary = Rotary(model, device) if model.position == "rope" else None
+        self.rotary = Rotary(model, device, positions) if model.position == "rope" else None
         self.train(training)
 
     def core(self, x_BSD: Tensor) -> Tensor:
@@ -66,6 +78,12 @@ class AttentionBlock(ResidualBlock):
         else:
             out_BHSD = self.attend(q, k, v)
         return F.linear(out_BHSD.transpose(1, 2).flatten(2), self.w_out, self.b_out)
+
+    def compile_core(self) -> None:
+        """Compile the branch; attention over several ranks stays eager inside."""
+        if self.spread:
+            self.attend = left_eager(self.attend)
+        super().compile_core()
 
     def _project(self, h_BSD: Tensor) -> tuple[Tensor, ...]:
         """Queries (B, S, H, D), keys and values (B, S, G, D), with their positions."""

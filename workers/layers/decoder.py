@@ -9,6 +9,7 @@ from explorer.candidates import Candidate, recomputed_layers
 from explorer.components import Component, ComponentKind, block_recompute
 from explorer.models import LayerKind, ModelSpec
 from explorer.requests import ExplorationRequest
+from workers.kernels.context_parallel.attention import ContextParallel
 from workers.layers.attention_block import AttentionBlock
 from workers.layers.block import ResidualBlock
 from workers.layers.embedding import Embedding
@@ -46,7 +47,8 @@ class DecoderModel(nn.Module):
     It is built of the blocks that the profiler times, by the same factory. A layer that the candidate recomputes keeps
     its input alone. Its attention blocks share their rotary tables, its expert blocks their routes, drawn as for a
     component. `model` is the variant that the candidate is for; mode, loss, routing, execution and seed are the
-    request's.
+    request's. With `context_parallel`, of the candidate's size and layout, the model takes this rank's tokens of each
+    sequence, and its loss is their mean: that of all tokens is the mean over the ranks.
     """
 
     def __init__(
@@ -57,24 +59,38 @@ class DecoderModel(nn.Module):
         device: torch.device,
         *,
         generator: torch.Generator | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         super().__init__()
-        m = candidate.micro_batch_size
+        m, size = candidate.micro_batch_size, candidate.context_parallel_size
+        assert (1 if context_parallel is None else context_parallel.size) == size, "as many ranks as the candidate says"
         training = request.mode == "train"
 
         def build(component: Component, w_tied: nn.Parameter | None = None) -> nn.Module:
-            return build_block(model, component, request, device, generator=generator, w_tied=w_tied)
+            ranks = context_parallel if component.kind in {ComponentKind.EMBEDDING, ComponentKind.ATTENTION} else None
+            return build_block(
+                model, component, request, device, generator=generator, w_tied=w_tied, context_parallel=ranks
+            )
 
         def block(kind: ComponentKind, backend: str | None, bta_tile: int | None = None) -> Component:
             again = block_recompute(candidate.recompute, kind, bta_tile)
-            return Component(kind=kind, micro_batch_size=m, bta_tile=bta_tile, recompute=again, backend=backend)
+            spread = kind is ComponentKind.ATTENTION
+            return Component(
+                kind=kind,
+                micro_batch_size=m,
+                bta_tile=bta_tile,
+                recompute=again,
+                backend=backend,
+                context_parallel_size=size,
+                context_parallel_layout=candidate.context_parallel_layout if spread else None,
+            )
 
         attention = block(ComponentKind.ATTENTION, candidate.attention_backend, candidate.bta_tile)
         ffns = {
             LayerKind.DENSE: block(ComponentKind.DENSE_FFN, None),
             LayerKind.MOE: block(ComponentKind.MOE_FFN, candidate.expert_backend),
         }
-        embedding = build(Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m))
+        embedding = build(Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m, context_parallel_size=size))
         assert isinstance(embedding, Embedding)
         self.embedding = embedding
         layers = []
@@ -87,13 +103,15 @@ class DecoderModel(nn.Module):
             )
         self.layers = nn.ModuleList(layers)
         w_tied = embedding.w_tokens if model.tie_embeddings else None
-        head = build(Component(kind=ComponentKind.HEAD, micro_batch_size=m), w_tied)
+        head = build(Component(kind=ComponentKind.HEAD, micro_batch_size=m, context_parallel_size=size), w_tied)
         assert isinstance(head, Head)
         self.head = head
         self.train(training)
         self._share_rotary()
         if model.moe is not None and device.type != "meta":
-            self._share_routes(device_routes(model, request.routing, m * model.seq_length, request.seed, device))
+            self._share_routes(
+                device_routes(model, request.routing, m * model.seq_length // size, request.seed, device)
+            )
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """The mean cross entropy of a micro-batch, a float32 scalar."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from explorer.components import Component, ComponentKind
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
+from workers.kernels.context_parallel.attention import ContextParallel
 from workers.kernels.dtypes import torch_dtype
 from workers.layers.attention_block import AttentionBlock
 from workers.layers.embedding import Embedding
@@ -27,18 +28,24 @@ def build_block(
     *,
     generator: torch.Generator | None = None,
     w_tied: nn.Parameter | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Block:
     """The module of `component`, with random weights on `device`, ready to run its micro-batch.
 
     In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed.
-    `w_tied` is the embedding's weight for a head that shares it. ValueError for the optimizer, which is no block.
+    `w_tied` is the embedding's weight for a head that shares it. `context_parallel` is for attention that the component
+    spreads over several ranks, and tells an embedding its positions. ValueError for the optimizer, which is no block,
+    and for sequences that cannot be spread.
     """
     training = request.mode == "train"
+    local_length = local_seq_length(model, component)
     block: Block
     if component.kind is ComponentKind.EMBEDDING:
-        block = Embedding(model, device=device, training=training, generator=generator)
+        positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
+        block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
     elif component.kind is ComponentKind.ATTENTION:
         assert component.backend is not None, "an attention component names its back end"
+        assert component.communicates is (context_parallel is not None), "ranks for attention that is spread over them"
         block = AttentionBlock(
             model,
             backend=component.backend,
@@ -47,6 +54,7 @@ def build_block(
             device=device,
             training=training,
             generator=generator,
+            context_parallel=context_parallel,
         )
     elif component.kind is ComponentKind.DENSE_FFN:
         block = DenseFFN(model, recompute=component.recompute, device=device, training=training, generator=generator)
@@ -61,7 +69,7 @@ def build_block(
             generator=generator,
         )
         if device.type != "meta":
-            num_tokens = component.micro_batch_size * model.seq_length
+            num_tokens = component.micro_batch_size * local_length
             block.set_routes(device_routes(model, request.routing, num_tokens, request.seed, device))
     elif component.kind is ComponentKind.HEAD:
         loss = request.training.loss
@@ -71,6 +79,14 @@ def build_block(
     if request.execution == "compile":
         block.compile_core()
     return block
+
+
+def local_seq_length(model: ModelSpec, component: Component) -> int:
+    """How many tokens of a sequence a device has; ValueError if the devices cannot have equally many."""
+    length, rest = divmod(model.seq_length, component.context_parallel_size)
+    if rest:
+        raise ValueError(f"{component.context_parallel_size} devices cannot share {model.seq_length} tokens equally")
+    return length
 
 
 def example_inputs(
@@ -85,7 +101,7 @@ def example_inputs(
 
     Hidden states are standard normal in the model's dtype and, in training, ask for their gradient.
     """
-    batch = (component.micro_batch_size, model.seq_length)
+    batch = (component.micro_batch_size, local_seq_length(model, component))
     if component.kind is ComponentKind.EMBEDDING:
         return (random_tokens(model, batch, device, generator),)
     shape = (*batch, model.hidden_size)

@@ -18,18 +18,20 @@ _BASE = 10_000.0
 class Rotary(nn.Module):
     """Rotates the leading `rotary_size` entries of each head by an angle that grows with the position.
 
-    The tables (S, 1, rotary_size) are computed once; the sine carries the sign of the rotation.
+    The tables (S, 1, rotary_size) are computed once; the sine carries the sign of the rotation. `positions` (S) are
+    those of the tokens that will come, default 0, 1, 2 and so on.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, model: ModelSpec, device: torch.device) -> None:
+    def __init__(self, model: ModelSpec, device: torch.device, positions: Tensor | None = None) -> None:
         super().__init__()
         size = model.rotary_size
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-        positions = torch.arange(model.seq_length, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, _BASE**-exponents).unsqueeze(1)
+        if positions is None:
+            positions = torch.arange(model.seq_length, device=device)
+        angles = torch.outer(positions.to(device, torch.float32), _BASE**-exponents).unsqueeze(1)
         dtype = torch_dtype(model.dtype)
         self.register_buffer("cos", torch.cat((angles.cos(), angles.cos()), -1).to(dtype), persistent=False)
         self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), -1).to(dtype), persistent=False)

@@ -10,6 +10,7 @@ import torch
 from workers.profiler import host
 from workers.profiler.conditions import Surroundings
 from workers.profiler.cuda_timing import CudaTimer
+from workers.profiler.team import ALONE, Team
 from workers.profiler.timing import BlockTimer, HostTimer
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
@@ -17,20 +18,26 @@ TOLERATED_LEFTOVER_BYTES = 256 << 20
 
 
 class Bench:
-    """One device, made ready for trials."""
+    """One device, made ready for trials. On the CPU `num_ranks` processes share the host's cores."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
         self.device = device
         self.surroundings = Surroundings()
+        self.team: Team = ALONE
         self.timer: BlockTimer
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self.timer = CudaTimer(device)
         else:
             # torch starts with a thread for each CPU, or with as many as OMP_NUM_THREADS asks for.
-            torch.set_num_threads(min(torch.get_num_threads(), host.usable_cores()))
+            torch.set_num_threads(max(1, min(torch.get_num_threads(), host.usable_cores() // num_ranks)))
             self.timer = HostTimer()
         self._baseline_bytes = self._settled_bytes()
+
+    def join(self, team: Team) -> None:
+        """Run with these processes from now on."""
+        self.team = team
+        self.timer.agreement = team
 
     @property
     def own_bytes(self) -> int:

@@ -11,6 +11,7 @@ from workers.layers.factory import build_block, example_inputs
 from workers.profiler.bench import Bench
 from workers.profiler.passes import BlockPasses
 from workers.profiler.phases import PhaseClock
+from workers.profiler.rings import find_ring
 from workers.profiler.weighing import weigh
 
 
@@ -24,10 +25,13 @@ def measure_block(
     training = request.mode == "train"
     with clock.phase("build"):
         generator = bench.generator(request.seed)
-        block = build_block(model, component, request, bench.device, generator=generator)
+        size, layout = component.context_parallel_size, component.context_parallel_layout
+        ranks = find_ring(bench, model, size, layout, component.backend)
+        block = build_block(model, component, request, bench.device, generator=generator, context_parallel=ranks)
         inputs = example_inputs(model, component, bench.device, generator)
         gradient_dtype = torch_dtype(request.training.optimizer.gradient_dtype(model.dtype))
-        passes = BlockPasses(block, inputs, training=training, gradient_dtype=gradient_dtype)
+        meet = bench.team.meeting(component)
+        passes = BlockPasses(block, inputs, training=training, gradient_dtype=gradient_dtype, meet=meet)
     with clock.phase("warm_up"):
         bench.timer.warm_up(passes)
         weight = weigh(passes, bench.device)

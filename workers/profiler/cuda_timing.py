@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from workers.profiler.passes import Passes
-from workers.profiler.timing import PassSample, Timing, TimingBudget, collector_paused, summarize
+from workers.profiler.timing import (
+    Agreement,
+    OwnFigures,
+    PassSample,
+    Timing,
+    TimingBudget,
+    collector_paused,
+    summarize,
+)
 
 MAX_QUEUED_LAUNCHES = 800
 """The driver blocks the host at about 1024 queued launches; stay below."""
@@ -58,6 +66,7 @@ class CudaTimer:
     MAX_WARM_UP_RUNS = 6
 
     def __init__(self, device: torch.device) -> None:
+        self.agreement: Agreement = OwnFigures()
         self._device = device
         self._glance: Callable[[], None] = _look_away
         cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -74,10 +83,11 @@ class CudaTimer:
         previous = None
         for _ in range(self.MAX_WARM_UP_RUNS):
             (sample,) = self._run(passes, repeats=1, sleep_seconds=0.0)
-            settled = previous is not None and abs(sample.device - previous) <= 0.05 * previous
-            if settled or time.perf_counter() - started > self.MAX_WARM_UP_SECONDS:
+            seconds, elapsed = self.agreement.largest(sample.device, time.perf_counter() - started)
+            settled = previous is not None and abs(seconds - previous) <= 0.05 * previous
+            if settled or elapsed > self.MAX_WARM_UP_SECONDS:
                 return
-            previous = sample.device
+            previous = seconds
 
     def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
         """Repeat within the budget; `glance` is called when repeats are issued and the device works on them."""
@@ -89,12 +99,12 @@ class CudaTimer:
 
     def _time(self, passes: Passes) -> Timing:
         with collector_paused():
-            (first,) = self._run(passes, repeats=1, sleep_seconds=0.0)
+            first = self._run_once(passes, sleep_seconds=0.0)
             if first.host <= CLEARLY_AHEAD * first.device:
                 samples = self._time_running(passes, first)
                 return summarize([PassSample(s.forward, s.backward, first.host) for s in samples])
             sleep = SLEEP_MARGIN * first.host + 1e-3
-            (ahead,) = self._run(passes, repeats=1, sleep_seconds=sleep)
+            ahead = self._run_once(passes, sleep_seconds=sleep)
             issue = min(first.host, ahead.host)
             if ahead.host >= BLOCKED_SHARE * sleep:
                 samples = self._time_running(passes, first)
@@ -119,7 +129,7 @@ class CudaTimer:
         batch = skipped + max(1, min(8, heat))
         samples = [] if heat or skipped else [first]
         started = time.perf_counter() - sum(s.device for s in samples)
-        while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
+        while not self._is_spent(samples, time.perf_counter() - started):
             samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[skipped:]
         return samples
 
@@ -129,7 +139,7 @@ class CudaTimer:
         sleep = SLEEP_MARGIN * batch * issue_seconds + 2e-4
         samples: list[PassSample] = []
         started = time.perf_counter()
-        while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
+        while not self._is_spent(samples, time.perf_counter() - started):
             samples += self._run(passes, repeats=batch, sleep_seconds=sleep)
         return samples
 
@@ -149,6 +159,14 @@ class CudaTimer:
         except torch.cuda.OutOfMemoryError:  # several do not fit, one did
             return issue_seconds
         return min(issue_seconds, statistics.median(seconds[2:]))
+
+    def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
+        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.agreement)
+
+    def _run_once(self, passes: Passes, *, sleep_seconds: float) -> PassSample:
+        """One repeat, as slow as on the slowest device: what comes next is decided on it."""
+        (own,) = self._run(passes, repeats=1, sleep_seconds=sleep_seconds)
+        return PassSample(*self.agreement.largest(own.forward, own.backward, own.host))
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
         """Issue `repeats` after a sleep of the device, then wait for them all."""

@@ -42,17 +42,28 @@ class BlockPasses:
     (as in every micro-step but the first), and the gradient that comes in is random and contiguous. Gradients in a
     format other than the parameters' are accumulated in tensors of their own, as `TrainingOptimizer` does it. A block
     whose output is a scalar is a loss. In eval mode there is only the forward.
+
+    A block that communicates has a `meet`, which each pass is preceded by, so that no process's time contains that it
+    had to wait for another to begin. Such blocks are not run in a row: several might fit on one device and not on
+    another, which would leave the others waiting.
     """
 
     def __init__(
-        self, block: nn.Module, inputs: tuple[Tensor, ...], *, training: bool, gradient_dtype: torch.dtype
+        self,
+        block: nn.Module,
+        inputs: tuple[Tensor, ...],
+        *,
+        training: bool,
+        gradient_dtype: torch.dtype,
+        meet: Callable[[], None] | None = None,
     ) -> None:
         self.block = block
         self.training = training
         self._inputs = tuple(x.detach().requires_grad_(training) if x.is_floating_point() else x for x in inputs)
         self._output: Tensor | None = None
         self._gradient: Tensor | None = None
-        self.is_chainable = isinstance(block, ResidualBlock)
+        self.is_chainable = isinstance(block, ResidualBlock) and meet is None
+        self._meet = meet
         block.train(training)
         self._main_gradients: list[Tensor] = []
         for parameter in block.parameters() if training else ():
@@ -77,6 +88,8 @@ class BlockPasses:
                 x.grad = None
                 with torch.no_grad():
                     x.mul_(1.0)
+        if self._meet is not None:
+            self._meet()
 
     def release(self) -> None:
         """Free what a pass may have left: the output and the incoming gradient."""
@@ -91,12 +104,13 @@ class BlockPasses:
     def prepare_backward(self) -> None:
         """Leave the incoming gradient where the next block's backward would have it: just written."""
         assert self._output is not None
-        if self._output.dim() == 0:
-            return
-        if self._gradient is None:
-            self._gradient = torch.randn_like(self._output, memory_format=torch.contiguous_format)
-        else:
-            self._gradient.mul_(1.0)
+        if self._output.dim() > 0:
+            if self._gradient is None:
+                self._gradient = torch.randn_like(self._output, memory_format=torch.contiguous_format)
+            else:
+                self._gradient.mul_(1.0)
+        if self._meet is not None:
+            self._meet()
 
     def backward(self) -> None:
         """Run the backward; the graph is freed."""

@@ -23,6 +23,7 @@ from workers.profiler.hardware import measure_hardware
 from workers.profiler.optimizer_trial import measure_optimizer
 from workers.profiler.phases import PhaseClock
 from workers.profiler.report import report_device
+from workers.profiler.team import Team, alone
 from workers.profiler.whole_model_trial import run_whole_model
 from workers.protocol import (
     Begin,
@@ -43,10 +44,17 @@ CALM_SECONDS = 5.0
 class Session:
     """The state of a profiler process: its bench and the job it works on."""
 
-    def __init__(self, bench: Bench, used_before: int | None, send: Callable[[Frozen], None]) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        used_before: int | None,
+        send: Callable[[Frozen], None],
+        team: Callable[[TrialPlan], Team] = alone,
+    ) -> None:
         self._bench = bench
         self._used_before = used_before
         self._send = send
+        self._team = team
         self._request: ExplorationRequest | None = None
         self._disturbed = False  # the last trial was
         self._reasons: dict[tuple[ComponentKind, str, ModelSpec], str | None] = {}
@@ -82,6 +90,7 @@ class Session:
         if self._disturbed:
             self._bench.surroundings.wait_until_calm(CALM_SECONDS)
         try:
+            self._bench.join(self._team(plan))
             self._check_execution(self._request)
             if plan.kind is TrialKind.WHOLE_MODEL:
                 self._check_backends(plan)
@@ -94,7 +103,12 @@ class Session:
                 failed = None
         except Exception as error:  # noqa: BLE001 - whatever a candidate's kernels raise is the trial's outcome
             outcome, reason = classify(error)
-        poisoned = outcome is not Outcome.OK and is_poisoned(self._bench.device)
+        poisoned = outcome is not Outcome.OK
+        if poisoned and self._bench.team.size > 1:
+            # Not a word to the device: if it is in the middle of an operation with the others, this process would hang.
+            poisoned = outcome is not Outcome.UNSUPPORTED
+        elif poisoned:
+            poisoned = is_poisoned(self._bench.device)
         if not poisoned:
             exhausted = outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
             poisoned = self._bench.settle(release=exhausted) > 0

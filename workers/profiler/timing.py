@@ -25,6 +25,11 @@ class TimingBudget:
     seconds: float
     relative_error: float = 0.004
 
+    def is_spent_for_all(self, samples: list[float], elapsed_seconds: float, agreement: Agreement) -> bool:
+        """Whether every process may stop."""
+        (wanting,) = agreement.largest(0.0 if self.is_spent(samples, elapsed_seconds) else 1.0)
+        return wanting == 0.0
+
     def is_spent(self, samples: list[float], elapsed_seconds: float) -> bool:
         """Whether to stop; two repeats are made in any case."""
         if len(samples) < 2:
@@ -63,8 +68,29 @@ class Timing:
     repeats: int
 
 
+class Agreement(Protocol):
+    """How processes that time together come to the same number of repeats: they decide on the same figures."""
+
+    def largest(self, *values: float) -> tuple[float, ...]:
+        """The largest of each value over the processes; every one must ask, in the same order."""
+
+
+class OwnFigures:
+    """Of a process that times alone."""
+
+    def largest(self, *values: float) -> tuple[float, ...]:
+        """The values."""
+        return values
+
+
 class BlockTimer(Protocol):
-    """How a device times the passes of a block."""
+    """How a device times the passes of a block.
+
+    All decisions are taken on figures that `agreement` has passed, so that processes which communicate within the
+    passes run them equally often. What is measured is each process's own.
+    """
+
+    agreement: Agreement
 
     def warm_up(self, passes: Passes) -> None:
         """Run until the passes are as fast as they get."""
@@ -125,11 +151,15 @@ class HostTimer:
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.5)
     MAX_WARM_UP_SECONDS = 0.5
 
+    def __init__(self) -> None:
+        self.agreement: Agreement = OwnFigures()
+
     def warm_up(self, passes: Passes) -> None:
         """One run, and another if it was short: threads, caches and oneDNN's primitives are there after it."""
         started = time.perf_counter()
         _time_once(passes)
-        if time.perf_counter() - started < self.MAX_WARM_UP_SECONDS / 2:
+        (seconds,) = self.agreement.largest(time.perf_counter() - started)
+        if seconds < self.MAX_WARM_UP_SECONDS / 2:
             _time_once(passes)
 
     def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
@@ -137,10 +167,13 @@ class HostTimer:
         samples: list[PassSample] = []
         with collector_paused():
             started = time.perf_counter()
-            while not self.BUDGET.is_spent([s.device for s in samples], time.perf_counter() - started):
+            while not self._is_spent(samples, time.perf_counter() - started):
                 samples.append(_time_once(passes))
                 glance()
         return summarize(samples)
+
+    def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
+        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.agreement)
 
 
 def _time_once(passes: Passes) -> PassSample:

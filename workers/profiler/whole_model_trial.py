@@ -23,6 +23,7 @@ from workers.profiler.bench import Bench
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.meters import byte_meter
 from workers.profiler.phases import PhaseClock
+from workers.profiler.rings import find_ring
 from workers.profiler.timing import collector_paused, standard_error
 
 MICRO_STEPS = 2
@@ -57,28 +58,42 @@ class _CudaMark:
 
 
 class _Training:
-    """A model with its optimizer and two micro-batches. Eval mode has no optimizer and no backward."""
+    """A model with its optimizer and two micro-batches. Eval mode has no optimizer and no backward.
+
+    The processes of a team have the same parameters. Those of a ring share the sequences of a micro-batch, each ring
+    has sequences of its own. After the last backward the gradients are averaged over the team, tensor by tensor and
+    with nothing beside it: no more than plain data parallelism, without buckets and without overlap.
+    """
 
     def __init__(self, bench: Bench, model: ModelSpec, candidate: Candidate, request: ExplorationRequest) -> None:
         generator = bench.generator(request.seed)
         self._trains = request.mode == "train"
         self._mark: Callable[[], _Mark] = _CudaMark if bench.device.type == "cuda" else _HostMark
-        self.decoder = DecoderModel(model, candidate, request, bench.device, generator=generator)
+        self._team = bench.team
+        size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
+        ranks = find_ring(bench, model, size, layout, candidate.attention_backend)
+        self.decoder = DecoderModel(
+            model, candidate, request, bench.device, generator=generator, context_parallel=ranks
+        )
         self.optimizer: TrainingOptimizer | None = None
         if self._trains:
             parameters = self.decoder.parameters()
             self.optimizer = build_optimizer(parameters, request.training.optimizer, model.dtype)
         shape = (candidate.micro_batch_size, model.seq_length)
-        self._batches: list[tuple[Tensor, Tensor]] = [
-            (
-                random_tokens(model, shape, bench.device, generator),
-                random_tokens(model, shape, bench.device, generator),
-            )
-            for _ in range(MICRO_STEPS)
-        ]
+        ring = self._team.rank // size
+        drawn = bench.generator(request.seed + 1 + ring) if self._team.size > 1 else generator
+
+        def tokens() -> Tensor:
+            whole = random_tokens(model, shape, bench.device, drawn)
+            return whole if ranks is None else ranks.shard(whole)
+
+        self._batches: list[tuple[Tensor, Tensor]] = [(tokens(), tokens()) for _ in range(MICRO_STEPS)]
 
     def step(self) -> tuple[_Mark, _Mark, _Mark]:
-        """One step; returns the moments before it, before the optimizer, and after it."""
+        """One step; returns the moments before it, before the optimizer, and after it.
+
+        The exchange of gradients happens once a step, as the optimizer does, and counts with it.
+        """
         start = self._mark()
         for tokens, targets in self._batches:
             with torch.set_grad_enabled(self._trains):
@@ -88,6 +103,7 @@ class _Training:
             del loss
         before_optimizer = self._mark()
         if self.optimizer is not None:
+            self._team.average(gradient for gradient in self.optimizer.gradients if gradient is not None)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return start, before_optimizer, self._mark()
@@ -106,12 +122,13 @@ def run_whole_model(
     """Train a few steps of two accumulated micro-steps, back to back, or run forwards alone in eval mode.
 
     Raises:
-        UnsupportedTrialError: the training state is sharded, and this is one device.
+        UnsupportedTrialError: the training state is sharded, or sequences cannot be shared as the candidate says.
     """
     if request.training.sharding is not Sharding.NONE and request.mode == "train":
+        others = "has one" if bench.team.size == 1 else "runs whole models with all their state on each"
         raise UnsupportedTrialError(
             f"a whole model with sharding '{request.training.sharding}' needs {request.num_devices} devices; "
-            "the profiler has one"
+            f"the profiler {others}"
         )
     bench.settle(release=True)
     with byte_meter(bench.device, ()) as meter:
@@ -127,6 +144,7 @@ def run_whole_model(
         with clock.phase("warm_up"):
             training.step()  # the meter slows the host down, and keeps it from compiling
             step_seconds = _step_seconds(bench, training)
+    (step_seconds,) = bench.team.largest(step_seconds)
     num_steps = max(MIN_STEPS, min(MAX_STEPS, int(TIMED_SECONDS / step_seconds)))
     with clock.phase("timed"), bench.surroundings.watch() as watch, collector_paused():
         marks = []

@@ -1,0 +1,87 @@
+"""Profilers of several CUDA devices, over NCCL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from explorer.candidates import Candidate
+from explorer.components import Decomposer
+from explorer.measurements import Measurement, Outcome
+from explorer.trials import TrialKind, TrialPlan
+from tests.gpu.test_profiler import MODEL, REQUEST
+from workers.devices import visible_devices
+from workers.launcher import Profiler
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("cuda:1" not in visible_devices(os.environ), reason="fewer than two CUDA devices"),
+]
+
+LONG = MODEL.model_copy(update={"seq_length": 1 << 16})
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Profiler]:
+    with Profiler(("cuda:0", "cuda:1")) as shared:
+        yield shared
+
+
+def run(group: Profiler, layout: str, m: int = 1, kind: TrialKind = TrialKind.COMPONENTS) -> Measurement:
+    candidate = Candidate(
+        micro_batch_size=m,
+        attention_backend="flash",
+        expert_backend="grouped_mm",
+        num_query_groups=MODEL.query_groups,
+        context_parallel_size=2,
+        context_parallel_layout=layout,
+    )
+    model = LONG if kind is TrialKind.COMPONENTS else MODEL
+    components = Decomposer(model, training=True)(candidate).components if kind is TrialKind.COMPONENTS else ()
+    plan = TrialPlan(
+        number=0,
+        kind=kind,
+        model=model,
+        candidate=candidate,
+        components=components,
+        timeout_seconds=120.0,
+        num_processes=2,
+    )
+    return group.measure(plan)
+
+
+def test_layouts_on_two_devices(group: Profiler) -> None:
+    assert group.hardware().num_devices == 2
+    group.begin(REQUEST)
+    seconds = {}
+    for layout in ("ring", "striped", "zigzag"):
+        result = run(group, layout)
+        assert result.outcome is Outcome.OK, result.reason
+        attention = result.components[1]
+        assert attention.standard_error_seconds < 0.1 * attention.device_seconds
+        seconds[layout] = attention.device_seconds
+    assert seconds["zigzag"] < seconds["ring"], "the ring's last rank has most of the work"
+    whole = run(group, "zigzag", kind=TrialKind.WHOLE_MODEL)
+    assert whole.outcome is Outcome.OK, whole.reason
+
+
+def test_out_of_memory_and_a_killed_rank_end_the_group_and_the_next_trial_works(group: Profiler) -> None:
+    group.begin(REQUEST)
+    assert run(group, "zigzag").outcome is Outcome.OK
+    started = time.monotonic()
+    exhausted = run(group, "zigzag", 256)
+    assert exhausted.outcome is Outcome.OUT_OF_MEMORY, exhausted.reason
+    assert time.monotonic() - started < 60
+    assert run(group, "zigzag").outcome is Outcome.OK
+    assert group._process is not None
+    pid = group._process._ranks[1].pid
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    killed = run(group, "striped", 4)
+    assert killed.outcome is Outcome.CRASHED
+    assert "rank 1 (cuda:1) was killed by SIGKILL" in (killed.reason or "")
+    assert run(group, "zigzag").outcome is Outcome.OK

@@ -1,0 +1,125 @@
+"""The ranks of a group profiler: who runs a trial together, and over which process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from explorer.components import Component
+from explorer.trials import TrialPlan
+from workers.kernels.context_parallel.attention import ContextParallel
+from workers.kernels.context_parallel.ring import ring_group
+from workers.profiler.team import ALONE, Meeting, Team, check_size
+
+OPERATION_TIMEOUT = timedelta(hours=6)
+"""Longer than any trial's deadline, which is what ends a rank that waits for another."""
+
+
+class Company:
+    """All ranks of the world. NCCL carries what GPUs exchange; what their hosts agree on goes through gloo."""
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self._device = device
+        cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=OPERATION_TIMEOUT,
+            device_id=device if cuda else None,
+        )
+        self._agreements: dict[int, dist.ProcessGroup] = {}
+        self._members: dict[int, dist.ProcessGroup] = {}
+        self._rings: dict[int, dist.ProcessGroup] = {}
+
+    def prepare(self, plan: TrialPlan) -> None:
+        """Make the process groups of a trial, with every rank of the world, whether it takes part or not."""
+        n = plan.num_processes
+        if not 1 < n <= self.size:
+            return
+        if n not in self._agreements:
+            _keep(self._agreements, n, dist.new_group(list(range(n)), backend="gloo"))
+            _keep(self._members, n, dist.new_group(list(range(n))))
+        for size in plan.context_parallel_sizes:
+            if size not in self._rings:
+                self._make_rings(size)
+
+    def takes_part(self, plan: TrialPlan) -> bool:
+        """Whether this rank runs the trial: the first ranks do. One that is too large for the world all refuse."""
+        return self.rank < plan.num_processes
+
+    def team(self, plan: TrialPlan) -> Team:
+        """Those that run the trial, this rank among them; UnsupportedTrialError if there are too few."""
+        check_size(plan, self.size)
+        n = plan.num_processes
+        if n == 1:
+            return ALONE
+        return RankTeam(self.rank, n, self._agreements[n], self._members[n], self._rings, self._device)
+
+    def _make_rings(self, size: int) -> None:
+        for first in range(0, self.size - size + 1, size):
+            ranks = list(range(first, first + size))
+            try:
+                ring = ring_group(ranks)
+            except ValueError:  # another rank's
+                continue
+            self._rings[size] = ring
+
+
+class RankTeam:
+    """The first ranks of a company, which run a trial together."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        agreement: dist.ProcessGroup,
+        members: dist.ProcessGroup,
+        rings: dict[int, dist.ProcessGroup],
+        device: torch.device,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._agreement = agreement
+        self._members = members
+        self._rings = rings
+        self._device = device
+
+    def largest(self, *values: float) -> tuple[float, ...]:
+        """The largest of each value over the ranks."""
+        shared = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._agreement)
+        return tuple(shared.tolist())
+
+    def context_parallel(self, size: int, layout: str) -> ContextParallel:
+        """The ring of this rank: ranks 0 to size - 1, or the next ones."""
+        return ContextParallel(self._rings[size], layout)
+
+    def meeting(self, component: Component) -> Meeting | None:
+        """Of the ring."""
+        if not component.communicates:
+            return None
+        group, token = self._rings[component.context_parallel_size], torch.zeros(1, device=self._device)
+
+        def meet() -> None:
+            dist.all_reduce(token, group=group)  # NCCL: the stream waits, not the host
+
+        return meet
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Sum over the ranks, tensor by tensor, and divide."""
+        works = [(x, dist.all_reduce(x, group=self._members, async_op=True)) for x in tensors]
+        for x, work in works:
+            work.wait()
+            x.div_(self.size)
+
+
+def _keep(groups: dict[int, dist.ProcessGroup], size: int, group: object) -> None:
+    if isinstance(group, dist.ProcessGroup):  # else this rank is no member
+        groups[size] = group

@@ -1,0 +1,77 @@
+"""The processes that run a trial together, as one of them sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from explorer.components import Component
+from explorer.trials import TrialPlan
+from workers.kernels.context_parallel.attention import ContextParallel
+from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.timing import Agreement
+
+
+class Meeting(Protocol):
+    """Keeps what comes next on this process's device from starting before every process has come to it."""
+
+    def __call__(self) -> None: ...  # noqa: D102
+
+
+class Team(Agreement, Protocol):
+    """Every member must call the same methods in the same order.
+
+    A member that fails does not come back to the others: they wait for it until all are ended from outside.
+    """
+
+    size: int
+    rank: int
+
+    def context_parallel(self, size: int, layout: str) -> ContextParallel:
+        """The ring of `size` members that this one shares its sequences with."""
+
+    def meeting(self, component: Component) -> Meeting | None:
+        """Of the members that run the component together; null for one that each runs by itself."""
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its mean over the members."""
+
+
+class Alone:
+    """A team of one."""
+
+    size = 1
+    rank = 0
+
+    def largest(self, *values: float) -> tuple[float, ...]:
+        """The values."""
+        return values
+
+    def context_parallel(self, size: int, layout: str) -> ContextParallel:
+        """There is no ring."""
+        raise AssertionError("a process alone shares no sequences")
+
+    def meeting(self, component: Component) -> Meeting | None:
+        """Nobody to wait for."""
+        assert not component.communicates, "a process alone runs nothing that communicates"
+        return None
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """The tensors are their own means."""
+
+
+ALONE = Alone()
+
+
+def alone(plan: TrialPlan) -> Team:
+    """The team of a process that has no other; UnsupportedTrialError if the trial needs more."""
+    check_size(plan, 1)
+    return ALONE
+
+
+def check_size(plan: TrialPlan, num_processes: int) -> None:
+    """UnsupportedTrialError unless so many processes can run the trial."""
+    if plan.num_processes > num_processes:
+        raise UnsupportedTrialError(f"the trial needs {plan.num_processes} devices; the profiler has {num_processes}")
