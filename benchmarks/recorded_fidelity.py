@@ -3,7 +3,8 @@
     python -m benchmarks.recorded_fidelity results/tables/*.jsonl --out results/NAME.json
 
 Every candidate of a table that was run whole is composed of its components' runs in that table; errors are
-(composed - whole) / whole, as in `benchmarks.fidelity`, which measures its own.
+(composed - whole) / whole, as in `benchmarks.fidelity`, which measures its own. A row is `host_bound` if its micro-step
+is composed of the host's time, which is longer there than the device's.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
     known_C = known_rows(table, figures)
     tokens_C = composed_tokens_per_second(table, figures)
     activations_C = np.add(*table.activation_bytes(*figures.sizes))
+    seconds_C = table.micro_step_seconds(figures.device_seconds[None, :], figures.host_seconds)[0]
+    device_C = table.micro_step_seconds(figures.device_seconds[None, :], np.zeros_like(figures.host_seconds))[0]
     rows = []
     for candidate, runs in recording.whole_models.items():
         row = table.row.get(candidate)
@@ -66,6 +69,7 @@ def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
             "name": name,
             "model": request.model.name,
             "candidate": candidate.model_dump(mode="json"),
+            "host_bound": bool(seconds_C[row] > device_C[row]),
             "outcome": runs[0].outcome.value,
             "reason": runs[0].reason,
             "check": None,

@@ -110,7 +110,7 @@ def _goals(
         "share_of_exhaustive": {"found": shares, "met": all(s <= EXHAUSTIVE_SHARE for s in shares.values())},
         "trials_in_small_spaces": {"found": trials, "met": all(n <= SMALL_SPACE_TRIALS for n in trials.values())},
         "out_of_memory": {"found": ours["out_of_memory"]["median"], "met": ours["out_of_memory"]["median"] <= 1},
-        "cheaper_with_equal_or_better_regret": {"found": (rivals := _rivals(by_table)), "met": not rivals},
+        "cheaper_with_equal_or_better_regret": {"found": (rivals := cheaper(by_table)), "met": not rivals},
     }
     if calibration is not None:
         error, share = calibration["expected_calibration_error"], calibration["confident_share_true"]
@@ -123,7 +123,7 @@ def _goals(
     return goals
 
 
-def _rivals(by_table: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def cheaper(by_table: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """`table: strategy` for each that took fewer seconds than ours and has no larger regret, in mean and p95."""
     found = []
     for table, strategies in by_table.items():

@@ -76,7 +76,8 @@ def test_a_wrong_marker_is_an_error(text: str) -> None:
 
 def test_goals_have_the_rows_that_were_measured(results: Path) -> None:
     assert goals() == ""
-    (results / "h200-fidelity.json").write_text((RESULTS / "h200-fidelity.json").read_text())
+    name = "h200-recorded-fidelity.json"
+    (results / name).write_text((RESULTS / name).read_text())
     assert goals().count("\n") == 2 + 2
     (results / "h200-replay.json").write_text(json.dumps(_recorded("replay")))
     text = goals()
@@ -94,7 +95,7 @@ def test_replay_says_reached_and_missed() -> None:
         f"missed: in 0 of 1 tables; median {100 * share:.1f}%, largest {100 * share:.1f}% (large)"
     )
     assert _found(rows, "trials").startswith("reached: in 2 of 2 tables")
-    assert _found(rows, "strategies that") == "missed: large: deepspeed fast"
+    assert _found(rows, "strategies that") == "reached: none over all tables; on single tables: large: deepspeed fast"
     error = found["summary"]["calibration"]["expected_calibration_error"]
     assert _found(rows, "expected").startswith(f"missed: {error:.3f} (")
     assert _found(rows, "Brier").startswith("reached: ")
@@ -104,7 +105,11 @@ def test_replay_says_reached_and_missed() -> None:
     goals_found["share_of_exhaustive"] = {"found": {}, "met": True}
     rows = of_replay(found)
     assert _found(rows, "regret").startswith("missed: median 0.0%, p95 1.4% (missed), max 2.0% over")
-    assert _found(rows, "strategies that") == "reached: none"
+    assert _found(rows, "strategies that") == "reached: none over all tables"
+    lucky = found["summary"]["strategies"]["largest that fits"]
+    lucky["regret"], lucky["regret_mean"] = {"median": 0.0, "p95": 0.0, "max": 0.0}, 0.0
+    lucky["seconds"]["median"] = 0.1
+    assert _found(of_replay(found), "strategies that") == "missed: largest that fits over all tables"
     assert not [row for row in rows if row[0].startswith("device seconds")], "there is no such table"
     found["summary"]["goals"] = None
     assert of_replay(found) == []
@@ -112,7 +117,7 @@ def test_replay_says_reached_and_missed() -> None:
 
 def test_time_to_confidence_is_held_against_the_models_limit() -> None:
     found = load("h200-explorations")
-    run = found["runs"][-1] | {"submit_to_confidence_90_seconds": 31.0}
+    run = next(r for r in found["runs"] if r["name"] == "olmoe-1b-7b") | {"submit_to_confidence_90_seconds": 31.0}
     qwen = deepcopy(run)
     qwen["request"]["model"] |= {"name": "qwen3-30b-a3b", "num_layers": 8}
     qwen["submit_to_confidence_90_seconds"] = 89.0
@@ -132,13 +137,18 @@ def test_time_to_confidence_is_held_against_the_models_limit() -> None:
 
 
 def test_fidelity_needs_enough_configurations() -> None:
-    found = {"rows": [{"name": "a", "check": {"step_error": -0.02, "peak_error": 0.0}} for _ in range(8)]}
+    rows_of_one: list[dict[str, Any]] = [
+        {"name": "a", "check": {"step_error": -0.02, "peak_error": 0.0}} for _ in range(8)
+    ]
+    found = {"rows": rows_of_one}
     assert _found(of_fidelity(found), "step").startswith("reached: median 2.0%, max 2.0% over 8 configurations of 1")
-    found["rows"][0]["check"]["step_error"] = 0.081  # type: ignore[index]
+    found["rows"][0]["check"]["step_error"] = 0.081
     rows = of_fidelity(found)
     assert _found(rows, "step").startswith("missed: median 2.0%, max 8.1%")
     assert _found(rows, "peak").startswith("reached")
     assert _found(of_fidelity({"rows": found["rows"][1:]}), "peak").startswith("missed")
+    found["rows"][0]["host_bound"] = True
+    assert _found(of_fidelity(found), "step").endswith("; median 2.0%, max 2.0% over the 7 that the device limits")
 
 
 def test_strategies_stand_side_by_side_and_bexp_by_table() -> None:
