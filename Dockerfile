@@ -4,6 +4,8 @@
 #   docker run --rm --publish 8642:8642 bexp
 #   docker run --rm --gpus all --env BEXP_DATABASE_URL=... bexp worker --device cuda:0
 #
+# With what a Ray cluster's nodes and its coordinator need: docker build --build-arg EXTRAS=ray --tag bexp:ray .
+#
 # PyTorch's wheels carry CUDA: the host needs the driver and NVIDIA's container toolkit, the image neither.
 
 ARG PYTHON_VERSION=3.12
@@ -24,12 +26,15 @@ RUN if [ -n "${TORCH}" ]; then sed --in-place "s/^torch==.*/${TORCH}/" constrain
     && /opt/bexp/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} \
        --constraint constraints.txt torch
 
+# Optional parts of bexp, separated by commas.
+ARG EXTRAS=
+
 COPY pyproject.toml README.md ./
 COPY explorer ./explorer
 COPY storage ./storage
 COPY workers ./workers
 COPY api ./api
-RUN /opt/bexp/bin/pip install --constraint constraints.txt .
+RUN /opt/bexp/bin/pip install --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
 
 FROM python:${PYTHON_VERSION}-slim AS runtime
 

@@ -1,0 +1,122 @@
+"""Compose, Kubernetes and KubeRay would take the files in deploy/, and would refuse them with a slip in them."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.packaging.deployment_schemas import Document, InvalidDeploymentError, check_compose, check_kubernetes
+from tests.packaging.deployments import DEPLOY, MANIFESTS, find_object, read_all, read_compose
+
+Path_ = tuple[str | int, ...]
+REMOVED = object()
+
+
+def changed(document: Document, path: Path_, value: object) -> Document:
+    """A copy with `value` at `path`, which may be new; REMOVED takes away what is there."""
+    copy = deepcopy(document)
+    place: Any = copy
+    for step in path[:-1]:
+        place = place[step]
+    if value is REMOVED:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return copy
+
+
+def test_compose() -> None:
+    check_compose(read_compose())
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_kubernetes(path: Path) -> None:
+    documents = read_all(path)
+    assert documents
+    for document in documents:
+        check_kubernetes(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (("servces",), {}, "servces"),
+        (("services", "worker", "comand"), ["worker"], "comand"),
+        (("services", "worker", "command"), 8642, "command"),
+        (("services", "api", "read_only"), {}, "read_only"),
+        (("services", "api", "depends_on", "postgres", "condition"), "healthy", "condition"),
+        (
+            ("services", "worker", "deploy", "resources", "reservations", "devices", 0, "capabilities"),
+            REMOVED,
+            "devices",
+        ),
+        (("services", "worker", "healthcheck", "disabled"), True, "healthcheck"),
+    ],
+)
+def test_compose_refuses(path: Path_, value: object, complaint: str) -> None:
+    with pytest.raises(InvalidDeploymentError, match=complaint):
+        check_compose(changed(read_compose(), path, value))
+
+
+POD = ("spec", "template", "spec")
+CONTAINER = (*POD, "containers", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path", "value", "complaint"),
+    [
+        ("Deployment", "bexp-api", ("apiVersion",), "apps/v2", "apps/v2"),
+        ("Deployment", "bexp-api", ("kind",), "Deploiment", "Deploiment"),
+        ("Deployment", "bexp-api", ("spec", "replicas"), "two", "replicas"),
+        ("Deployment", "bexp-api", ("spec", "selector"), REMOVED, "selector"),
+        ("Deployment", "bexp-api", (*CONTAINER, "livenessProbe", "httpGet", "port"), REMOVED, "port"),
+        ("Service", "bexp-api", ("spec", "ports", 0, "port"), "http", "port"),
+        ("Deployment", "bexp-worker", (*CONTAINER, "resources", "limit"), {"nvidia.com/gpu": 1}, "limit"),
+        ("Deployment", "bexp-worker", (*POD, "terminationGracePeriod"), 60, "terminationGracePeriod"),
+        ("Deployment", "bexp-worker", (*CONTAINER, "env", 0, "valueFrom", "secretKeyRef", "key"), REMOVED, "key"),
+        (
+            "StatefulSet",
+            "bexp-postgres",
+            ("spec", "volumeClaimTemplates", 0, "spec", "accessModes"),
+            "RWO",
+            "accessModes",
+        ),
+        ("NetworkPolicy", "bexp-ray", ("spec", "ingress", 0, "form"), [], "form"),
+        ("Deployment", "bexp-coordinator", (*CONTAINER, "livenessProbe", "grpc", "port"), "6380", "port"),
+    ],
+)
+def test_kubernetes_refuses(kind: str, name: str, path: Path_, value: object, complaint: str) -> None:
+    with pytest.raises(InvalidDeploymentError, match=complaint):
+        check_kubernetes(changed(find_object(kind, name), path, value))
+
+
+HEAD = ("spec", "headGroupSpec")
+GROUP = ("spec", "workerGroupSpecs", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (("apiVersion",), "ray.io/v2", "ray.io/v2"),
+        (("kind",), "RayClutser", "kind"),
+        (("metadata", "name"), "Bexp_Ray", "Bexp_Ray"),
+        (("spec", "rayVersion"), 2.6, "rayVersion"),
+        (("spec", "workerGroupSpec"), [], "workerGroupSpec"),
+        ((*HEAD, "template"), REMOVED, "template"),
+        ((*HEAD, "rayStartParams", "num-cpus"), 0, "num-cpus"),
+        ((*HEAD, "rayStartParams", "num_cpus"), "0", "num_cpus"),
+        ((*HEAD, "serviceType"), "Internal", "Internal"),
+        ((*GROUP, "replicas"), -1, "replicas"),
+        ((*GROUP, "maxReplica"), 8, "maxReplica"),
+        ((*GROUP, "groupName"), REMOVED, "groupName"),
+        ((*GROUP, "template", "spec", "containers", 0, "resource"), {}, "resource"),
+        ((*GROUP, "template", "spec", "containers", 0, "name"), REMOVED, "name"),
+        ((*HEAD, "template", "spec", "volumes", 0, "emptydir"), {}, "emptydir"),
+    ],
+)
+def test_kuberay_refuses(path: Path_, value: object, complaint: str) -> None:
+    with pytest.raises(InvalidDeploymentError, match=complaint):
+        check_kubernetes(changed(find_object("RayCluster", "bexp"), path, value))
