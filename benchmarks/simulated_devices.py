@@ -26,6 +26,7 @@ EXPERTS = {
     "bmm": 0.45,
     "fused": 0.6,
     "triton_grouped": 0.5,
+    "hopper_grouped": 0.52,
     "cublas_grouped": 0.3,
     "block_sparse": 0.35,
 }

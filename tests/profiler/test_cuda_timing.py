@@ -9,7 +9,7 @@ import pytest
 from workers.profiler import cuda_timing
 from workers.profiler.cuda_timing import HEAT_SECONDS, CudaTimer
 from workers.profiler.passes import Passes
-from workers.profiler.timing import PassSample, Timing
+from workers.profiler.timing import OwnFigures, PassSample, Timing
 
 
 class Clock:
@@ -26,6 +26,7 @@ class MadeUpTimer(CudaTimer):
     """Runs nothing."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
+        self.agreement = OwnFigures()
         self.clock, self.seconds, self.runs = clock, seconds, 0
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
