@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         for num_experts, top_k in bench.missing():
             if time.monotonic() > deadline:
                 break
-            bench.add(num_experts, top_k)
+            bench.add(num_experts, top_k, save=lambda: write_results(options.out, bench.results()))
             write_results(options.out, bench.results())
     print_table(found["rows"])
     left_out = ", ".join(map(_name, bench.left_out))
@@ -158,8 +158,11 @@ class Bench:
         self._shared |= taken(other["shared"])
         self._reused = {(row["num_experts"], row["top_k"]): taken(row["components"]) for row in other["rows"]}
 
-    def add(self, num_experts: int | None, top_k: int) -> None:
-        """Measure one model; the dense one of a top_k comes first, without experts."""
+    def add(self, num_experts: int | None, top_k: int, save: Callable[[], None]) -> None:
+        """Measure one model; the dense one of a top_k comes first, without experts.
+
+        What models share is saved as it is measured: with quadratic attention it takes longer than all the rest.
+        """
         request = self._request(num_experts, top_k)
         report = self._profiler.begin(request)
         self._report = report
@@ -177,6 +180,7 @@ class Bench:
                 own[component] = found.components[0]
                 if component.kind in SHARED:
                     known[component] = self._shared[component] = found.components[0]
+                    save()
             else:
                 failed[component] = f"{found.outcome}: {found.reason}"
         best = best_candidates(request, report, table, own)

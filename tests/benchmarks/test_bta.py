@@ -11,8 +11,9 @@ from benchmarks import bta
 from benchmarks.continuation import begin
 from benchmarks.environment import write_results
 from benchmarks.readme.results import load
+from explorer.components import ComponentKind
 from explorer.hardware import DeviceReport, HardwareSpec
-from explorer.measurements import Measurement, Outcome
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome
 from explorer.requests import ExplorationRequest
 from explorer.trials import TrialPlan
 from tests.explorer.simulator import SimulatedDevice, report
@@ -140,6 +141,30 @@ def test_a_run_that_is_killed_leaves_its_models_and_names_the_others(
     assert [tuple(model.values()) for model in found["left_out"]] == [(8, 1), (4, 2), (8, 2)]
     monkeypatch.setattr(Device, "end_after", None)
     assert _models(_run(out)) == ALL
+
+
+def test_what_models_share_is_saved_before_the_first_is_done(
+    tmp_path: Path, device: type[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "bta.json"
+    measure = device.measure
+
+    def killed(self: Device, plan: TrialPlan) -> Measurement:
+        if plan.components[0].kind is ComponentKind.DENSE_FFN:
+            raise KeyboardInterrupt
+        return measure(self, plan)
+
+    monkeypatch.setattr(device, "measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _run(out)
+    found = json.loads(out.read_text())
+    assert not found["rows"]
+    assert found["shared"]
+    monkeypatch.setattr(device, "measure", measure)
+    device.measured.clear()
+    assert _models(_run(out)) == ALL
+    saved = {ComponentMeasurement.model_validate(each).component.key for each in found["shared"]}
+    assert not saved & {key.split(maxsplit=1)[1] for key in device.measured}
 
 
 @pytest.mark.usefixtures("device")
