@@ -17,12 +17,16 @@ class BackendSupport(Frozen):
     """Whether a kernel back end can serve a model on a device.
 
     `stock` marks back ends that an ordinary framework has. `reason` says why an unusable one is not usable.
+    `context_parallel` tells of attention whether it serves sequences that several devices share, and
+    `context_parallel_reason` why it does not.
     """
 
     name: str
     usable: bool
     reason: str | None = None
     stock: bool = True
+    context_parallel: bool = False
+    context_parallel_reason: str | None = None
 
 
 class SoftwareVersions(Frozen):
