@@ -76,7 +76,7 @@ def _inference(component: Component, model: ModelSpec, request: ExplorationReque
             scores = 2 * batch * model.num_attention_heads * length**2 * FLOAT32_BYTES
         inside = rows * model.hidden_size * item + query + 2 * key + max(query + key, query + scores)
         if component.communicates:
-            inside += _ring_bytes(query, key, item).forward
+            inside += _ring_bytes(query, key, item, scores).forward
         return ComponentBytes(hidden, inside + (hidden if component.bta_tile else 0), 0)
     if component.kind is ComponentKind.DENSE_FFN:
         wide = tokens * model.ffn_hidden_size * item
@@ -153,7 +153,7 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
             between += 2 * query  # keys and values for every query head
     kept = _Kept(between, products, core + query + hidden)
     saved = kept.saved(component.recompute)
-    ring = _ring_bytes(query, key, item) if component.communicates else _RingBytes(0, 0)
+    ring = _ring_bytes(query, key, item, scores) if component.communicates else _RingBytes(0, 0)
     forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + ring.forward
     # The gradients of the projections, and what a fused kernel accumulates those of the queries in.
     gradients = projections + (scores + projections if scores else query)
@@ -168,14 +168,15 @@ class _RingBytes:
     backward: int
 
 
-def _ring_bytes(query: int, key: int, item: int) -> _RingBytes:
+def _ring_bytes(query: int, key: int, item: int, scores: int) -> _RingBytes:
     """Keys and values twice, one pair on its way; outputs and gradients are summed in float32, the latter on their way.
 
-    `query` and `key` are the bytes of a device's queries and keys, `item` of one number in them.
+    `query` and `key` are the bytes of a device's queries and keys, `item` of one number in them, `scores` those of a
+    block, which plain attention has a second time as probabilities.
     """
     wide = FLOAT32_BYTES / item
     passing = 4 * key
-    return _RingBytes(passing + round(wide * query), passing + round(wide * (query + 4 * key)))
+    return _RingBytes(passing + scores + round(wide * query), passing + scores + round(wide * (query + 4 * key)))
 
 
 def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:

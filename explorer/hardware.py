@@ -66,10 +66,11 @@ class HardwareSpec(Frozen):
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """For a person: `NVIDIA H200, 139.8 GiB, torch 2.11.0+cu130, CUDA 13.0, cuDNN 9.19`."""
+        """For a person: `2 x NVIDIA H200, 139.8 GiB, torch 2.11.0+cu130, CUDA 13.0, cuDNN 9.19`."""
         named = (("torch", self.versions.torch), ("CUDA", self.versions.cuda), ("cuDNN", self.versions.cudnn))
         versions = ", ".join(f"{name} {version}" for name, version in named if version is not None)
-        return f"{self.device_name}, {self.memory_bytes / 2**30:.1f} GiB, {versions}"
+        number = f"{self.num_devices} x " if self.num_devices > 1 else ""
+        return f"{number}{self.device_name}, {self.memory_bytes / 2**30:.1f} GiB, {versions}"
 
 
 class DeviceReport(Frozen):
