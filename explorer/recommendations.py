@@ -112,6 +112,7 @@ class RemedyKind(StrEnum):
     MICRO_BATCH_SIZE = "micro_batch_size"
     RECOMPUTE = "recompute"
     OPTIONS = "options"
+    CONTEXT_PARALLEL = "context_parallel"
     NUM_DEVICES = "num_devices"
     SHARDING = "sharding"
     SEVERAL = "several"
