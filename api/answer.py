@@ -102,6 +102,9 @@ def _candidate_rows(candidate: Candidate) -> Iterable[str]:
     yield _row("attention", candidate.attention_backend)
     if candidate.expert_backend is not None:
         yield _row("experts", candidate.expert_backend)
+    if candidate.context_parallel_layout is not None:
+        over = f"{candidate.context_parallel_size} devices a sequence, {candidate.context_parallel_layout}"
+        yield _row("context parallel", over)
 
 
 def _step(best: Recommendation) -> str:

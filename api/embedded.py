@@ -119,13 +119,14 @@ class EmbeddedService:
     """An API on a free loopback port and, unless only asked to read, one worker, both on one database.
 
     Entering starts the processes and raises ServiceError, with the end of the log, when they do not come up; leaving
-    ends them. Their logs are deleted unless something went wrong.
+    ends them. Their logs are deleted unless something went wrong. With `group`, the worker uses its devices together.
     """
 
-    def __init__(self, database_url: str, *, with_worker: bool, device: str | None = None) -> None:
+    def __init__(self, database_url: str, *, with_worker: bool, device: str | None = None, group: bool = False) -> None:
         self._database_url = database_url
         self._with_worker = with_worker
         self._device = device
+        self._group = group
         self._children: list[Child] = []
         self.url = ""
         self.log_directory = Path()
@@ -177,6 +178,7 @@ class EmbeddedService:
         if self._with_worker:
             command = [sys.executable, "-m", "workers", "--jobs-from-stdin"]
             command += ["--device", self._device] if self._device is not None else []
+            command += ["--group"] if self._group else []
             self._children.append(self._child("worker", command))
         self._await_api()
 

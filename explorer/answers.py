@@ -10,13 +10,13 @@ import numpy as np
 
 from explorer.belief import Belief, Verdict
 from explorer.candidates import Candidate
-from explorer.composition import combine_seconds
-from explorer.hardware import DeviceReport
+from explorer.composition import StepSeconds, combine_seconds
+from explorer.hardware import DeviceReport, HardwareSpec
 from explorer.measurements import Outcome, WholeModelMeasurement
 from explorer.recommendations import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
 from explorer.requests import ExplorationRequest
 from explorer.training import Sharding
-from explorer.trials import Trial
+from explorer.trials import Trial, TrialKind, count_processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def build_recommendation(
     seconds = belief.expected_seconds(verdict.row)
     base = belief.expected_seconds(references.base)
     found = belief.bytes(verdict.row)
-    accumulation, nearest = accumulate(request, candidate.micro_batch_size)
+    accumulation, nearest = accumulate(request, candidate)
     return Recommendation(
         candidate=candidate,
         base=table.candidates[references.base],
@@ -72,11 +72,14 @@ def build_recommendation(
     )
 
 
-def accumulate(request: ExplorationRequest, micro_batch_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Accumulation steps for the requested batch, or the nearest batch sizes that divide."""
+def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:
+    """Accumulation steps for the requested batch, or the nearest batch sizes that divide.
+
+    Every group of devices that share sequences takes a micro-batch in each of them.
+    """
     if request.mode == "eval":
         return None, ()
-    unit = micro_batch_size * request.num_devices
+    unit = candidate.micro_batch_size * request.data_parallel_size(candidate.context_parallel_size)
     if request.batch_size % unit == 0:
         return request.batch_size // unit, ()
     below, above = request.batch_size // unit * unit, -(-request.batch_size // unit) * unit
@@ -88,14 +91,7 @@ def check_whole_model(belief: Belief, row: int, trial: Trial | None) -> WholeMod
     if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
         return None
     whole = trial.measurement.whole_model
-    candidate = belief.table.candidates[row]
-    step = combine_seconds(
-        whole.micro_step_seconds,
-        whole.optimizer_seconds,
-        candidate.micro_batch_size,
-        belief.table.model,
-        belief.request,
-    )
+    step = _whole_step(belief, belief.table.candidates[row], whole)
     composed = belief.seconds(row)
     return WholeModelCheck(
         measurement=whole,
@@ -108,13 +104,31 @@ def check_whole_model(belief: Belief, row: int, trial: Trial | None) -> WholeMod
 
 def whole_model_tokens_per_second(belief: Belief, candidate: Candidate, whole: WholeModelMeasurement) -> float:
     """Tokens/s of a whole-model run."""
+    return _whole_step(belief, candidate, whole).tokens_per_second
+
+
+def _whole_step(belief: Belief, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
+    """A step with the seconds of a whole-model run.
+
+    Where several devices ran it, their exchange of gradients is part of its optimizer's seconds. It is plainer than a
+    trainer's, and no candidate's own: the optimizer takes what it was measured to take by itself.
+    """
+    optimizer = whole.optimizer_seconds
+    if _exchanges(belief.request, candidate, belief.hardware):
+        optimizer = belief.seconds(belief.table.row[candidate]).optimizer
     return combine_seconds(
         whole.micro_step_seconds,
-        whole.optimizer_seconds,
+        optimizer,
         candidate.micro_batch_size,
         belief.table.model,
         belief.request,
-    ).tokens_per_second
+        context_parallel_size=candidate.context_parallel_size,
+    )
+
+
+def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
+    """Whether a candidate's whole model is run by devices that exchange gradients."""
+    return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1
 
 
 def largest_untiled(belief: Belief, among: Collection[int]) -> int | None:
@@ -172,8 +186,7 @@ def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
     notes = [f"execution: {request.execution}"]
-    if request.num_devices > 1:
-        notes.append("communication between devices is not included in the time")
+    notes += _traffic_notes(request, candidate, report, whole_model)
     if request.training.sharding is not Sharding.NONE and request.mode == "train":
         notes.append(f"memory assumes {request.training.sharding} over {request.num_devices} devices")
     if whole_model is not None and whole_model.measurement.outcome is not Outcome.OK:
@@ -184,3 +197,27 @@ def _notes(
     if candidate.attention_backend == report.default_attention:
         notes.append(f"attention '{candidate.attention_backend}' is torch's own default here")
     return tuple(notes)
+
+
+def _traffic_notes(
+    request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
+) -> list[str]:
+    """What of the traffic between devices is in the time, and which ways to share sequences were out of reach."""
+    notes = []
+    shared = candidate.context_parallel_size > 1
+    if shared:
+        notes.append("the keys and values that context parallelism passes between devices are included in the time")
+    if request.num_devices > 1:
+        what = "other communication" if shared else "communication"
+        notes.append(f"{what} between devices is not included in the time")
+    whole = whole_model.measurement.whole_model if whole_model is not None else None
+    if whole is not None and _exchanges(request, candidate, report.hardware):
+        notes.append(
+            "as a whole model, a plain exchange of gradients and the optimizer took "
+            f"{1e3 * whole.optimizer_seconds:.1f} ms a step; the exchange is not counted"
+        )
+    beyond = [size for size in request.context_parallel_sizes if size > report.hardware.num_devices]
+    if beyond:
+        sizes = ", ".join(map(str, beyond))
+        notes.append(f"context-parallel sizes {sizes} need more devices than the {report.hardware.num_devices} here")
+    return notes

@@ -166,6 +166,7 @@ class Belief:
             int(self.table.micro_batch_C[row]),
             self.table.model,
             self.request,
+            context_parallel_size=int(self.table.sharing_C[row]),
         )
 
     def expected_seconds(self, row: int) -> StepSeconds:
@@ -362,4 +363,8 @@ def at_least(component: Component, failed: Component, *, broken: bool = False) -
     same = (component.backend, component.num_query_groups) == (failed.backend, failed.num_query_groups)
     if not (same and runs_it) or (component.bta_tile is None) != (failed.bta_tile is None):
         return False
-    return component.micro_batch_size >= failed.micro_batch_size and (component.bta_tile or 0) >= (failed.bta_tile or 0)
+    if component.communicates or failed.communicates:
+        ring = (component.context_parallel_layout, component.context_parallel_size)
+        if ring != (failed.context_parallel_layout, failed.context_parallel_size):
+            return False
+    return component.sequences >= failed.sequences and (component.bta_tile or 0) >= (failed.bta_tile or 0)

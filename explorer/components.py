@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -95,6 +96,11 @@ class Component(Frozen):
         return self
 
     @property
+    def sequences(self) -> float:
+        """Whole sequences' worth of tokens that a device has."""
+        return self.micro_batch_size / self.context_parallel_size
+
+    @property
     def communicates(self) -> bool:
         """Whether several processes must run it together."""
         return self.context_parallel_layout is not None
@@ -149,7 +155,11 @@ class Decomposition:
 
 
 class Decomposer:
-    """Splits the steps of one model's candidates into components, sharing equal components."""
+    """Splits the steps of one model's candidates into components, sharing equal components.
+
+    What is not attention works token by token: half of each of two sequences is the work of a whole one, and is
+    measured once for both.
+    """
 
     def __init__(self, model: ModelSpec, *, training: bool) -> None:
         self._model = model
@@ -162,6 +172,8 @@ class Decomposer:
         m = candidate.micro_batch_size
         groups = candidate.num_query_groups
         size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
+        common = math.gcd(m, size)
+        local = (m // common, size // common)
         layers = []
         for kind, recomputed, count, below in self._layer_groups(candidate.recompute):
             moe = kind is LayerKind.MOE
@@ -173,13 +185,14 @@ class Decomposer:
             attention = self._share(
                 ComponentKind.ATTENTION, m, candidate.bta_tile, core, candidate.attention_backend, groups, size, layout
             )
-            ffn = self._share(ffn_kind, m, None, again, candidate.expert_backend if moe else None, None, size)
+            backend = candidate.expert_backend if moe else None
+            ffn = self._share(ffn_kind, local[0], None, again, backend, None, local[1])
             layers.append(LayerGroup(count, attention, ffn, recomputed, below))
         plain = (None, BlockRecompute.NONE, None)
         return Decomposition(
-            embedding=self._share(ComponentKind.EMBEDDING, m, *plain, None, size),
+            embedding=self._share(ComponentKind.EMBEDDING, local[0], *plain, None, local[1]),
             layers=tuple(layers),
-            head=self._share(ComponentKind.HEAD, m, *plain, None, size),
+            head=self._share(ComponentKind.HEAD, local[0], *plain, None, local[1]),
             optimizer=self._share(ComponentKind.OPTIMIZER, 0, *plain, groups) if self._training else None,
         )
 

@@ -20,7 +20,12 @@ MARGIN_BYTES = {"cuda": GIB // 2, "cpu": 64 * 2**20}
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of a step. `step` is (B / (N m)) micro-steps and one optimizer step, the ratio a real number."""
+    """Seconds of a step. `step` is (B c / (N m)) micro-steps and one optimizer step, the ratio a real number.
+
+    N devices form N / c groups that share sequences, each of which processes micro-batches of m; c is 1 without context
+    parallelism. `tokens_per_second` are those of the whole step a device, B S / N over `step`, so that they compare
+    across c.
+    """
 
     micro_step: float
     optimizer: float
@@ -42,16 +47,27 @@ class StepBytes:
 
 
 def combine_seconds(
-    micro_step: float, optimizer: float, micro_batch_size: int, model: ModelSpec, request: ExplorationRequest
+    micro_step: float,
+    optimizer: float,
+    micro_batch_size: int,
+    model: ModelSpec,
+    request: ExplorationRequest,
+    *,
+    context_parallel_size: int = 1,
 ) -> StepSeconds:
-    """A whole step from its micro-step and its optimizer step."""
-    share = request.device_batch_size if request.mode == "train" else float(micro_batch_size)
+    """A whole step from its micro-step, in which `context_parallel_size` devices share it, and its optimizer step."""
+    training = request.mode == "train"
+    share = request.group_batch_size(context_parallel_size) if training else float(micro_batch_size)
     step = share / micro_batch_size * micro_step + optimizer
-    return StepSeconds(micro_step, optimizer, step, share * model.seq_length / step)
+    return StepSeconds(micro_step, optimizer, step, share * model.seq_length / context_parallel_size / step)
 
 
 def static_parts(model: ModelSpec, request: ExplorationRequest) -> MemoryParts:
-    """Training state of one device: parameters, gradients, master weights, optimizer states, as sharded."""
+    """Training state of one device: parameters, gradients, master weights, optimizer states, as sharded.
+
+    It is sharded over all devices, those that share sequences among them: context parallelism is folded into the mesh
+    that FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511).
+    """
     number = count_parameters(model)
     item = model.dtype.itemsize
     if request.mode == "eval":

@@ -26,7 +26,7 @@ In benchmarks/results/h200-fidelity.json the candidates of one model scatter aro
 1.0% of a step as well, so that little is left for the composition itself.
 """
 POLICY_STD = 0.005
-"""Error of composed steps that candidates of one recomputation policy share, tiled or not.
+"""Error of composed steps that candidates of one recomputation policy share, tiled or not, in one layout.
 
 There, policies differ from none at the same micro-batch size by 0.8% in the median of the absolute values, components'
 noise included.
@@ -64,7 +64,10 @@ class CompositionErrors:
         self._seed = seed
         self._device_kind = device_kind
         self._own_NC = rng.standard_normal((num_samples, len(candidates)), dtype=np.float32)
-        policies = [(c.recompute.value, c.bta_tile is not None) for c in candidates]
+        policies = [
+            (c.recompute.value, c.bta_tile is not None, c.context_parallel_size, c.context_parallel_layout or "")
+            for c in candidates
+        ]
         codes = {policy: i for i, policy in enumerate(sorted(set(policies)))}
         self._policy_C: Ints = np.array([codes[policy] for policy in policies])
         self._policy_NP = rng.standard_normal((num_samples, len(codes)))

@@ -45,10 +45,20 @@ def predict_component_bytes(component: Component, model: ModelSpec, request: Exp
     return predict(component, model, request)
 
 
+def local_length(component: Component, model: ModelSpec) -> int:
+    """Tokens of each sequence that a device has."""
+    return model.seq_length // component.context_parallel_size
+
+
+def local_tokens(component: Component, model: ModelSpec) -> int:
+    """Tokens of a micro-batch that a device has."""
+    return component.micro_batch_size * local_length(component, model)
+
+
 def _inference(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
     """Without a backward pass nothing is saved: the peak is the largest pair of neighbours within the block."""
     item = model.dtype.itemsize
-    tokens = component.micro_batch_size * model.seq_length
+    tokens = local_tokens(component, model)
     hidden = tokens * model.hidden_size * item
     if component.kind is ComponentKind.HEAD:
         chunk = tokens if request.training.loss.kind == "full" else min(tokens, request.training.loss.chunk_tokens)
@@ -57,13 +67,16 @@ def _inference(component: Component, model: ModelSpec, request: ExplorationReque
         return ComponentBytes(hidden, hidden, 0)
     if component.kind is ComponentKind.ATTENTION:
         batch = component.bta_tile or component.micro_batch_size
-        rows = batch * model.seq_length
+        length = local_length(component, model)
+        rows = batch * length
         query = rows * model.num_attention_heads * model.head_size * item
         key = rows * (component.num_query_groups or model.query_groups) * model.head_size * item
         scores = 0
         if component.backend == "math":
-            scores = 2 * batch * model.num_attention_heads * model.seq_length**2 * FLOAT32_BYTES
+            scores = 2 * batch * model.num_attention_heads * length**2 * FLOAT32_BYTES
         inside = rows * model.hidden_size * item + query + 2 * key + max(query + key, query + scores)
+        if component.communicates:
+            inside += _ring_bytes(query, key, item, scores).forward
         return ComponentBytes(hidden, inside + (hidden if component.bta_tile else 0), 0)
     if component.kind is ComponentKind.DENSE_FFN:
         wide = tokens * model.ffn_hidden_size * item
@@ -75,12 +88,12 @@ def _inference(component: Component, model: ModelSpec, request: ExplorationReque
 
 
 def _embedding(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:
-    output = component.micro_batch_size * model.seq_length * model.hidden_size * model.dtype.itemsize
+    output = local_tokens(component, model) * model.hidden_size * model.dtype.itemsize
     return ComponentBytes(output, output * (2 if model.position == "learned" else 1), output)
 
 
 def _attention(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
-    tokens = component.micro_batch_size * model.seq_length
+    tokens = local_tokens(component, model)
     output = tokens * model.hidden_size * model.dtype.itemsize
     if component.bta_tile is None:
         return _attention_block(component, component.micro_batch_size, model)
@@ -115,7 +128,8 @@ class _Kept:
 
 def _attention_block(component: Component, batch: int, model: ModelSpec) -> ComponentBytes:
     item = model.dtype.itemsize
-    rows = batch * model.seq_length
+    length = local_length(component, model)
+    rows = batch * length
     heads = rows * model.num_attention_heads
     groups = component.num_query_groups or model.query_groups
     query = heads * model.head_size * item
@@ -123,9 +137,10 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
     hidden = rows * model.hidden_size * item
     projections = query + 2 * key  # rotated where they lie
     normed = query + key if model.qk_norm != "none" else 0
-    math = component.backend == "math"
-    scores = heads * model.seq_length * FLOAT32_BYTES if math else 0
-    # Plain attention works on copies of queries, keys and values in float32; a fused one on what it is given.
+    scores = heads * length * FLOAT32_BYTES if component.backend == "math" else 0
+    # Plain attention works on copies of queries, keys and values in float32 and keeps its scores; a fused one works on
+    # what it is given, and so does any around a ring, which computes the scores of each block again.
+    math = component.backend == "math" and not component.communicates
     core = scores + 3 * heads * model.head_size * FLOAT32_BYTES if math else heads * FLOAT32_BYTES
     between, products = hidden, projections
     if component.recompute is BlockRecompute.SELECTIVE:
@@ -138,13 +153,34 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
             between += 2 * query  # keys and values for every query head
     kept = _Kept(between, products, core + query + hidden)
     saved = kept.saved(component.recompute)
-    forward = max(saved + hidden + scores + (scores if again else 0), kept.live)
+    ring = _ring_bytes(query, key, item, scores) if component.communicates else _RingBytes(0, 0)
+    forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + ring.forward
     # The gradients of the projections, and what a fused kernel accumulates those of the queries in.
-    return ComponentBytes(saved, forward, kept.live + again + projections + (scores + projections if math else query))
+    gradients = projections + (scores + projections if scores else query)
+    return ComponentBytes(saved, forward, kept.live + again + gradients + ring.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class _RingBytes:
+    """What passes around a ring, and what its blocks are collected in."""
+
+    forward: int
+    backward: int
+
+
+def _ring_bytes(query: int, key: int, item: int, scores: int) -> _RingBytes:
+    """Keys and values twice, one pair on its way; outputs and gradients are summed in float32, the latter on their way.
+
+    `query` and `key` are the bytes of a device's queries and keys, `item` of one number in them, `scores` those of a
+    block, which plain attention has a second time as probabilities.
+    """
+    wide = FLOAT32_BYTES / item
+    passing = 4 * key
+    return _RingBytes(passing + scores + round(wide * query), passing + scores + round(wide * (query + 4 * key)))
 
 
 def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:
-    tokens = component.micro_batch_size * model.seq_length
+    tokens = local_tokens(component, model)
     hidden = tokens * model.hidden_size * model.dtype.itemsize
     wide = tokens * model.ffn_hidden_size * model.dtype.itemsize
     mlp = _mlp(wide, model)
@@ -167,7 +203,7 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     moe = model.moe
     assert moe is not None
     item = model.dtype.itemsize
-    tokens = component.micro_batch_size * model.seq_length
+    tokens = local_tokens(component, model)
     rows = _expert_rows(component, model, request)
     hidden = tokens * model.hidden_size * item
     gathered = rows * model.hidden_size * item
@@ -193,7 +229,7 @@ def _expert_rows(component: Component, model: ModelSpec, request: ExplorationReq
     `bmm` pads every expert to the largest, `block_sparse` to whole blocks, half a block an expert on average.
     """
     assert model.moe is not None
-    pairs = component.micro_batch_size * model.seq_length * model.moe.top_k
+    pairs = local_tokens(component, model) * model.moe.top_k
     if component.backend == "block_sparse":
         return pairs + model.moe.num_experts * SPARSE_BLOCK // 2
     if component.backend != "bmm":
@@ -204,7 +240,7 @@ def _expert_rows(component: Component, model: ModelSpec, request: ExplorationReq
 def _router_bytes(component: Component, model: ModelSpec) -> int:
     """Probabilities, routing weights, routes, and the indices that sort the pairs."""
     assert model.moe is not None
-    tokens = component.micro_batch_size * model.seq_length
+    tokens = local_tokens(component, model)
     pairs = tokens * model.moe.top_k
     return tokens * model.moe.num_experts * FLOAT32_BYTES + pairs * (3 * INDEX_BYTES + model.dtype.itemsize)
 
@@ -223,7 +259,7 @@ def largest_share(request: ExplorationRequest) -> float:
 
 def _head(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
     item = model.dtype.itemsize
-    tokens = component.micro_batch_size * model.seq_length
+    tokens = local_tokens(component, model)
     hidden = tokens * model.hidden_size * item
     loss = request.training.loss
     if loss.kind == "full":

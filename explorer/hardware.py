@@ -17,12 +17,16 @@ class BackendSupport(Frozen):
     """Whether a kernel back end can serve a model on a device.
 
     `stock` marks back ends that an ordinary framework has. `reason` says why an unusable one is not usable.
+    `context_parallel` tells of attention whether it serves sequences that several devices share, and
+    `context_parallel_reason` why it does not.
     """
 
     name: str
     usable: bool
     reason: str | None = None
     stock: bool = True
+    context_parallel: bool = False
+    context_parallel_reason: str | None = None
 
 
 class SoftwareVersions(Frozen):
@@ -62,10 +66,11 @@ class HardwareSpec(Frozen):
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """For a person: `NVIDIA H200, 139.8 GiB, torch 2.11.0+cu130, CUDA 13.0, cuDNN 9.19`."""
+        """For a person: `2 x NVIDIA H200, 139.8 GiB, torch 2.11.0+cu130, CUDA 13.0, cuDNN 9.19`."""
         named = (("torch", self.versions.torch), ("CUDA", self.versions.cuda), ("cuDNN", self.versions.cudnn))
         versions = ", ".join(f"{name} {version}" for name, version in named if version is not None)
-        return f"{self.device_name}, {self.memory_bytes / 2**30:.1f} GiB, {versions}"
+        number = f"{self.num_devices} x " if self.num_devices > 1 else ""
+        return f"{number}{self.device_name}, {self.memory_bytes / 2**30:.1f} GiB, {versions}"
 
 
 class DeviceReport(Frozen):

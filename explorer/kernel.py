@@ -5,6 +5,8 @@ A distance is the logarithm of real over roofline seconds. It is a sum of indepe
 - what the kind and the back end are off by at any size, and each recomputation mode beyond that;
 - the share that a fixed cost (launches, tails, small tiles) has in a block of n sequences, log(1 + r / n), for a few r;
 - a smooth curve over the number of sequences that a kernel sees at once, of unknown amplitude;
+- where devices share sequences, what a layout over so many of them is off by at any size: it waits for what passes
+  between them, merges blocks, and has a curve of its own, though of the same amplitude;
 - a part of each component's own (wave quantisation, an algorithm chosen for one size), of unknown size.
 
 Widths are log-space standard deviations, lengths octaves. They rest on component times of the H200 runs in
@@ -26,6 +28,7 @@ KIND_STD = 0.7
 BACKEND_STD = 0.35
 MODE_STD = 0.04
 MODE_LENGTH = 4.0
+SHARING_STD = 0.3
 FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # in sequences' worth of work: the width of their share
 CURVE_LENGTH = 2.0
 
@@ -42,13 +45,17 @@ class Kernel:
         """The kernel of components of one kind."""
         backend = _equal([c.backend for c in components])
         mode = _equal([(c.recompute, c.bta_tile is not None) for c in components])
-        at_once = np.array([max(c.bta_tile or c.micro_batch_size, 1) for c in components], dtype=np.float64)
-        batch = np.array([max(c.micro_batch_size, 1) for c in components], dtype=np.float64)
+        size = np.array([c.context_parallel_size for c in components], dtype=np.float64)
+        at_once = np.array([max(c.bta_tile or c.micro_batch_size, 1) for c in components], dtype=np.float64) / size
+        batch = np.array([max(c.micro_batch_size, 1) for c in components], dtype=np.float64) / size
+        sharings = [(c.context_parallel_layout, c.context_parallel_size if c.communicates else 1) for c in components]
+        alike, shares_any = _equal(sharings), np.array([c.communicates for c in components])
         similar = _smooth(at_once, MODE_LENGTH) * _smooth(batch, MODE_LENGTH)
         shares = [std * np.log1p(cost / at_once) for cost, std in FIXED_COSTS.items()]
         fixed = sum(np.outer(share, share) for share in shares)
         level = KIND_STD**2 + backend * (BACKEND_STD**2 + MODE_STD**2 * mode * 0.5 * (1.0 + similar) + fixed)
-        return cls(np.asarray(level), np.asarray(backend * _smooth(at_once, CURVE_LENGTH)))
+        level += SHARING_STD**2 * alike * backend * np.outer(shares_any, shares_any)
+        return cls(np.asarray(level), np.asarray(alike * backend * _smooth(at_once, CURVE_LENGTH)))
 
     def restrict(self, rows: Sequence[int]) -> Kernel:
         """The kernel of some of the components."""

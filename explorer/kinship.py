@@ -67,7 +67,9 @@ def estimate_bytes(
 
 
 def _kin(component: Component) -> tuple[object, ...]:
-    return (component.kind, component.backend, component.recompute, component.bta_tile is not None)
+    """Layouts launch and keep alike, rings of other sizes do not."""
+    ring = component.context_parallel_size if component.communicates else 1
+    return (component.kind, component.backend, component.recompute, component.bta_tile is not None, ring)
 
 
 def _mean_ratios(

@@ -76,8 +76,8 @@ class Recommendation(Frozen):
     that were run; the plain composition is compared in `whole_model`. `performance` is relative to the base candidate.
     `confidence` is the probability, floored to 0..99, that the whole model's tokens/s with this candidate is within the
     request's tolerance of the best in the legal space. `grad_accum_steps` is null when micro_batch_size x num_devices
-    does not divide the requested batch; `nearest_batch_sizes` then names the batch sizes below and above that it
-    divides.
+    / context_parallel_size does not divide the requested batch; `nearest_batch_sizes` then names the batch sizes below
+    and above that it divides.
     `predicted_peak_bytes` is from formulas alone, `measured_peak_bytes` composed of the training state and measured
     activations; what a whole run allocated is in `whole_model`.
     """
@@ -112,6 +112,7 @@ class RemedyKind(StrEnum):
     MICRO_BATCH_SIZE = "micro_batch_size"
     RECOMPUTE = "recompute"
     OPTIONS = "options"
+    CONTEXT_PARALLEL = "context_parallel"
     NUM_DEVICES = "num_devices"
     SHARDING = "sharding"
     SEVERAL = "several"

@@ -10,6 +10,7 @@ import numpy as np
 
 from explorer.candidates import Recompute
 from explorer.composition import GIB, memory_limit, required_bytes, static_parts
+from explorer.dimensions import divisors
 from explorer.hardware import DeviceReport
 from explorer.memory import predict_component_table
 from explorer.models import ModelSpec
@@ -44,14 +45,16 @@ def find_remedies(request: ExplorationRequest, report: DeviceReport, model: Mode
     """Every single change after which something is predicted to fit; if there is none, the first of several together.
 
     In order of preference: a smaller micro-batch, a recomputation policy, what the request excludes for no gain (the
-    chunked loss, tiling, back ends), more devices, a sharding level. Of micro-batch sizes and numbers of devices only
-    the nearest is named, of the others every one that helps.
+    chunked loss, tiling, back ends), more devices of those that the profiler has for each sequence, more devices, a
+    sharding level. Of micro-batch sizes and numbers of devices only the nearest is named, of the others every one that
+    helps.
     """
     found: list[Remedy] = []
     for kind, changes, nearest in (
         (RemedyKind.MICRO_BATCH_SIZE, _smaller(request), True),
         (RemedyKind.RECOMPUTE, _policies(request), False),
         (RemedyKind.OPTIONS, _options(request), False),
+        (RemedyKind.CONTEXT_PARALLEL, _sharings(request, report), True),
         (RemedyKind.NUM_DEVICES, _more_devices(request), True),
         (RemedyKind.SHARDING, _shardings(request), False),
     ):
@@ -150,6 +153,13 @@ def _options(request: ExplorationRequest) -> Iterator[_Change]:
         yield _Change("batch tiling on attention", {"bta": BTASpec()})
     if request.attention_backends is not None:
         yield _Change("every attention back end", {"attention_backends": None})
+
+
+def _sharings(request: ExplorationRequest, report: DeviceReport) -> Iterator[_Change]:
+    for size in divisors(request.num_devices):
+        if max(request.context_parallel_sizes) < size <= report.hardware.num_devices:
+            spec = request.context_parallel.model_copy(update={"sizes": (size,)})
+            yield _Change(f"{size} devices a sequence (context_parallel sizes [{size}])", {"context_parallel": spec})
 
 
 def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
 from explorer.candidates import Recompute, recomputed_layers
+from explorer.context_parallel import ALONE, LAYOUTS, ContextParallelSpec, Sharing, refuse_layout
 from explorer.dimensions import LADDER, divisors, ladder_between, tiles_of
 from explorer.frozen import Frozen
 from explorer.models import ModelSpec
@@ -16,6 +17,7 @@ from explorer.training import Sharding, TrainingSpec
 MAX_MICRO_BATCH_SIZE = 256
 MAX_NUM_QUERY_GROUPS_VARIANTS = 8
 MAX_COMBINATIONS = 3072  # of micro-batch, tile and recomputation; back ends multiply them by about ten
+MAX_SHARED_COMBINATIONS = 2 * MAX_COMBINATIONS  # the same, times the ways in which devices share sequences
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
@@ -68,7 +70,10 @@ class BTASpec(Frozen):
 
 
 class ParallelismSpec(Frozen):
-    """Sizes of model parallelism. Only 1 is supported: anything else is refused rather than ignored."""
+    """Sizes of model parallelism. Only 1 is supported: anything else is refused rather than ignored.
+
+    Context parallelism is a dimension of the space: see `ExplorationRequest.context_parallel`.
+    """
 
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
@@ -77,7 +82,9 @@ class ParallelismSpec(Frozen):
 
     @field_validator("*")
     @classmethod
-    def _only_one(cls, size: int) -> int:
+    def _only_one(cls, size: int, info: ValidationInfo) -> int:
+        if size != 1 and info.field_name == "context_parallel_size":
+            raise ValueError("sizes other than 1 are not supported here: give context_parallel.sizes")
         if size != 1:
             raise ValueError("sizes other than 1 are not supported yet")
         return size
@@ -99,8 +106,13 @@ class Budget(Frozen):
 class ExplorationRequest(Frozen):
     """An exploration to run.
 
-    A dimension that is left out is explored in full. `batch_size` is the effective batch over all devices; it weighs
-    the optimizer's share of a step, and `auto` and `bta.max_tile` refer to it.
+    A dimension that is left out is explored in full, but for context parallelism, which is explored where it is asked
+    for. `batch_size` is the effective batch over all devices; it weighs the optimizer's share of a step, and `auto` and
+    `bta.max_tile` refer to it.
+
+    The devices are num_devices / c groups of c devices, c being the context-parallel size. A group processes a
+    micro-batch at a time, each of its devices 1 / c of every sequence; the groups are data-parallel. So the effective
+    batch is micro-batch x accumulation steps x groups.
     """
 
     model: ModelSpec
@@ -127,6 +139,7 @@ class ExplorationRequest(Frozen):
     execution: Literal["eager", "compile"] = "eager"
     training: TrainingSpec = TrainingSpec()
     parallelism: ParallelismSpec = ParallelismSpec()
+    context_parallel: ContextParallelSpec = ContextParallelSpec()
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
     )
@@ -151,14 +164,7 @@ class ExplorationRequest(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        share = self.batch_size // self.num_devices
-        if self.micro_batch_size == "auto" and self.batch_size % self.num_devices:
-            raise ValueError(
-                f"micro_batch_size 'auto' needs batch_size ({self.batch_size}) to be a multiple of "
-                f"num_devices ({self.num_devices})"
-            )
-        if share < 1:
-            raise ValueError(f"batch_size ({self.batch_size}) is smaller than num_devices ({self.num_devices})")
+        self._check_sharing()
         if self.bta.max_tile is not None and self.batch_size % self.bta.max_tile:
             raise ValueError(f"bta.max_tile ({self.bta.max_tile}) must divide batch_size ({self.batch_size})")
         if self.model.moe is None:
@@ -190,6 +196,12 @@ class ExplorationRequest(Frozen):
                 f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
                 f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
             )
+        if (shared := combinations * len(self.sharings)) > max(MAX_SHARED_COMBINATIONS, combinations):
+            raise ValueError(
+                f"context_parallel: with {len(self.sharings)} pairs of a size and a layout the space has {shared} "
+                f"combinations; at most {MAX_SHARED_COMBINATIONS} are explored: restrict sizes, layouts, "
+                "micro_batch_size, bta or recompute"
+            )
         if self.mode == "eval" and not self.recompute_policies:
             raise ValueError("recompute must allow 'none' in eval mode: nothing is recomputed without a backward pass")
         for groups in self.num_query_groups or ():
@@ -198,6 +210,36 @@ class ExplorationRequest(Frozen):
                     f"num_query_groups ({groups}) must divide num_attention_heads ({self.model.num_attention_heads})"
                 )
         return self
+
+    def _check_sharing(self) -> None:
+        asked = self.context_parallel.sizes
+        if asked == "explore":
+            if not self.sharings:
+                raise ValueError(self._refuse_size(1))
+            return
+        for size in asked:
+            reason = self._refuse_size(size)
+            if reason is not None:
+                raise ValueError(reason if size == 1 else f"context_parallel.sizes: {reason}")
+
+    def _refuse_size(self, size: int) -> str | None:
+        """Why sequences cannot be spread over `size` devices; null if they can."""
+        if self.num_devices % size:
+            return f"{size} does not divide num_devices ({self.num_devices})"
+        groups = self.num_devices // size
+        named = f"num_devices ({groups})" if size == 1 else f"the number of groups of {size} devices ({groups})"
+        if self.micro_batch_size == "auto" and self.batch_size % groups:
+            return f"micro_batch_size 'auto' needs batch_size ({self.batch_size}) to be a multiple of {named}"
+        if self.batch_size < groups:
+            return f"batch_size ({self.batch_size}) is smaller than {named}"
+        if size > 1 and not self._layouts_over(size):
+            layouts = self.context_parallel.layouts
+            return "; ".join(str(refuse_layout(name, size, self.model.seq_length)) for name in layouts)
+        return None
+
+    def _layouts_over(self, size: int) -> tuple[str, ...]:
+        allowed = [name for name in LAYOUTS if name in self.context_parallel.layouts]
+        return tuple(name for name in allowed if refuse_layout(name, size, self.model.seq_length) is None)
 
     def _check_policies(self) -> None:
         for policy in self.recompute or ():
@@ -212,6 +254,10 @@ class ExplorationRequest(Frozen):
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes to consider, ascending, before memory is looked at."""
+        return tuple(sorted({m for size in self.context_parallel_sizes for m in self.micro_batch_sizes_over(size)}))
+
+    def micro_batch_sizes_over(self, context_parallel_size: int) -> tuple[int, ...]:
+        """The micro-batch sizes to consider where so many devices share a sequence: `auto` depends on it."""
         choice = self.micro_batch_size
         if isinstance(choice, ExploreRange):
             return ladder_between(choice.explore.min, choice.explore.max)
@@ -220,7 +266,7 @@ class ExplorationRequest(Frozen):
         if isinstance(choice, tuple):
             return tuple(sorted(set(choice)))
         if choice == "auto":
-            share = self.batch_size // self.num_devices
+            share = self.batch_size // self.data_parallel_size(context_parallel_size)
             return tuple(m for m in divisors(share) if m <= MAX_MICRO_BATCH_SIZE)
         return LADDER
 
@@ -264,8 +310,41 @@ class ExplorationRequest(Frozen):
         )
 
     @property
+    def context_parallel_sizes(self) -> tuple[int, ...]:
+        """How many devices may share a sequence, ascending."""
+        asked = self.context_parallel.sizes
+        if asked == "explore":
+            return tuple(size for size in divisors(self.num_devices) if self._refuse_size(size) is None)
+        return tuple(sorted(set(asked)))
+
+    @property
+    def sharings(self) -> tuple[Sharing, ...]:
+        """The sizes with the layouts that the sequence length admits; a sequence on one device has none."""
+        found = []
+        for size in self.context_parallel_sizes:
+            found += [ALONE] if size == 1 else [Sharing(size, layout) for layout in self._layouts_over(size)]
+        return tuple(found)
+
+    def devices_needed(self, available: int | None = None) -> int:
+        """Devices that a worker must have to explore this.
+
+        As many as the largest of the listed sizes. `explore` takes what there is, two that can share at least;
+        `available` says how many that was, so that a resumed exploration finds as many as it began with.
+        """
+        sizes = self.context_parallel_sizes
+        if self.context_parallel.sizes != "explore":
+            return max(sizes)
+        if available is None:
+            return next((size for size in sizes if size > 1), 1)
+        return max((size for size in sizes if size <= available), default=1)
+
+    @property
     def optimizer_shards(self) -> int:
-        """Number of devices that share one optimizer step."""
+        """Number of devices that share one optimizer step.
+
+        Training state is sharded over all devices, those of a group that shares sequences included: their gradients are
+        reduced together anyway.
+        """
         return self.num_devices if self.training.sharding.level >= 1 else 1
 
     def variants(self) -> tuple[ModelSpec, ...]:
@@ -280,5 +359,16 @@ class ExplorationRequest(Frozen):
 
     @property
     def device_batch_size(self) -> float:
-        """Sequences of the effective batch that one device processes, as a real number."""
+        """A device's share of the effective batch in whole sequences' worth of tokens, as a real number.
+
+        It is the same for every context-parallel size: c devices that share sequences process c times as many of them.
+        """
         return self.batch_size / self.num_devices
+
+    def data_parallel_size(self, context_parallel_size: int) -> int:
+        """Number of groups of devices that process sequences of their own."""
+        return self.num_devices // context_parallel_size
+
+    def group_batch_size(self, context_parallel_size: int) -> float:
+        """Sequences of the effective batch that one such group processes, as a real number."""
+        return self.device_batch_size * context_parallel_size

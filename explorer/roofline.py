@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from explorer.components import BlockRecompute, Component, ComponentKind
-from explorer.footprint import FLOAT32_BYTES, largest_share, predict_component_bytes
+from explorer.context_parallel import Sharing, busiest_pairs
+from explorer.footprint import FLOAT32_BYTES, largest_share, local_tokens, predict_component_bytes
 from explorer.hardware import HardwareSpec
 from explorer.models import ModelSpec
 from explorer.parameters import (
@@ -32,6 +33,7 @@ OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pa
     ComponentKind.HEAD: 20,
     ComponentKind.OPTIMIZER: 10,
 }
+HOP_OPERATIONS = 8  # of attention, for each block of keys and values that comes from another device
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,10 @@ class PredictedSeconds:
 def predict_component_seconds(
     component: Component, model: ModelSpec, request: ExplorationRequest, hardware: HardwareSpec
 ) -> PredictedSeconds:
-    """Roofline time of one component on `hardware`."""
+    """Roofline time of one component on `hardware`: of the busiest device, where several share sequences.
+
+    What passes between them is taken to come in time: no link is known beforehand.
+    """
     peak = hardware.matmul_flops_per_second.get(model.dtype) or max(hardware.matmul_flops_per_second.values())
     bandwidth = hardware.memory_bandwidth_bytes_per_second
 
@@ -65,7 +70,8 @@ def predict_component_seconds(
         return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
     training = request.mode == "train"
     forward = _forward_work(component, model, request)
-    host = OPERATIONS[component.kind] * hardware.launch_seconds
+    hops = component.context_parallel_size - 1 if component.communicates else 0
+    host = (OPERATIONS[component.kind] + HOP_OPERATIONS * hops) * hardware.launch_seconds
     passes = 1.0
     device = seconds(forward)
     if training:
@@ -81,7 +87,7 @@ def predict_component_seconds(
 
 
 def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:
-    tokens = component.micro_batch_size * model.seq_length
+    tokens = local_tokens(component, model)
     item = model.dtype.itemsize
     moved = 2.0 * predict_component_bytes(_plain(component), model, request).saved
     if component.kind is ComponentKind.EMBEDDING:
@@ -114,10 +120,23 @@ def _forward_work(component: Component, model: ModelSpec, request: ExplorationRe
 
 def _attention_core(component: Component, model: ModelSpec) -> Work:
     width = model.num_attention_heads * model.head_size
+    if component.communicates:
+        return _ring_core(component, model, width)
     scores = float(component.micro_batch_size) * model.seq_length**2
     if component.backend == "math":
         return Work(4.0 * scores * width, 8.0 * scores * model.num_attention_heads * FLOAT32_BYTES)
     return Work(2.0 * scores * width, 0.0)  # causal: half of the 4 S^2 H D
+
+
+def _ring_core(component: Component, model: ModelSpec, width: int) -> Work:
+    """Of the busiest device; every block's output is merged into a sum in float32."""
+    size = component.context_parallel_size
+    pairs = busiest_pairs(Sharing(size, component.context_parallel_layout), model.seq_length)
+    merged = float(size * local_tokens(component, model)) * width * (2 * FLOAT32_BYTES + model.dtype.itemsize)
+    if component.backend == "math":
+        scores = float(component.micro_batch_size) * pairs.scored
+        return Work(4.0 * scores * width, 8.0 * scores * model.num_attention_heads * FLOAT32_BYTES + merged)
+    return Work(4.0 * component.micro_batch_size * pairs.attended * width, merged)
 
 
 def _backward_work(component: Component, forward: Work, model: ModelSpec) -> Work:

@@ -19,7 +19,15 @@ from explorer.trials import Trial, TrialKind
 MEASUREMENT = "measurement"
 TRIAL_NUMBER = "bexp_trial"
 MEMORY_CONSTRAINT = "feasible"
-DIMENSIONS = ("micro_batch_size", "bta_tile", "recompute", "attention_backend", "expert_backend")
+DIMENSIONS = (
+    "micro_batch_size",
+    "bta_tile",
+    "recompute",
+    "attention_backend",
+    "expert_backend",
+    "context_parallel_size",
+    "context_parallel_layout",
+)
 
 
 class ComponentSampler(BaseSampler):

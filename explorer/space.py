@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from explorer.candidates import Candidate, Recompute
+from explorer.context_parallel import Sharing
 from explorer.hardware import BackendSupport, DeviceReport
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
@@ -43,6 +44,8 @@ class LegalSpace:
             "recompute": [p.value for p in Recompute if any(c.recompute is p for c in self.candidates)],
             "attention_backend": values("attention_backend"),
             "expert_backend": values("expert_backend"),
+            "context_parallel_size": values("context_parallel_size"),
+            "context_parallel_layout": values("context_parallel_layout"),
         }
 
 
@@ -50,7 +53,8 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     """All legal candidates of one variant, whether or not they fit the memory.
 
     Tiling with a policy that says what of attention is kept is left out: a tile recomputes its attention already. Eval
-    mode has no recomputation at all.
+    mode has no recomputation at all. Sequences are spread over no more devices than the profiler has, and only with
+    attention back ends that serve it.
 
     Raises:
         EmptySpaceError: a restriction leaves a dimension empty on this device.
@@ -63,11 +67,13 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     experts: list[str] | list[None] = [None]
     if model.moe is not None:
         experts = _usable("expert back end", report.expert_backends, request.expert_backends)
+    sharings = _usable_sharings(request, report, attention)
     candidates = []
     for m in request.micro_batch_sizes:
+        at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
         for tile in request.tiles_for(m):
             for recompute in request.policies_for(tile):
-                for attention_backend, expert_backend in product(attention, experts):
+                for (sharing, attention_backend), expert_backend in product(at_m, experts):
                     candidates.append(
                         Candidate(
                             micro_batch_size=m,
@@ -76,6 +82,8 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             attention_backend=attention_backend,
                             expert_backend=expert_backend,
                             num_query_groups=model.query_groups,
+                            context_parallel_size=sharing.size,
+                            context_parallel_layout=sharing.layout,
                         )
                     )
     if not candidates:
@@ -89,19 +97,58 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Mo
     """What 1.00x may mean, in order of preference: the first that fits is the base.
 
     The smallest legal micro-batch (or the requested one) with torch's default attention and the default expert back
-    end, untiled, without recomputation; then with selective, then with full recomputation.
+    end, untiled, without recomputation; then with selective, then with full recomputation. Each sequence has a device
+    to itself, or as few as the request allows; then more of them. Where several share one it is in the plainest layout
+    that is asked for, with torch's default attention if that serves it.
     """
     policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL) if request.mode == "train" else (Recompute.NONE,)
+    usable = [b.name for b in report.attention_backends if b.usable]
+    plainest: dict[int, tuple[Sharing, str]] = {}
+    for sharing, backend in _sharings_with(request, report, [report.default_attention, *usable]):
+        plainest.setdefault(sharing.size, (sharing, backend))
     return tuple(
         Candidate(
-            micro_batch_size=request.base_micro_batch_size or min(request.micro_batch_sizes),
+            micro_batch_size=request.base_micro_batch_size or min(request.micro_batch_sizes_over(sharing.size)),
             recompute=recompute,
-            attention_backend=report.default_attention,
+            attention_backend=backend,
             expert_backend=report.default_experts if model.moe is not None else None,
             num_query_groups=model.query_groups,
+            context_parallel_size=sharing.size,
+            context_parallel_layout=sharing.layout,
         )
+        for sharing, backend in plainest.values()
         for recompute in policies
     )
+
+
+def _sharings_with(
+    request: ExplorationRequest, report: DeviceReport, attention: list[str]
+) -> list[tuple[Sharing, str]]:
+    """The ways to share sequences that this profiler has the devices for, each with the back ends that serve it."""
+    serving = {b.name for b in report.attention_backends if b.usable and b.context_parallel}
+    return [
+        (sharing, name)
+        for sharing in request.sharings
+        if sharing.size <= report.hardware.num_devices
+        for name in attention
+        if sharing.size == 1 or name in serving
+    ]
+
+
+def _usable_sharings(
+    request: ExplorationRequest, report: DeviceReport, attention: list[str]
+) -> list[tuple[Sharing, str]]:
+    found = _sharings_with(request, report, attention)
+    if found:
+        return found
+    size, num_devices = min(request.context_parallel_sizes), report.hardware.num_devices
+    if size > num_devices:
+        raise EmptySpaceError(
+            f"sequences shared by {size} devices need as many; this worker's profiler has {num_devices}"
+        )
+    asked = [b for b in report.attention_backends if b.name in attention]
+    reasons = "; ".join(f"{b.name}: {b.context_parallel_reason or 'it does not say why'}" for b in asked)
+    raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
 
 
 def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None) -> list[str]:

@@ -58,10 +58,12 @@ class SpaceTable:
                 self._recomputed_CG[i, j] = group.recomputed
                 self._below_CGG[i, j, : len(group.below)] = group.below
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
+        self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
         self._list_components()
         self.static = static_parts(model, request)
         self._gathered = gathered_bytes(model, request)
-        self._output_C = self.micro_batch_C * model.seq_length * model.hidden_size * model.dtype.itemsize
+        tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
+        self._output_C = tokens_C * model.hidden_size * model.dtype.itemsize
 
     def _list_components(self) -> None:
         """The distinct components of each candidate, P at most, and how often a micro-step runs them."""
@@ -112,12 +114,15 @@ class SpaceTable:
         return np.asarray(np.maximum(device_NK[:, columns], host_K[columns]))
 
     def tokens_per_second(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
-        """Tokens/s of one device over a whole step, shape (N, C): (B / (N m)) micro-steps and the optimizer."""
-        micro_batch = self.micro_batch_C[rows]
-        share = self.request.device_batch_size if self.training else micro_batch
+        """Tokens/s of one device over a whole step, shape (N, C): (B c / (N m)) micro-steps and the optimizer.
+
+        The c devices that share sequences also share their tokens, see `explorer.composition.StepSeconds`.
+        """
+        micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
+        share = self.request.device_batch_size * sharing if self.training else micro_batch
         step = share / micro_batch * self.micro_step_seconds(device_NK, host_K, rows)
         step += self.optimizer_seconds(device_NK, host_K, rows)
-        return np.asarray(share * self.model.seq_length / step)
+        return np.asarray(share * self.model.seq_length / sharing / step)
 
     def activation_bytes(
         self, saved_K: Floats, forward_peak_K: Floats, backward_peak_K: Floats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Annotated, Self
 
@@ -11,8 +11,10 @@ from pydantic import Field, model_validator
 from explorer.candidates import Candidate
 from explorer.components import Component
 from explorer.frozen import Frozen
+from explorer.hardware import HardwareSpec
 from explorer.measurements import Measurement
 from explorer.models import ModelSpec
+from explorer.requests import ExplorationRequest
 
 
 class TrialKind(StrEnum):
@@ -51,6 +53,23 @@ class TrialPlan(Frozen):
             if self.num_processes % size:
                 raise ValueError(f"num_processes ({self.num_processes}) is no multiple of context_parallel_size {size}")
         return self
+
+
+def count_processes(
+    kind: TrialKind,
+    candidate: Candidate,
+    components: Sequence[Component],
+    request: ExplorationRequest,
+    hardware: HardwareSpec,
+) -> int:
+    """How many processes, a device each, run a trial together.
+
+    Components take those that share a sequence of the one that most share. A whole model takes all devices of the
+    request, groups with sequences of their own among them, where the profiler has as many; else one such group.
+    """
+    if kind is TrialKind.COMPONENTS:
+        return max((c.context_parallel_size for c in components if c.communicates), default=1)
+    return request.num_devices if request.num_devices <= hardware.num_devices else candidate.context_parallel_size
 
 
 Measure = Callable[[TrialPlan], Measurement]

@@ -39,7 +39,7 @@ from explorer.remedies import explain_nothing_fits, find_remedies, smallest_requ
 from explorer.requests import ExplorationRequest
 from explorer.sampler import frozen_trial, tell, to_candidate
 from explorer.taints import judging
-from explorer.trials import Measure, Trial, TrialKind, TrialPlan
+from explorer.trials import Measure, Trial, TrialKind, TrialPlan, count_processes
 from explorer.whole_models import NextCheck, WholeModels
 
 MOST_COMPARISONS = 6  # each measures what another needs, or learns that it cannot be
@@ -268,6 +268,7 @@ class VariantSearch:
             model=self.model,
             candidate=candidate,
             components=components,
+            num_processes=count_processes(kind, candidate, components, self._request, self._report.hardware),
             timeout_seconds=timeout * (WHOLE_MODEL_TIMEOUT_FACTOR if kind is TrialKind.WHOLE_MODEL else 1),
         )
 

@@ -81,7 +81,7 @@ class Queue:
                         state=JobState.QUEUED.value,
                         request=request.model_dump(mode="json"),
                         device_kind=request.device_kind,
-                        devices_needed=1,  # num_devices is planned for by the memory model, from one device's profile
+                        devices_needed=request.devices_needed(),
                         created_at=now,
                         queued_at=now,
                         attempt=0,
@@ -168,6 +168,8 @@ class Queue:
     def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
         """Bind the job to the hardware of its first claim; return the report that it was bound with.
 
+        From then on it needs as many devices as it found there to share sequences, if it explores that.
+
         Raises:
             HardwareMismatchError: it is bound to other hardware than `report` is of.
             LeaseLostError: the lease is gone.
@@ -175,9 +177,11 @@ class Queue:
         with self.database.begin() as connection:
             job = select_job(connection, lease.job_id, lock=True)
             fingerprint = report.hardware.fingerprint
-            values: dict[str, Any] = (
-                {} if job.report else {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
-            )
+            values: dict[str, Any] = {}
+            if not job.report:
+                values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
+                if job.request is not None:
+                    values["devices_needed"] = job.request.devices_needed(report.hardware.num_devices)
             write_job(self.database, connection, lease, **values)
         pinned = job.report or report
         if pinned.hardware.fingerprint != fingerprint:

@@ -45,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device",
         help="cpu, cuda:0, cuda:0-3 or replay:TABLE (a recorded table); default: the first GPU, else the CPU",
     )
+    parser.add_argument(
+        "--group",
+        action="store_true",
+        help="one worker for all of the devices (cuda:0-3, or cpu,cpu for two processes on the CPU), for jobs whose "
+        "devices share sequences; without --device all GPUs; default: one worker a device",
+    )
     parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
     parser.add_argument("--once", action="store_true", help="end after one job")
     parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
@@ -63,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     settings = read_settings()
     try:
-        devices = _devices(options.device, settings)
+        devices = _devices(options.device, settings, group=options.group)
         database = open_database(options.database_url or settings.database_url)
         job_ids: list[str] | None = [] if options.jobs_from_stdin else None
-        workers = [_build_worker(database, device, settings, job_ids) for device in devices]
+        workers = [_build_worker(database, owned, settings, job_ids) for owned in devices]
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
@@ -81,18 +87,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         database.dispose()
 
 
-def _devices(given: str | None, settings: Settings) -> tuple[str, ...]:
+def _devices(given: str | None, settings: Settings, *, group: bool) -> tuple[tuple[str, ...], ...]:
+    """The devices of each worker: one, or with `group` all of them in a single worker."""
     if given is None:
-        return default_devices(visible_devices(settings.environment))
-    return (given,) if given.startswith(PREFIX) else parse_devices(given)
+        found = default_devices(visible_devices(settings.environment), group=group)
+    else:
+        found = (given,) if given.startswith(PREFIX) else parse_devices(given)
+    if group:
+        return (found,)
+    if len(set(found)) < len(found):
+        raise ValueError(f"device '{given}' names a device twice, which only --group can use")
+    return tuple((device,) for device in found)
 
 
-def _build_worker(database: Database, device: str, settings: Settings, job_ids: list[str] | None) -> Worker:
-    if device.startswith(PREFIX):
-        replay = ReplayProfiler(Path(device.removeprefix(PREFIX)))
+def _build_worker(
+    database: Database, devices: tuple[str, ...], settings: Settings, job_ids: list[str] | None
+) -> Worker:
+    if devices[0].startswith(PREFIX):
+        replay = ReplayProfiler(Path(devices[0].removeprefix(PREFIX)))
         return Worker(Queue(database), replay, "replay", explore=partial(explore, clock=replay.clock), job_ids=job_ids)
-    profiler = Profiler(device, environment=settings.environment, on_wait=_log.info)
-    return Worker(Queue(database), profiler, device, job_ids=job_ids)
+    profiler = Profiler(devices, environment=settings.environment, on_wait=_log.info)
+    named = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
+    return Worker(Queue(database), profiler, named, job_ids=job_ids)
 
 
 def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:

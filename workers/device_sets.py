@@ -9,11 +9,15 @@ _DEVICES = re.compile(r"cpu|cuda(?::(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?)?"
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """`cpu`, `cuda:0`, or `cuda:0-3` for four devices; `cuda` is `cuda:0`.
+    """`cpu`, `cuda:0`, or `cuda:0-3` for four devices; `cuda` is `cuda:0`. Several may be joined by commas.
 
     Raises:
         ValueError: `text` is something else.
     """
+    return tuple(device for part in text.split(",") for device in _parse_part(part))
+
+
+def _parse_part(text: str) -> tuple[str, ...]:
     match = _DEVICES.fullmatch(text)
     if match is None:
         raise ValueError(f"device '{text}' is none of cpu, cuda:0, cuda:0-3 and replay:TABLE")
@@ -26,6 +30,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in range(first, last + 1))
 
 
-def default_devices(visible: Sequence[str]) -> tuple[str, ...]:
-    """The first GPU, or the CPU of a host without one."""
-    return (next((device for device in visible if device != "cpu"), "cpu"),)
+def default_devices(visible: Sequence[str], *, group: bool = False) -> tuple[str, ...]:
+    """The first GPU, all of them for a group, or the CPU of a host without one."""
+    gpus = [device for device in visible if device != "cpu"] or ["cpu"]
+    return tuple(gpus) if group else (gpus[0],)

@@ -1,4 +1,4 @@
-"""The claim loop of one device: a worker takes jobs one at a time, with a profiler process ready for the next."""
+"""The claim loop of a device, or of a group: jobs one at a time, with a profiler process ready for the next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Owns one device.
+    """Owns one device, or several that its profiler runs trials on together; it takes jobs that need no more.
 
     Each job gets a profiler process of its own, started when the job before it ended, so that a job waits for none
     and inherits nothing. `stop` may be called from any thread. With `job_ids`, only those jobs are run; the list may

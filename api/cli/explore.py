@@ -65,8 +65,15 @@ def explore(
 
 def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
     database_url = environment().database_url
+    group = request.devices_needed() > 1
+    kind = None if group and request.device_kind == "cuda" else request.device_kind  # a group is of all GPUs
     with (
-        EmbeddedService(database_url, with_worker=True, device=device or request.device_kind) as service,
+        EmbeddedService(
+            database_url,
+            with_worker=True,
+            device=device or kind,
+            group=group,
+        ) as service,
         Client(service.url) as client,
     ):
         job = client.submit(request)

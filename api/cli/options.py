@@ -81,7 +81,7 @@ def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
     """The kind of device that a job needs so that a worker on `device` takes it."""
     if device is None:
         return None
-    kind = device.partition(":")[0]
+    kind = device.replace(",", ":").partition(":")[0]
     if kind == "cpu":
         return "cpu"
     if kind == "cuda":

@@ -46,10 +46,14 @@ def worker(
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to own.")
     ] = None,
+    group: Annotated[
+        bool,
+        typer.Option("--group", help="One worker for all of the devices, for jobs whose devices share sequences."),
+    ] = False,
 ) -> None:
     """Claim explorations and run them, until told to end."""
     options.device_kind(device)
-    _become_workers(*(["--device", device] if device is not None else []))
+    _become_workers(*(["--device", device] if device is not None else []), *(["--group"] if group else []))
 
 
 def doctor(as_json: options.AsJson = False) -> None:

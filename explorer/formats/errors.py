@@ -16,6 +16,8 @@ MICRO_BATCH_RULE = (
     "must be 'explore', 'auto', {explore: {min, max}}, a whole number from 1 to "
     f"{MAX_MICRO_BATCH_SIZE}, or a list of such numbers"
 )
+SIZES = ("context_parallel", "sizes")
+SIZES_RULE = "must be 'explore' or a list of 1 to 16 whole numbers from 1 to 4096"
 
 
 def explain(error: ValidationError, sources: Mapping[Location, Location]) -> list[Problem]:
@@ -42,6 +44,8 @@ def _simplify(detail: ErrorDetails) -> tuple[Location, str]:
     message = detail["msg"].removeprefix("Value error, ")
     if location[:1] == ("num_csx",):
         location = ("num_devices", *location[1:])
+    if location[:2] == SIZES:
+        return SIZES, SIZES_RULE
     if location[:1] != ("micro_batch_size",):
         return location, message
     if location[1:3] == ("ExploreRange", "explore") and detail["type"] != "missing":

@@ -133,6 +133,10 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
         (change("attention_backends", ["../../etc"]), "attention_backends.0"),
         (change("parallelism.tensor_parallel_size", 2), "parallelism.tensor_parallel_size"),
         (change("parallelism.context_parallel_size", 4), "parallelism.context_parallel_size"),
+        (change("context_parallel", {"sizes": [2]}), "context_parallel.sizes"),
+        (change("context_parallel", {"sizes": "two"}), "context_parallel.sizes"),
+        (change("context_parallel", {"sizes": [1, "x"]}), "context_parallel.sizes"),
+        (change("context_parallel", {"layouts": ["spiral"]}), "context_parallel.layouts.0"),
         (change("routing", {"kind": "shares"}), "routing.shares"),
         (change("memory_limit_gib", float("nan")), "memory_limit_gib"),
         (change("tolerance", float("inf")), "tolerance"),
@@ -256,6 +260,7 @@ VALUES = st.recursive(
 )
 FIELDS = [*REQUEST, *(f"model.{key}" for key in REQUEST["model"]), *(f"model.moe.{key}" for key in ("top_k", "x"))]
 FIELDS += ["bta", "bta.max_tile", "routing", "routing.shares", "training.loss", "parallelism", "budget.max_trials"]
+FIELDS += ["context_parallel", "context_parallel.sizes", "context_parallel.layouts", "num_devices"]
 FIELDS += ["recompute", "num_query_groups", "num_csx", "tolerance", "model.model_type", "model.head_dim", "trainer"]
 
 

@@ -44,6 +44,14 @@ def test_a_batch_that_does_not_divide_names_its_neighbours() -> None:
     assert "batch_size 24 is no multiple of it; the nearest that are: 20 and 28" in text
 
 
+def test_devices_that_share_a_sequence_are_named() -> None:
+    shared = {"context_parallel_size": 4, "context_parallel_layout": "zigzag"}
+    best = RECOMMENDATION.model_copy(update={"candidate": RECOMMENDATION.candidate.model_copy(update=shared)})
+    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    assert "context parallel 4 devices a sequence, zigzag" in text
+    assert "context parallel" not in " ".join(render_recommendation(RECOMMENDATION, REQUEST))
+
+
 def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
     other = VariantAnswer(num_query_groups=1, num_parameters=99, recommendation=None, reason="needs 9 GiB")
     text = render_answer(Answer(variants=(*ANSWER.variants, other)), REQUEST)

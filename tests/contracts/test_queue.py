@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
+from explorer.context_parallel import ContextParallelSpec
 from explorer.events import EventCode, EventDraft
 from explorer.progress import Progress
 from explorer.recommendations import Answer, VariantAnswer
@@ -457,6 +458,31 @@ def test_a_job_that_is_put_back_with_trouble_says_so_and_is_given_up_in_the_end(
 
 
 # Hardware
+
+
+@pytest.mark.parametrize(("sizes", "first", "later"), [((1, 2), 2, 2), ("explore", 2, 4)])
+def test_a_job_whose_devices_share_sequences_waits_for_as_many(
+    database: Database, sizes: tuple[int, ...] | str, first: int, later: int
+) -> None:
+    """At least as many as it needs; once begun, as many as it found there to share sequences."""
+    queue = Queue(database)
+    spec = ContextParallelSpec.model_validate({"sizes": sizes})
+    job, _ = queue.enqueue(make_request(num_devices=4, batch_size=8, context_parallel=spec))
+
+    def claim(num_devices: int) -> Claim | None:
+        return queue.claim("a", device_kind="cpu", num_devices=num_devices, fingerprint=FINGERPRINT)
+
+    assert claim(first - 1) is None
+    found = make_report()
+    found = found.model_copy(update={"hardware": found.hardware.model_copy(update={"num_devices": 4})})
+    taken = claim(4)
+    assert taken is not None
+    queue.pin(taken.lease, found)
+    queue.release(taken.lease)
+    assert claim(later - 1) is None
+    resumed = claim(later)
+    assert resumed is not None
+    assert resumed.job.id == job.id
 
 
 def test_a_job_stays_on_the_hardware_that_it_started_on(database: Database) -> None:

@@ -25,12 +25,13 @@ ATTENTION_SPEED = {"cudnn": 0.8, "flash": 0.55, "efficient": 0.3, "math": 0.5}
 EXPERT_SPEED = {"grouped_mm": 0.7, "loop": 0.35, "bmm": 0.5}
 
 
-def report(*, memory_gib: float = 132.0, experts: bool = True) -> DeviceReport:
-    """An H200-like device."""
+def report(*, memory_gib: float = 132.0, experts: bool = True, num_devices: int = 1) -> DeviceReport:
+    """An H200-like device, or several; all attention but `efficient` serves sequences that they share."""
     return DeviceReport(
         hardware=HardwareSpec(
             device_kind="cuda",
             device_name="simulated",
+            num_devices=num_devices,
             memory_bytes=round(memory_gib * GIB),
             memory_limit_bytes=round(memory_gib * GIB),
             context_bytes=GIB // 2,
@@ -39,7 +40,9 @@ def report(*, memory_gib: float = 132.0, experts: bool = True) -> DeviceReport:
             launch_seconds=5e-6,
             versions=SoftwareVersions(python="3.12", torch="2.11"),
         ),
-        attention_backends=tuple(BackendSupport(name=name, usable=True) for name in ATTENTION_SPEED),
+        attention_backends=tuple(
+            BackendSupport(name=name, usable=True, context_parallel=name != "efficient") for name in ATTENTION_SPEED
+        ),
         expert_backends=tuple(BackendSupport(name=name, usable=True) for name in EXPERT_SPEED) if experts else (),
         default_attention="cudnn",
         default_experts="grouped_mm" if experts else None,
@@ -64,18 +67,21 @@ class SimulatedDevice:
         self.whole_model_outcomes: list[Outcome] = []
         self.whole_model_factor = 1.0
         self.whole_model_error = 0.001
+        self.layout_speed: dict[str, float] = {}  # of attention whose sequences several devices share
+        self.exchange_seconds = 0.0  # of gradients, in whole models of several devices
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
         self.conditions: Callable[[TrialPlan, Component | None], Conditions | None] = lambda plan, component: None
 
     def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
         """True device and host seconds."""
         predicted = predict_component_seconds(component, model, self.request, self.hardware)
-        speed = {**ATTENTION_SPEED, **EXPERT_SPEED}.get(component.backend or "", 0.65)
-        batch = component.bta_tile or component.micro_batch_size
+        speed = self.layout_speed.get(component.context_parallel_layout or "", 1.0)
+        speed *= {**ATTENTION_SPEED, **EXPERT_SPEED}.get(component.backend or "", 0.65)
+        batch = (component.bta_tile or component.micro_batch_size) / component.context_parallel_size
         own = 1 + 0.01 * (zlib.crc32(component.key.encode()) % 100 / 50 - 1)
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device / 0.8, predicted.host
-        ramp = batch / (batch + 0.7) * (1 - 0.03 * np.log2(max(1.0, component.micro_batch_size / 8)))
+        ramp = batch / (batch + 0.7) * (1 - 0.03 * np.log2(max(1.0, component.sequences / 8)))
         return predicted.device / (speed * ramp) * own, predicted.host * 1.3
 
     def weigh(self, component: Component, model: ModelSpec) -> tuple[int, int, int]:
@@ -131,10 +137,11 @@ class SimulatedDevice:
             plan.candidate.micro_batch_size,
             plan.model,
             self.request,
+            context_parallel_size=plan.candidate.context_parallel_size,
         )
         whole = WholeModelMeasurement(
             micro_step_seconds=factor * step.micro_step,
-            optimizer_seconds=factor * step.optimizer,
+            optimizer_seconds=factor * step.optimizer + (self.exchange_seconds if plan.num_processes > 1 else 0.0),
             standard_error_seconds=self.whole_model_error * step.micro_step,
             peak_bytes=GIB,
             reserved_bytes=GIB,

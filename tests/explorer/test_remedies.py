@@ -44,7 +44,12 @@ def test_every_kind_is_named_in_the_order_of_preference() -> None:
     wide = cramped(training={"sharding": "zero1", "loss": {"kind": "full"}}, micro_batch_size=16)
     limit = smallest_requirement(wide, DEVICE, wide.model) / GIB - 0.01
     req = wide.model_copy(update={"memory_limit_gib": limit})
-    assert list(dict.fromkeys(remedy.kind for remedy in remedies(req))) == list(RemedyKind)[:-1]
+    several = report(memory_gib=40, num_devices=8)
+    found = find_remedies(req, several, req.model)
+    assert list(dict.fromkeys(remedy.kind for remedy in found)) == list(RemedyKind)[:-1]
+    shared = [remedy for remedy in found if remedy.kind is RemedyKind.CONTEXT_PARALLEL]
+    assert [remedy.change for remedy in shared] == ["2 devices a sequence (context_parallel sizes [2])"]
+    assert [remedy.kind for remedy in remedies(req)] == [r.kind for r in found if r not in shared], "with one device"
     assert (
         explain_nothing_fits(req, DEVICE, req.model, remedies(req)).count("It would fit with micro_batch_size 8 (") == 1
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from explorer.hardware import DeviceReport, HardwareSpec
+from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.models import ModelSpec
 from workers.kernels.attention import attention_support, default_attention_backend
+from workers.kernels.context_parallel.attention import context_parallel_reason
 from workers.kernels.experts.registry import default_expert_backend, expert_support
 
 
@@ -14,8 +15,19 @@ def report_device(model: ModelSpec, hardware: HardwareSpec, device: torch.device
     """Try every registered back end on a small example of `model`."""
     return DeviceReport(
         hardware=hardware,
-        attention_backends=attention_support(model, device),
+        attention_backends=tuple(_sharing(found, model, device) for found in attention_support(model, device)),
         expert_backends=expert_support(model, device),
         default_attention=default_attention_backend(model, device),
         default_experts=default_expert_backend(model, device),
     )
+
+
+def _sharing(found: BackendSupport, model: ModelSpec, device: torch.device) -> BackendSupport:
+    """`found`, and whether it serves sequences that devices share; what their length admits is for the request."""
+    reason = found.reason
+    if found.usable:
+        try:
+            reason = context_parallel_reason(model, 1, "ring", found.name, device)
+        except ValueError as error:
+            reason = str(error)
+    return found.model_copy(update={"context_parallel": reason is None, "context_parallel_reason": reason})
