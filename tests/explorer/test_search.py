@@ -400,3 +400,18 @@ def test_a_spent_budget_still_finds_one_candidate_beside_a_base_outside_the_spac
     found = answer_of(run(req, SimulatedDevice(req))).recommendation
     assert found is not None
     assert found.base.micro_batch_size == 24 != found.candidate.micro_batch_size
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(32_001, 32_064), (50_257, 50_304), (50_264, None), (32_000, None)])
+def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded: int | None) -> None:
+    req = request(model=MODEL | {"vocab_size": vocab_size}, micro_batch_size=[1, 2], verify=False)
+    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    assert found is not None
+    notes = [note for note in found.notes if "vocab_size" in note]
+    if padded is None:
+        assert not notes
+        return
+    (note,) = notes
+    share = int(note.split("take ")[1].split("%")[0])
+    assert 0 < share < 50
+    assert note.endswith(f"{padded} would not")
