@@ -19,6 +19,7 @@ from explorer.search import explore
 from storage.database import Database, open_database
 from storage.queue import Queue
 from storage.schema import upgrade
+from workers.cluster.fleet import ClusterFleet
 from workers.device_lock import DeviceBusyError
 from workers.device_sets import default_devices, parse_devices
 from workers.devices import visible_devices
@@ -45,6 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device",
         help="cpu, cuda:0, cuda:0-3 or replay:TABLE (a recorded table); default: the first GPU, else the CPU",
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run trials on all devices of a Ray cluster (auto: the one of this host); --device then says what a trial "
+        "needs, cpu, cuda:0 or cuda:0-3 for four GPUs of a host; default: one GPU",
+    )
     parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
     parser.add_argument("--once", action="store_true", help="end after one job")
     parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
@@ -63,10 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     settings = read_settings()
     try:
-        devices = _devices(options.device, settings)
+        devices = _devices(options.device, settings) if options.ray is None else ()
         database = open_database(options.database_url or settings.database_url)
         job_ids: list[str] | None = [] if options.jobs_from_stdin else None
-        workers = [_build_worker(database, device, settings, job_ids) for device in devices]
+        if options.ray is not None:
+            needed = ("cuda:0",) if options.device is None else parse_devices(options.device)
+            fleet = ClusterFleet(options.ray, needed)
+            workers = [Worker(Queue(database), fleet, f"ray-{needed[0]}", job_ids=job_ids)]
+        else:
+            workers = [_build_worker(database, device, settings, job_ids) for device in devices]
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

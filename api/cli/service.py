@@ -46,10 +46,17 @@ def worker(
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to own.")
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Run trials on a Ray cluster (auto: this host's); --device is what a trial needs."
+        ),
+    ] = None,
 ) -> None:
     """Claim explorations and run them, until told to end."""
     options.device_kind(device)
-    _become_workers(*(["--device", device] if device is not None else []))
+    given = {"--device": device, "--ray": ray}
+    _become_workers(*(part for name, value in given.items() if value is not None for part in (name, value)))
 
 
 def doctor(as_json: options.AsJson = False) -> None:
