@@ -72,17 +72,17 @@ def main(arguments: list[str] | None = None) -> int:
             plans = tiny_plans(SpaceTable(space.candidates, request.model, request), options.trials)
             run_trials(fleet, plans[:4], 2)  # warm
             for _ in range(options.rounds):
-                for in_flight, found in rounds.items():
-                    found.append(run_trials(fleet, plans, in_flight))
+                for in_flight, results in rounds.items():
+                    results.append(run_trials(fleet, plans, in_flight))
         finally:
             fleet.close()
     alone, both = (statistics.median(r["trials_per_second"] for r in rounds[n]) for n in (1, 2))
     overhead = statistics.median(s for r in rounds[1] for s in r["overhead_seconds"])
-    found = {
+    found: dict[str, Any] = {
         "environment": describe_environment(),
         "hardware": report.hardware.model_dump(mode="json"),
         "num_trials": options.trials,
-        "rounds": {str(n): r for n, r in rounds.items()},
+        "rounds": {str(n): results for n, results in rounds.items()},
         "trials_per_second": {"1": alone, "2": both},
         "goals": {
             "speed_up": {"found": both / alone, "met": both / alone >= LEAST_SPEED_UP},
