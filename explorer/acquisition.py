@@ -60,6 +60,27 @@ def suggest_measurement(
     return max(found, key=lambda offer: offer.rate).suggestion if found else None
 
 
+def split(suggestion: Suggestion, most: int, table: SpaceTable, surrogate: Surrogate) -> tuple[Suggestion, ...]:
+    """A suggestion as at most `most` parts that take about as long: the longest component to the shortest part.
+
+    (Graham, 1969.) Parts keep the components' order; a suggestion that is not split stays what it is.
+    """
+    if most <= 1 or len(suggestion.components) <= 1:
+        return (suggestion,)
+    columns = [table.column[c] for c in suggestion.components]
+    costs = measuring_seconds(surrogate.device_mean_K[columns])
+    parts: list[list[int]] = [[] for _ in range(min(most, len(columns)))]
+    loads = [0.0] * len(parts)
+    for i in np.argsort(-costs, kind="stable"):
+        shortest = loads.index(min(loads))
+        parts[shortest].append(int(i))
+        loads[shortest] += float(costs[i])
+    return tuple(
+        Suggestion(suggestion.row, tuple(suggestion.components[i] for i in sorted(part)), suggestion.again)
+        for part in parts
+    )
+
+
 def measuring_seconds(seconds_K: Floats) -> Floats:
     """What it takes to measure components that take `seconds_K` a pass."""
     return np.asarray(TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * seconds_K)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from explorer.acquisition import Suggestion, suggest_measurement
+from explorer.acquisition import MOST_RUNS, Suggestion, suggest_measurement
 from explorer.candidates import Candidate
 from explorer.components import BlockRecompute, Component, ComponentKind
 from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
@@ -72,6 +73,9 @@ class Belief:
         self._correction: Correction | None = None
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
         self._log = RunLog()
+        self._pending: dict[int, Suggestion] = {}
+        self._ordered: frozenset[Component] = frozenset()
+        self._believer: Belief | None = None
         self.failed: dict[Component, str] = {}
         self._broken: set[Component] = set()  # crashed or timed out
         self.rejected: dict[Candidate, str] = {}
@@ -87,6 +91,11 @@ class Belief:
 
     # -- learning ------------------------------------------------------------------------------------------------
 
+    def expect(self, number: int, suggestion: Suggestion) -> None:
+        """Trial `number` is in flight, until it is learnt: what it measures is not suggested meanwhile."""
+        self._pending[number] = suggestion
+        self._believer = None
+
     def learn(self, measurements: Iterable[Measurement]) -> None:
         """Take in measurements, each component's first result alone."""
         self.learn_trials((FIRST, measurement) for measurement in measurements)
@@ -95,6 +104,8 @@ class Belief:
         """Take in numbered trials; one that is read twice counts once."""
         measured, before = False, self._num_troubles()
         for number, measurement in trials:
+            if self._pending.pop(number, None) is not None:
+                self._believer = None
             measured = self._log.add(number, measurement.components) or measured
             if measurement.outcome not in {Outcome.OK, Outcome.TAINTED}:
                 reason = measurement.reason or measurement.outcome.value
@@ -231,10 +242,16 @@ class Belief:
         return int(outlook.rows[best]), float(faster[best])
 
     def suggest(self) -> Suggestion | None:
-        """What to measure next; null when no measurement is expected to change anything."""
+        """What to measure next; null when no measurement is expected to change anything.
+
+        With trials in flight it is what would be suggested if each of them had measured what is expected of it.
+        """
+        if self._pending:
+            self._believer = self._believer or self._believing()
+            return self._believer.suggest()
         if not self._suggested:
             self._suggestion = suggest_measurement(
-                self._outlook, self.table, self.surrogate, self.request.tolerance, self._log.count_attempts
+                self._outlook, self.table, self.surrogate, self.request.tolerance, self._count_attempts
             )
             self._suggested = True
         return self._suggestion
@@ -250,6 +267,19 @@ class Belief:
 
     # -- internals -----------------------------------------------------------------------------------------------
 
+    def _believing(self) -> Belief:
+        """A copy to which every trial in flight has happened as expected."""
+        other = copy.copy(self)
+        pending = [c for number in sorted(self._pending) for c in self._pending[number].components]
+        other._pending, other._ordered = {}, frozenset(pending)
+        other.surrogate = self.surrogate.believing(pending)
+        other._refresh()
+        return other
+
+    def _count_attempts(self, component: Component) -> int:
+        """How often a component was run; one that is in flight counts as if it had been often enough."""
+        return MOST_RUNS if component in self._ordered else self._log.count_attempts(component)
+
     def _num_troubles(self) -> tuple[int, int, int]:
         return len(self.failed), len(self.rejected), self._log.num_tainted
 
@@ -261,7 +291,7 @@ class Belief:
 
     def _refresh(self) -> None:
         table, surrogate = self.table, self.surrogate
-        self._suggestion, self._suggested = None, False
+        self._suggestion, self._suggested, self._believer = None, False, None
         self._composed_C: Floats = table.tokens_per_second(surrogate.device_mean_K[None, :], surrogate.host_K)[0]
         self._correction = self._correct()
         self._shift_C: Floats = np.zeros(len(table.candidates))

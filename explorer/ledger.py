@@ -21,6 +21,7 @@ class Ledger:
 
     def __init__(self, history: Sequence[Trial], budget: Budget, num_variants: int) -> None:
         self._trials = list(history)
+        self._in_flight: set[int] = set()
         self._budget = budget
         self._num_variants = num_variants
 
@@ -38,10 +39,15 @@ class Ledger:
     @property
     def next_number(self) -> int:
         """Number of the job's next trial."""
-        return max((trial.number for trial in self._trials), default=-1) + 1
+        return max((*(trial.number for trial in self._trials), *self._in_flight), default=-1) + 1
+
+    def begin(self, number: int) -> None:
+        """Trial `number` is in flight: its number is taken, and it counts for the budget."""
+        self._in_flight.add(number)
 
     def add(self, trial: Trial) -> None:
         """Keep a finished trial."""
+        self._in_flight.discard(trial.number)
         self._trials.append(trial)
 
     def exhausted(self, variant: int) -> bool:
@@ -51,6 +57,11 @@ class Ledger:
     def overdrawn(self, variant: int) -> bool:
         """Whether not even the comparisons at the end may be measured."""
         return self._spent(variant, GRACE)
+
+    def trials_left(self, variant: int) -> int:
+        """How many more trials variant number `variant` may begin; negative when it has overdrawn."""
+        share = (variant + 1) / self._num_variants
+        return int(share * self._budget.max_trials) - len(self._trials) - len(self._in_flight)
 
     def trials_of(self, num_query_groups: int) -> list[Trial]:
         """The trials of one variant, in order."""
@@ -96,4 +107,5 @@ class Ledger:
     def _spent(self, variant: int, factor: float) -> bool:
         share = factor * (variant + 1) / self._num_variants
         seconds = sum(trial.seconds + trial.suggest_seconds for trial in self._trials)
-        return len(self._trials) >= share * self._budget.max_trials or seconds >= share * self._budget.max_seconds
+        number = len(self._trials) + len(self._in_flight)
+        return number >= share * self._budget.max_trials or seconds >= share * self._budget.max_seconds

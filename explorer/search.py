@@ -37,9 +37,10 @@ def explore(
     Args:
         request: what may vary.
         report: the device and its back ends.
-        measure: runs one trial; failures are outcomes, never exceptions.
+        measure: runs one trial; failures are outcomes, never exceptions. A `TrialExecutor` may run several at once:
+            what is suggested then depends on the order in which they end, and on nothing else beside the seed.
         history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
-            search goes on as it would have gone.
+            search goes on as it would have gone. What was in flight when that run ended is measured again.
         open_study: opens the Optuna study of a variant by name; default: in memory.
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
         survey: enumerates a variant's space; a caller who explores one space many times may keep the result.

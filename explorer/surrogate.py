@@ -8,7 +8,8 @@ has scales of its own, drawn from theirs, and is drawn by Matheron's rule from p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from explorer.components import Component, ComponentKind
 from explorer.hardware import HardwareSpec
 from explorer.kernel import Kernel
 from explorer.kinship import estimate_bytes, estimate_host_seconds
+from explorer.measurements import ComponentMeasurement
 from explorer.memory import predict_component_table
 from explorer.roofline import predict_component_seconds
 from explorer.runs import ComponentRuns
@@ -101,17 +103,52 @@ class Surrogate:
                 self._kinds[kind.value] = _KindPrior(columns, kernel, num_samples, rng)
         self._scale_posterior = ScalePosterior(hardware.device_kind, list(self._kinds), num_samples, rng)
         self.essential_K = np.array([c.kind is ComponentKind.OPTIMIZER for c in self.components])
+        self._found: dict[Component, ComponentRuns] = {}
         self.fit({})
 
     def fit(self, found: Mapping[Component, ComponentRuns]) -> None:
         """Condition on all runs; components of other variants among them are ignored."""
-        mine = {c: r for c, r in found.items() if c in self._column}
+        self._found = {c: r for c, r in found.items() if c in self._column}
+        self._condition(self._found)
+
+    def believing(self, pending: Iterable[Component]) -> Surrogate:
+        """A copy for which components in flight have been run once more, and were as expected.
+
+        This is the kriging believer of Ginsbourger et al. (2010): the scales stay what the real runs say of them.
+        """
+        other = copy.copy(self)
+        other._kinds = {kind: copy.copy(prior) for kind, prior in self._kinds.items()}
+        found = dict(self._found)
+        for component in pending:
+            earlier = found[component].runs if component in found else ()
+            found[component] = ComponentRuns((*earlier, self._expected(component)))
+        other._condition(found, self.scales)
+        return other
+
+    def _expected(self, component: Component) -> ComponentMeasurement:
+        """What a run of a component is expected to measure."""
+        column = self._column[component]
+        device = float(self.device_mean_K[column])
+        saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=device,
+            host_seconds=device if self._host_is_device else float(self.host_K[column]),
+            forward_device_seconds=0.0,
+            standard_error_seconds=0.0,
+            repeats=1,
+            saved_bytes=saved,
+            forward_peak_bytes=forward_peak,
+            backward_peak_bytes=backward_peak,
+        )
+
+    def _condition(self, mine: Mapping[Component, ComponentRuns], scales: dict[str, Scales] | None = None) -> None:
         self.known_K: Mask = np.array([c in mine for c in self.components])
         for prior in self._kinds.values():
             rows = [i for i, column in enumerate(prior.columns) if self.known_K[column]]
             columns = prior.columns[rows]
             prior.take_in(rows, [mine[self.components[i]] for i in columns], self._log_prior_K[columns])
-        self.scales: dict[str, Scales] = self._scale_posterior.draw(
+        self.scales: dict[str, Scales] = scales or self._scale_posterior.draw(
             {kind: prior.evidence for kind, prior in self._kinds.items() if prior.evidence is not None}
         )
         log_mean_K = self._log_prior_K.copy()

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from explorer.measurements import Measurement, Outcome
-from explorer.trials import Measure
 
 TAINTED_ATTEMPTS = 3
 """How often a component is measured before it counts as one that cannot be measured here."""
-
-
-def judging(measure: Measure) -> Measure:
-    """`measure`, whose tainted measurements say so in their outcome."""
-    return lambda plan: judge(measure(plan))
 
 
 def judge(measurement: Measurement) -> Measurement:

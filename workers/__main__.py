@@ -19,6 +19,7 @@ from explorer.search import explore
 from storage.database import Database, open_database
 from storage.queue import Queue
 from storage.schema import upgrade
+from workers.cluster.fleet import ClusterFleet
 from workers.device_lock import DeviceBusyError
 from workers.device_sets import default_devices, parse_devices
 from workers.devices import visible_devices
@@ -51,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="one worker for all of the devices (cuda:0-3, or cpu,cpu for two processes on the CPU), for jobs whose "
         "devices share sequences; without --device all GPUs; default: one worker a device",
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run trials on all devices of a Ray cluster (auto: the one of this host); --device then says what a trial "
+        "needs, cpu, cuda:0 or cuda:0-3 for four GPUs of a host; default: one GPU",
+    )
     parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
     parser.add_argument("--once", action="store_true", help="end after one job")
     parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
@@ -62,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.max_jobs is not None and options.max_jobs < 1:
         parser.error("--max-jobs must be at least 1")
+    if options.group and options.ray is not None:
+        parser.error("--group and --ray exclude each other: on a cluster --device says what a trial needs")
     if options.command == "doctor":
         return diagnose(options.json)
 
@@ -69,10 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     settings = read_settings()
     try:
-        devices = _devices(options.device, settings, group=options.group)
         database = open_database(options.database_url or settings.database_url)
         job_ids: list[str] | None = [] if options.jobs_from_stdin else None
-        workers = [_build_worker(database, owned, settings, job_ids) for owned in devices]
+        if options.ray is not None:
+            workers = [_build_cluster_worker(database, options.ray, options.device, job_ids)]
+        else:
+            devices = _devices(options.device, settings, group=options.group)
+            workers = [_build_worker(database, owned, settings, job_ids) for owned in devices]
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
@@ -109,6 +121,11 @@ def _build_worker(
     profiler = Profiler(devices, environment=settings.environment, on_wait=_log.info)
     named = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
     return Worker(Queue(database), profiler, named, job_ids=job_ids)
+
+
+def _build_cluster_worker(database: Database, address: str, device: str | None, job_ids: list[str] | None) -> Worker:
+    needed = ("cuda:0",) if device is None else parse_devices(device)
+    return Worker(Queue(database), ClusterFleet(address, needed), f"ray-{needed[0]}", job_ids=job_ids)
 
 
 def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:

@@ -48,13 +48,16 @@ class JobAccount:
             self._busy_seconds += wall
             self._seconds["process_start"] += wall
 
-    def add_trial(self, wall_seconds: float, phases: PhaseSeconds) -> None:
+    def add_trial(self, wall_seconds: float, phases: PhaseSeconds, *, beside_others: bool = False) -> None:
         """Count a trial that took `wall_seconds` here and says that it spent `phases`.
 
-        The process start that a trial reports may lie before it; only what fits into the wall time is counted.
+        The process start that a trial reports may lie before it; only what fits into the wall time is counted. A trial
+        that ran beside others took longer than it was waited for: its phases share the time that it was.
         """
         measured = phases.model_dump()
         start = measured.pop("process_start")
+        if beside_others and (took := sum(measured.values())) > wall_seconds:
+            measured = {phase: seconds * wall_seconds / took for phase, seconds in measured.items()}
         for phase, seconds in measured.items():
             self._seconds[phase] += seconds
         self._seconds["process_start"] += min(start, max(0.0, wall_seconds - sum(measured.values())))

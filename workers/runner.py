@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
 
 from explorer.events import EventCode, EventDraft
+from explorer.executors import TrialExecutor
 from explorer.ground import OpenStudy
 from explorer.hardware import DeviceReport, HardwareSpec
 from explorer.measurements import Measurement
@@ -27,6 +28,7 @@ from storage.leases import Claim, HardwareMismatchError, LeaseLostError
 from storage.queue import Queue
 from storage.studies import study_opener
 from workers.accounting import JobAccount
+from workers.fleet import Fleet
 from workers.launcher import ProfilerError, ProfilerInterruptedError
 from workers.lease_keeper import Interruption, LeaseKeeper
 
@@ -151,12 +153,13 @@ class _Run:
             report = self._queue.pin(claim.lease, report)
             studies = study_opener(self._queue.database, claim.job.id)
         try:
-            steps = explore(claim.request, report, self._measure, history=claim.history, open_study=studies)
+            measure = _Trials(self, self._profiler) if isinstance(self._profiler, Fleet) else self._measure
+            steps = explore(claim.request, report, measure, history=claim.history, open_study=studies)
             while True:
                 with account.spend("suggest"):
                     step = next(steps, None)
                 assert step is not None, "an exploration ends with an answer"
-                self._check()
+                self.check()
                 if step.answer is not None:
                     return self._finish(step)
                 with account.spend("storage"):
@@ -172,16 +175,21 @@ class _Run:
                 return self._profiler.begin(request)
             except ProfilerError as error:  # it may have died while it waited for a job
                 _log.warning("the profiler is started again: %s", error)
-                self._check()
+                self.check()
                 self._profiler.start()
                 return self._profiler.begin(request)
 
     def _measure(self, plan: TrialPlan) -> Measurement:
-        self._check()
+        self.check()
+        return self.take(lambda: (plan, self._profiler.measure(plan)))[1]
+
+    def take(self, wait: Callable[[], tuple[TrialPlan, Measurement]]) -> tuple[TrialPlan, Measurement]:
+        """Wait for a trial, and account for it."""
         restarts = self._profiler.restarts
+        beside_others = isinstance(self._profiler, Fleet)
         started = time.perf_counter()
-        measurement = self._profiler.measure(plan)
-        self._account.add_trial(time.perf_counter() - started, measurement.phases)
+        plan, measurement = wait()
+        self._account.add_trial(time.perf_counter() - started, measurement.phases, beside_others=beside_others)
         if self._profiler.restarts > restarts:
             reason = measurement.reason or "it could not go on"
             self._replacements.append(
@@ -191,13 +199,15 @@ class _Run:
                     data={"trial": plan.number, "reason": reason},
                 )
             )
-        return measurement
+        return plan, measurement
 
     def _with_replacements(self, step: Progress) -> Progress:
         drafts, self._replacements = self._replacements, []
+        if isinstance(self._profiler, Fleet):
+            drafts += self._profiler.take_events()
         return replace(step, events=(*drafts, *step.events))
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Between trials too, a job goes on only while it may."""
         if self._keeper.reason is not None or self._stopping.is_set():
             raise _ShutdownError
@@ -213,6 +223,25 @@ class _Run:
             last=replace(self._with_replacements(step), answer=answer),
         )
         return JobEnd.SUCCEEDED if found else JobEnd.FAILED
+
+
+class _Trials(TrialExecutor):
+    """Those of a fleet, each accounted for when it ends."""
+
+    def __init__(self, run: _Run, fleet: Fleet) -> None:
+        self._run = run
+        self._fleet = fleet
+
+    @property
+    def capacity(self) -> int:
+        return self._fleet.capacity
+
+    def submit(self, plan: TrialPlan) -> None:
+        self._run.check()
+        self._fleet.submit(plan)
+
+    def wait(self) -> tuple[TrialPlan, Measurement]:
+        return self._run.take(self._fleet.wait)
 
 
 def _part(claim: Claim, queue: Queue, keeper: LeaseKeeper) -> JobEnd:

@@ -50,10 +50,18 @@ def worker(
         bool,
         typer.Option("--group", help="One worker for all of the devices, for jobs whose devices share sequences."),
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Run trials on a Ray cluster (auto: this host's); --device is what a trial needs."
+        ),
+    ] = None,
 ) -> None:
     """Claim explorations and run them, until told to end."""
     options.device_kind(device)
-    _become_workers(*(["--device", device] if device is not None else []), *(["--group"] if group else []))
+    given = {"--device": device, "--ray": ray}
+    valued = [part for name, value in given.items() if value is not None for part in (name, value)]
+    _become_workers(*valued, *(["--group"] if group else []))
 
 
 def doctor(as_json: options.AsJson = False) -> None:

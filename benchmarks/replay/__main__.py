@@ -1,9 +1,11 @@
 """Replays searches on recorded tables and compares them.
 
     python -m benchmarks.replay tables/*.jsonl --out results/replay.json [--seeds 100] [--processes 2]
+    python -m benchmarks.replay tables/*.jsonl --out results/in-flight.json --in-flight 4 [--seeds 100]
 
 Every strategy sees the recorded runs of a component, drawn with the run's seed, and pays the recorded seconds; equal
-components of different candidates are paid once, whoever asks. `gp` is slow and runs on `--gp-seeds` seeds.
+components of different candidates are paid once, whoever asks. `gp` is slow and runs on `--gp-seeds` seeds. With
+`--in-flight` the product's search is compared with itself instead: one trial at a time, and several on as many devices.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.replay.in_flight import compare_in_flight, print_in_flight
 from benchmarks.replay.report import print_summary
 from benchmarks.replay.runs import NUM_SEEDLESS, OURS, SEEDLESS, STRATEGIES, read_truth, run_all
 from benchmarks.replay.summary import summarize
@@ -34,8 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gp-seeds", type=int, default=GP_SEEDS)
     parser.add_argument("--strategies", nargs="+", choices=(OURS, *STRATEGIES), default=[OURS, *STRATEGIES])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--in-flight", type=int, metavar="N", help="compare N trials in flight with one")
     parser.add_argument("--full", action="store_true", help="write every run with its path and lines too")
     options = parser.parse_args(arguments)
+    if options.in_flight is not None and options.in_flight < 2:
+        parser.error("--in-flight must be at least 2")
     started = time.perf_counter()
     try:
         truths = {path: read_truth(path) for path in options.tables}
@@ -49,12 +55,17 @@ def main(arguments: list[str] | None = None) -> int:
     if len(tables) < len(truths):
         print("two tables have the same name", file=sys.stderr)
         return 2
+    # A linear algebra library in each process that takes all cores for small matrices makes all of them slow.
+    os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    if options.in_flight is not None:
+        compared = compare_in_flight(options.tables, options.in_flight, options.seeds, options.processes)
+        write_results(options.out, {"environment": describe_environment(), "tables": tables, **compared})
+        print_in_flight(compared)
+        return 0
     seeds = dict.fromkeys(options.strategies, options.seeds)
     seeds |= {name: min(NUM_SEEDLESS, options.seeds) for name in SEEDLESS & seeds.keys()}
     if "gp" in seeds:
         seeds["gp"] = min(options.gp_seeds, options.seeds)
-    # A linear algebra library in each process that takes all cores for small matrices makes all of them slow.
-    os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     runs = list(run_all(options.tables, options.strategies, seeds, options.processes))
     found: dict[str, Any] = {
         "environment": describe_environment(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -19,8 +20,9 @@ from explorer.events import EventCode
 from explorer.measurements import Outcome
 from explorer.recommendations import Recommendation
 from explorer.search import explore
-from explorer.trials import TrialKind
+from explorer.trials import Measure, TrialKind
 from workers.replay.device import RecordedDevice, VirtualClock
+from workers.replay.devices import RecordedDevices
 
 OURS = "bexp"
 STRATEGIES: Mapping[str, Strategy] = {
@@ -52,7 +54,8 @@ class Run:
     """How one search ended.
 
     `seconds` are the device's, whole-model checks apart (`check_seconds`). `path` holds what would have been trained
-    with after each trial: (seconds so far, regret).
+    with after each trial: (seconds so far, regret). `elapsed_seconds` is how long the search took until its first
+    whole-model check; with several trials in flight it is less than the `seconds` that the devices were busy.
     """
 
     table: str
@@ -69,17 +72,23 @@ class Run:
     lines: tuple[Line, ...]
     wall_seconds: float
     candidate: str | None
+    elapsed_seconds: float = 0.0
 
 
-def run_ours(truth: GroundTruth, seed: int) -> Run:
-    """The product's search, in virtual time."""
+def run_ours(truth: GroundTruth, seed: int, in_flight: int = 1) -> Run:
+    """The product's search, in virtual time, on as many recorded devices as it may have trials in flight."""
     request = truth.request.model_copy(update={"seed": seed})
     clock = VirtualClock()
-    device = RecordedDevice(truth.recording, seed=seed, clock=clock)
+    device: Measure = (
+        RecordedDevice(truth.recording, seed=seed, clock=clock)
+        if in_flight == 1
+        else RecordedDevices(truth.recording, in_flight, seed=seed, clock=clock)
+    )
     started = time.perf_counter()
     trials, lines, path = [], [], []
     found: Recommendation | None = None
     seconds = checked = 0.0
+    checks_began = math.inf
     for step in explore(request, truth.report, device, clock=clock, survey=lambda *_: truth.survey):
         if step.trial is not None:
             trials.append(step.trial)
@@ -87,6 +96,7 @@ def run_ours(truth: GroundTruth, seed: int) -> Run:
                 seconds += step.trial.seconds
             else:
                 checked += step.trial.seconds
+                checks_began = min(checks_began, clock() - step.trial.seconds)
         found = step.recommendation
         if found is not None and any(event.code is EventCode.RECOMMENDATION for event in step.events):
             lines.append(Line(found.confidence, truth.is_within_tolerance(found.candidate), seconds))
@@ -109,6 +119,7 @@ def run_ours(truth: GroundTruth, seed: int) -> Run:
         lines=tuple(lines),
         wall_seconds=time.perf_counter() - started,
         candidate=found.candidate.describe() if found else None,
+        elapsed_seconds=min(checks_began, clock()),
     )
 
 

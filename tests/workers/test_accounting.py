@@ -42,3 +42,15 @@ def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> No
         "profiler_idle": 4.5,
     }
     assert sum(timings[name] for name in (*PHASES, "other")) == timings["total"]
+
+
+def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(accounting, "time", clock)
+    account = JobAccount(queued_seconds=0.0)
+    with account.spend("suggest"):
+        clock.now += 4.0 + 0.5
+        account.add_trial(4.0, PhaseSeconds(build=2.0, timed=6.0), beside_others=True)
+        account.add_trial(0.0, PhaseSeconds(build=1.0, timed=7.0), beside_others=True)
+    timings = account.timings()
+    assert (timings["build"], timings["timed"], timings["suggest"], timings["total"]) == (1.0, 3.0, 0.5, 4.5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -134,3 +135,14 @@ def test_a_file_that_is_no_database_is_named_without_a_traceback(
     (tmp_path / "notes.txt").write_text("not a database " * 100)
     assert main(["--device", "cpu", "--database-url", f"sqlite:///{tmp_path / 'notes.txt'}"]) == SERVICE_FAILED
     assert "file is not a database" in caplog.text
+
+
+def test_a_worker_on_a_cluster_without_ray_says_how_to_get_it(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    database = ["--database-url", sqlite_database.url]
+    assert main(["--ray", "auto", "--device", "cpu", "--once", *database]) == SERVICE_FAILED
+    assert "pip install 'bexp[ray]'" in caplog.text
+    with pytest.raises(SystemExit):
+        main(["--ray", "auto", "--device", "replay:table.jsonl", *database])

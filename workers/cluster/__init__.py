@@ -1,0 +1,1 @@
+"""Trials on the devices of a Ray cluster."""
