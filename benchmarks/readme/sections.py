@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.readme.attention import attention_choice, bta
+from benchmarks.readme.cluster import cluster
 from benchmarks.readme.explorations import explorations, explorations_fused, fidelity, log_of_olmoe
 from benchmarks.readme.goals import goals
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
@@ -61,6 +62,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 OPTIONAL: dict[str, Callable[[], str]] = {
+    "cluster": cluster,
     "goals": goals,
     "strategies": _of(strategies, "h200-replay"),
     "reliability": _of(reliability, "h200-replay"),

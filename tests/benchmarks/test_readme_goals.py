@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.readme import results as files
+from benchmarks.readme.cluster import cluster, of_cluster
 from benchmarks.readme.goals import goals, of_explorations, of_fidelity, of_replay, of_transformers
 from benchmarks.readme.replay import reliability, strategies
 from benchmarks.readme.results import RESULTS, load
@@ -61,11 +62,24 @@ def test_a_marked_section_is_filled_when_its_results_exist(name: str, results: P
     assert fill(text) == empty
     source = SAMPLES.get(name, "replay")
     (results / f"h200-{source}.json").write_text(json.dumps(_recorded(source)))
+    for other in ("cpu-cluster.json", "replay-in-flight.json"):
+        (results / other).write_text((RESULTS / other).read_text())
     filled = fill(text)
     assert filled != empty
     assert fill(filled) == filled
     blocks = [block.splitlines() for block in filled.split("\n\n") if block.lstrip("<!-/> \n").startswith("|")]
     assert all(len({row.count(" | ") for row in lines if row.startswith("|")}) == 1 for lines in blocks)
+
+
+def test_trials_side_by_side_say_reached_and_missed(results: Path) -> None:
+    assert cluster() == ""
+    (results / "cpu-cluster.json").write_text((RESULTS / "cpu-cluster.json").read_text())
+    assert cluster().count("\n") == 2 + 2
+    found = load("cpu-cluster")
+    found["goals"] = {"speed_up": {"found": 1.42, "met": False}, "overhead_seconds": {"found": 0.004, "met": True}}
+    rows = of_cluster(found)
+    assert _found(rows, "trials a second").startswith("missed: 1.42x")
+    assert _found(rows, "overhead") == "reached: 4.0 ms"
 
 
 @pytest.mark.parametrize("text", ["<!-- gaols -->\n<!-- /gaols -->\n", "<!-- goals -->\n"])
