@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
-from explorer.belief import at_least
 from explorer.components import Component
+from explorer.failures import at_least
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.hardware import HardwareSpec

@@ -11,9 +11,10 @@ import numpy as np
 
 from explorer.acquisition import MOST_RUNS, Suggestion, suggest_measurement
 from explorer.candidates import Candidate
-from explorer.components import BlockRecompute, Component, ComponentKind
+from explorer.components import Component
 from explorer.composition import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
 from explorer.composition_error import CompositionErrors, Correction, WholeModelRun
+from explorer.failures import Failures
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome
 from explorer.memory import required_table
@@ -76,10 +77,7 @@ class Belief:
         self._pending: dict[int, Suggestion] = {}
         self._ordered: frozenset[Component] = frozenset()
         self._believer: Belief | None = None
-        self.failed: dict[Component, str] = {}
-        self._broken: set[Component] = set()  # crashed or timed out
-        self.rejected: dict[Candidate, str] = {}
-        self._too_large: set[int] = set()  # rows whose whole models did not fit
+        self._failures = Failures()
         self._suggestion: Suggestion | None = None
         self._suggested = False
         self._refresh()
@@ -107,14 +105,7 @@ class Belief:
             if self._pending.pop(number, None) is not None:
                 self._believer = None
             measured = self._log.add(number, measurement.components) or measured
-            if measurement.outcome not in {Outcome.OK, Outcome.TAINTED}:
-                reason = measurement.reason or measurement.outcome.value
-                if measurement.failed_component is not None:
-                    self.failed.setdefault(measurement.failed_component, reason)
-                    if measurement.outcome in {Outcome.CRASHED, Outcome.TIMED_OUT}:
-                        self._broken.add(measurement.failed_component)
-                else:
-                    self.rejected.setdefault(measurement.candidate, reason)
+            self._failures.take_in(measurement)
         self._update(measured, refresh=before != self._num_troubles())
 
     def absorb(self, found: Iterable[tuple[int, Sequence[ComponentMeasurement]]]) -> None:
@@ -127,13 +118,12 @@ class Belief:
 
     def reject(self, candidate: Candidate, reason: str) -> None:
         """Never recommend `candidate`."""
-        self.rejected[candidate] = reason
+        self._failures.reject(candidate, reason)
         self._refresh()
 
     def reject_as_large(self, candidate: Candidate, reason: str) -> None:
         """Never recommend `candidate`, whose whole model did not fit, nor any that is composed to need as much."""
-        self.rejected.setdefault(candidate, reason)
-        self._too_large.add(self.table.row[candidate])
+        self._failures.reject(candidate, reason, too_large=True)
         self._refresh()
 
     def learn_whole_model(self, candidate: Candidate, tokens_per_second: float, standard_error: float) -> None:
@@ -280,8 +270,8 @@ class Belief:
         """How often a component was run; one that is in flight counts as if it had been often enough."""
         return MOST_RUNS if component in self._ordered else self._log.count_attempts(component)
 
-    def _num_troubles(self) -> tuple[int, int, int]:
-        return len(self.failed), len(self.rejected), self._log.num_tainted
+    def _num_troubles(self) -> tuple[int, int]:
+        return len(self._failures), self._log.num_tainted
 
     def _update(self, measured: bool, *, refresh: bool = False) -> None:
         if measured:
@@ -304,11 +294,8 @@ class Belief:
         self._fits_C: Mask = np.asarray(self._required_C <= self.limit_bytes)
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
-        rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
-        rejected_C[[table.row[c] for c in self.rejected if c in table.row]] = True
-        if self._too_large:
-            rejected_C |= self._required_C >= self._required_C[sorted(self._too_large)].min()
-        self._open_C: Mask = np.asarray(~rejected_C & ~self._fails())
+        rejected_C = self._failures.rejected(table, self._required_C)
+        self._open_C: Mask = np.asarray(~rejected_C & ~self._failures.failing(table, self._log))
         known, rows = self.known_rows(), self.open_rows()
         room = (1.0 - LEAST_SHARE) * (self._correction.scale if self._correction is not None else 1.0)
         least = max(0.0, 1.0 - room) * float(self._mean_C[known].max()) if known.size else 0.0
@@ -364,37 +351,3 @@ class Belief:
             update={"activations": round(float(saved_C[row])), "transient": round(float(transient_C[row]))}
         )
         return StepBytes(parts, required_bytes(parts.total, self.hardware))
-
-    def _fails(self) -> Mask:
-        """Candidates that use a component which failed, or a larger one of the same sort."""
-        if not self.failed and not self._log.num_tainted:
-            return np.zeros(len(self.table.candidates), dtype=np.bool_)
-        failing = np.array([self._component_fails(c) for c in self.table.components])
-        return np.asarray((self.table.used_CP & failing[self.table.columns_CP]).any(axis=1))
-
-    def _component_fails(self, component: Component) -> bool:
-        if self._log.count(component):
-            return False
-        if self._log.count_tainted(component) >= TAINTED_ATTEMPTS:
-            return True
-        return any(at_least(component, failed, broken=failed in self._broken) for failed in self.failed)
-
-
-def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
-    """Whether `component` does what `failed` could not do, or more of it.
-
-    Recomputation runs what the plain block runs, and more: it helps where memory was short, not where it is `broken`.
-    """
-    if component == failed:
-        return True
-    if component.kind is not failed.kind or component.kind is ComponentKind.OPTIMIZER:
-        return False
-    runs_it = component.recompute is failed.recompute or (broken and failed.recompute is BlockRecompute.NONE)
-    same = (component.backend, component.num_query_groups) == (failed.backend, failed.num_query_groups)
-    if not (same and runs_it) or (component.bta_tile is None) != (failed.bta_tile is None):
-        return False
-    if component.communicates or failed.communicates:
-        ring = (component.context_parallel_layout, component.context_parallel_size)
-        if ring != (failed.context_parallel_layout, failed.context_parallel_size):
-            return False
-    return component.sequences >= failed.sequences and (component.bta_tile or 0) >= (failed.bta_tile or 0)

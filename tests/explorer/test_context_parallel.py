@@ -10,11 +10,11 @@ import optuna
 import pytest
 
 from explorer.answers import accumulate
-from explorer.belief import at_least
 from explorer.candidates import Candidate
 from explorer.components import Component, ComponentKind
 from explorer.composition import combine_seconds
 from explorer.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
+from explorer.failures import at_least
 from explorer.footprint import predict_component_bytes
 from explorer.hardware import BackendSupport, DeviceReport
 from explorer.memory import predict_component_table
