@@ -62,7 +62,9 @@ def test_a_forgotten_job_does_not_come_first(machine: Machine, open_url: Callabl
 
 
 def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine) -> None:
-    command = machine.start("explore", machine.configure(), "--max-seconds", "60", "--device", "cpu")
+    endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
+    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
+    command = machine.start("explore", config, "--device", "cpu")
     wait_for(lambda: "BEXP102" in machine.out(command), 40, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
     assert profilers_of(psutil.Process(command.pid))
@@ -75,7 +77,9 @@ def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine) -> None:
 
 
 def test_a_killed_command_takes_worker_and_profiler_with_it(machine: Machine) -> None:
-    command = machine.start("explore", machine.configure(), "--max-seconds", "60", "--device", "cpu")
+    endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
+    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
+    command = machine.start("explore", config, "--device", "cpu")
     wait_for(lambda: "BEXP102" in machine.out(command), 40, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
     command.kill()
@@ -86,7 +90,9 @@ def test_a_killed_command_takes_worker_and_profiler_with_it(machine: Machine) ->
 
 
 def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
-    command = machine.start("explore", machine.configure(), "--max-seconds", "60", "--device", "cpu")
+    endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
+    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
+    command = machine.start("explore", config, "--device", "cpu")
     wait_for(lambda: "BEXP102" in machine.out(command), 40, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
     (worker,) = (child for child in children if child.cmdline()[-1] == "cpu" and "workers" in child.cmdline())
