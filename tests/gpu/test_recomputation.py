@@ -63,6 +63,7 @@ def compare(spec: ModelSpec, kind: ComponentKind, backend: str | None) -> None:
         for name, wanted in expected.items():
             assert relative_error(actual[name], wanted) <= 5e-3, (recompute, name)
         expected = expected or actual
+        torch.cuda.empty_cache()  # a cached block may give an allocation up to 1 MiB more than it asks for
         weights[recompute] = weigh(BlockPasses(block, (x,), training=True, gradient_dtype=torch.bfloat16), CUDA)
         predicted = predict_component_bytes(component, spec, request)
         output = x.nbytes

@@ -28,7 +28,7 @@ class RunningAttention:
     def merge(self, out: Tensor, lse: Tensor, first_query: int) -> None:
         """Merge the next block's output (B, H, S', D) and log-sum-exp (B, H, S') of the queries from `first_query` on.
 
-        The first block is one of all queries, and its log-sum-exp becomes the running one, where it lies.
+        The first block is one of all queries.
         """
         self._num_left -= 1
         if self._out is None or self._lse is None:
@@ -41,7 +41,7 @@ class RunningAttention:
             into = self._out
         else:
             into = torch.empty_like(self._out, dtype=torch.promote_types(out.dtype, torch.float32))
-        merge_block(self._out, self._lse, out, lse, first_query, into)
+        self._lse = merge_block(self._out, self._lse, out, lse, first_query, into)
         self._out, self._is_own = into, True
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -52,20 +52,19 @@ class RunningAttention:
         return self._out, self._lse
 
 
-def merge_block(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_query: int, into: Tensor) -> None:
+def merge_block(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_query: int, into: Tensor) -> Tensor:
     """Merge `other` into the rows of `out` from `first_query` on, and write all rows to `into`, which may be `out`.
 
-    `lse` (B, H, S), contiguous, is updated where it lies.
+    `lse` (B, H, S) is contiguous. Returns the log-sum-exp of all rows.
     """
     if out.dtype is not torch.float64 and triton_reason(out.device) is None:
         from workers.kernels.context_parallel.merging_kernel import merge_rows  # noqa: PLC0415 - optional
 
-        merge_rows(out, lse, other, other_lse, first_query, into)
-        return
+        return merge_rows(out, lse, other, other_lse, first_query, into)
     rows, sums = out[:, :, first_query:], lse[:, :, first_query:]
     weight = (other_lse - sums).sigmoid_().unsqueeze(-1)
     merged = rows.to(weight.dtype).lerp(other.to(weight.dtype), weight)
     if into is not out and first_query:
         into[:, :, :first_query].copy_(out[:, :, :first_query])
     into[:, :, first_query:].copy_(merged)
-    sums.copy_(torch.logaddexp(sums, other_lse))
+    return torch.cat((lse[:, :, :first_query], torch.logaddexp(sums, other_lse)), dim=2)

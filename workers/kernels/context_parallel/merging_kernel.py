@@ -14,8 +14,13 @@ _ELEMENTS = 4096
 
 
 @launched_where_it_lies
-def merge_rows(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_query: int, into: Tensor) -> None:
-    """`merging.merge_block` on a CUDA device; all outputs have a dense last axis."""
+def merge_rows(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_query: int, into: Tensor) -> Tensor:
+    """`merging.merge_block` on a CUDA device; all outputs have a dense last axis.
+
+    Several warps of a program hold the same rows of the log-sum-exp, each of which reads it for itself: it is written
+    elsewhere, since one that is late would read what another has written.
+    """
+    merged_lse = lse.clone()
     num_sequences, num_heads, seq_length, head_size = out.shape
     begin = first_query if into is out else 0
     num_rows = num_sequences * num_heads * (seq_length - begin)
@@ -27,6 +32,7 @@ def merge_rows(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first
         other,
         other_lse,
         into,
+        merged_lse,
         num_rows,
         begin,
         first_query,
@@ -40,6 +46,7 @@ def merge_rows(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first
         WIDTH=width,
         ROWS=rows,
     )
+    return merged_lse
 
 
 @jit
@@ -49,6 +56,7 @@ def _merge(
     other: tl.tensor,
     other_lse: tl.tensor,
     into: tl.tensor,
+    merged_lse: tl.tensor,
     num_rows: tl.tensor,
     begin: tl.tensor,
     first_query: tl.tensor,
@@ -82,15 +90,15 @@ def _merge(
     merges = is_row & (s >= first_query)
     later = s - first_query
 
-    sums = lse + (b * num_heads + h) * seq_length + s
-    mine = tl.load(sums, mask=is_row, other=0.0)
+    at = (b * num_heads + h) * seq_length + s
+    mine = tl.load(lse + at, mask=is_row, other=0.0)
     theirs = tl.load(
         other_lse + b * other_lse_b + h * other_lse_h + later * other_lse_s, mask=merges, other=float("-inf")
     )
     highest = tl.maximum(mine, theirs)
     lesser = tl.exp(tl.minimum(mine, theirs) - highest)
     weight = tl.where(theirs > mine, 1.0, lesser) / (1.0 + lesser)
-    tl.store(sums, highest + tl.log(1.0 + lesser), mask=merges)
+    tl.store(merged_lse + at, highest + tl.log(1.0 + lesser), mask=merges)
 
     x = tl.load(out + (b * out_b + h * out_h + s * out_s)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     y = tl.load(
