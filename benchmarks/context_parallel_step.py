@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing more after this time")
     parser.add_argument("--search-seconds", type=float, default=30.0, help="budget of the explorer for each length")
     parser.add_argument("--no-search", action="store_true", help="do not ask the explorer")
-    parser.add_argument("--trial-seconds", type=float, default=240.0, help="deadline of a trial")
+    parser.add_argument("--trial-seconds", type=float, default=420.0, help="deadline of a trial")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.seconds
