@@ -23,9 +23,9 @@ def attention(results: Row, name: str) -> str:
     say = [
         f"Attention alone on {number} devices, one causal sequence, {heads['num_heads']} heads of "
         f"{heads['head_size']}, {heads['query_groups']} key heads, {results['dtype']}, forward and backward: "
-        f"share of the ideal (what {number} devices do in that time without communication), and in brackets the speed over our `ring` "
-        f"(`torchrun --nproc-per-node {number} -m benchmarks.context_parallel --out benchmarks/results/{name}.json`):"
-        "\n\n"
+        f"share of the ideal (what {number} devices do in that time without communication), and in brackets the speed "
+        f"over our `ring` (`torchrun --nproc-per-node {number} -m benchmarks.context_parallel "
+        f"--out benchmarks/results/{name}.json`):\n\n"
     ]
     for backend in dict.fromkeys(cell["backend"] for cell in cells):
         own = [cell for cell in cells if cell["backend"] == backend]
