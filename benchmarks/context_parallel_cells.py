@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from benchmarks.context_parallel_search import SharedOptimizer, search
-from benchmarks.context_parallel_summary import RAN, Row, key_of, key_of_candidate, summarize
+from benchmarks.context_parallel_search import SharedComponents, search
+from benchmarks.context_parallel_summary import RAN, Row, key_of, key_of_candidate, seconds_once_a_step, summarize
 from explorer.candidates import Candidate, Recompute
 from explorer.composition import combine_seconds, memory_limit
 from explorer.context_parallel import Sharing
@@ -83,7 +83,10 @@ class Setup:
 
 
 class Bench:
-    """Fills `cells`, a JSON object for every length; one that is there already is continued."""
+    """Fills `cells`, a JSON object for every length; one that is there already is continued.
+
+    Nothing is begun that is expected to end after `deadline`, a moment of time.monotonic().
+    """
 
     def __init__(
         self,
@@ -91,13 +94,15 @@ class Bench:
         profiler: DeviceProfiler,
         requests: Mapping[int, ExplorationRequest],
         cells: list[Row],
+        deadline: float,
     ) -> None:
         self.requests = requests
         self._setup = setup
         self._profiler = profiler
         self._cells = cells
+        self._deadline = deadline
         self._begun: tuple[int, DeviceReport] | None = None
-        self._measure = SharedOptimizer(profiler.measure)
+        self._measure = SharedComponents(profiler.measure)
 
     def run_round(self, length: int, turn: int) -> Iterator[str]:
         """Run every layout that round number `turn` lacks; a line for each run.
@@ -106,7 +111,7 @@ class Bench:
         lack everything.
         """
         cell = self._cell(length)
-        while (candidate := self._next(cell, turn)) is not None:
+        while (candidate := self._next(cell, turn)) is not None and self._has_time(self._expected(cell, candidate)):
             run = self._run(cell, candidate, turn)
             if run["outcome"] in RAN:
                 found = f"{run['step_seconds']:.3f} s a step, {run['trial_seconds']:.1f} s in all"
@@ -115,16 +120,20 @@ class Bench:
             yield f"S={length} round {turn}: {candidate.describe()}: {found}"
 
     def search(self, length: int) -> Iterator[str]:
-        """Let the explorer choose among the sizes and layouts, and run its choice whole if no round has; a line."""
+        """Let the explorer choose among the sizes and layouts, and run its choice whole if no round has; a line each.
+
+        It is asked when the first round is complete.
+        """
         cell = self._cell(length)
-        if cell["search"] is None and cell["layouts"]:
+        if self._lacks_search(cell) and self._next(cell, 0) is None and self._has_time(self._setup.search_seconds):
             searched = cell["search"] = self._search(cell)
             summarize(cell)
             yield f"S={length}: searched for {searched['seconds']:.1f} s"
         if cell["search"] is None or cell["search"]["candidate"] is None:
             return
         chosen = Candidate.model_validate(cell["search"]["candidate"])
-        if not any(key_of(run) == key_of_candidate(chosen) for run in cell["runs"]):
+        is_new = not any(key_of(run) == key_of_candidate(chosen) for run in cell["runs"])
+        if is_new and self._has_time(self._expected(cell, chosen)):
             self._run(cell, chosen, 0)
             yield f"S={length}: ran {chosen.describe()}"
 
@@ -138,9 +147,13 @@ class Bench:
                 found.append(f"S={length}")
                 continue
             found += [f"S={length} round {turn}" for turn in range(rounds) if self._next(cell, turn) is not None]
-            if search and cell["search"] is None and cell["layouts"]:
+            if search and self._lacks_search(cell):
                 found.append(f"S={length} search")
         return found
+
+    def _lacks_search(self, cell: Row) -> bool:
+        """Whether there is no search yet of a length at which something runs."""
+        return cell["search"] is None and (bool(cell["layouts"]) or self._next(cell, 0) is not None)
 
     def _cell(self, length: int) -> Row:
         """The cell of a length; a new one asks the device what serves the model."""
@@ -163,6 +176,28 @@ class Bench:
             found["policies"][str(size)] = [policy.value for policy in self._fitting(found, size, report)]
         self._cells.append(found)
         return found
+
+    def _has_time(self, seconds: float) -> bool:
+        return time.monotonic() + seconds <= self._deadline
+
+    def _expected(self, cell: Row, candidate: Candidate) -> float:
+        """What a run takes at most, by the latest of its layout: it grows with the square of the length; 0 if unknown.
+
+        Building the model does not, and short steps are repeated more often than long ones.
+        """
+        layout = candidate.context_parallel_size, candidate.context_parallel_layout
+        known = [
+            (abs(other["seq_length"] - cell["seq_length"]), other["seq_length"], run)
+            for other in self._cells
+            for run in other["runs"]
+            if (run["size"], run["layout"]) == layout and run["outcome"] in RAN
+        ]
+        if not known:
+            return 0.0
+        _, length, run = min(known, key=lambda found: found[0])
+        computed = float(run["phases"]["warm_up"] + run["phases"]["timed"])
+        growth = max(1.0, float(cell["seq_length"] / length)) ** 2
+        return float(run["trial_seconds"] + (growth - 1) * computed)
 
     def _begin(self, length: int) -> DeviceReport:
         if self._begun is None or self._begun[0] != length:
@@ -226,10 +261,10 @@ class Bench:
             "whole_model": None,
         }
         if found.whole_model is not None:
-            run["whole_model"] = found.whole_model.model_dump(mode="json")
+            whole = run["whole_model"] = found.whole_model.model_dump(mode="json")
             step = combine_seconds(
-                found.whole_model.micro_step_seconds,
-                found.whole_model.optimizer_seconds,
+                whole["micro_step_seconds"],
+                seconds_once_a_step(whole),
                 candidate.micro_batch_size,
                 request.model,
                 request,

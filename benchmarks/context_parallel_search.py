@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from explorer.components import Component, ComponentKind
+from explorer.components import Component
 from explorer.hardware import DeviceReport
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome
 from explorer.requests import ExplorationRequest
@@ -13,8 +13,8 @@ from explorer.search import explore
 from explorer.trials import Measure, Trial, TrialKind, TrialPlan
 
 
-class SharedOptimizer:
-    """A `Measure` that has the optimizer run once: it is the same for all sequence lengths of a model."""
+class SharedComponents:
+    """A `Measure` that has run once what is the same for all sequence lengths of a model: the optimizer, for one."""
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
@@ -31,7 +31,7 @@ class SharedOptimizer:
         else:
             found = Measurement(candidate=plan.candidate, outcome=Outcome.OK)
         for measured in found.components:
-            if measured.component.kind is ComponentKind.OPTIMIZER and measured.taint is None:
+            if measured.component.micro_batch_size == 0 and measured.taint is None:  # it knows no sequences
                 self._known[measured.component] = measured
         return found.model_copy(update={"components": (*known.values(), *found.components)})
 

@@ -8,11 +8,12 @@ import pytest
 
 from benchmarks import context_parallel_step
 from benchmarks.context_parallel_cells import Setup
+from benchmarks.context_parallel_summary import seconds_once_a_step
 from explorer.components import ComponentKind
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.hardware import DeviceReport, HardwareSpec
-from explorer.measurements import Measurement, Outcome
+from explorer.measurements import Measurement, Outcome, PhaseSeconds
 from explorer.requests import ExplorationRequest
 from explorer.trials import TrialKind, TrialPlan
 from tests.explorer.simulator import SimulatedDevice, report
@@ -120,7 +121,7 @@ def test_layouts_take_turns_and_the_choice_is_the_fastest(
         assert rows["striped"]["speed_over_ring"] > 1.1
         # One sequence a step: each of the four devices has a quarter of its tokens.
         for row in rows.values():
-            assert row["step_seconds"] == pytest.approx(row["micro_step_seconds"] + row["optimizer_seconds"])
+            assert row["step_seconds"] == pytest.approx(row["micro_step_seconds"] + row["seconds_once_a_step"])
             assert row["tokens_per_second"] == pytest.approx(cell["seq_length"] / 4 / row["step_seconds"], rel=1e-6)
         assert cell["choice"]["chosen"]["layout"] == "striped"
         assert cell["choice"]["within_tolerance"] is True
@@ -199,10 +200,9 @@ def test_a_layout_that_crashes_is_told_and_not_tried_again(
 
 
 def test_a_run_that_time_cut_short_is_continued(tmp_path: Path, device: type[Device]) -> None:
-    first = _run(tmp_path, "--seconds", "3.5")
+    first = _run(tmp_path, "--seconds", "4.5", "--search-seconds", "0.1")
     assert _whole(device) == [(16384, "ring"), (16384, "striped"), (16384, "zigzag"), (32768, "ring")]
-    assert "S=16384 round 1" in first["left_out"]
-    assert "S=32768 round 0" in first["left_out"]
+    assert first["left_out"] == ["S=16384 round 1", "S=32768 round 0", "S=32768 round 1", "S=32768 search"]
     device.plans.clear()
     second = _run(tmp_path)
     assert second["cells"][0]["runs"][:3] == first["cells"][0]["runs"]
@@ -212,6 +212,35 @@ def test_a_run_that_time_cut_short_is_continued(tmp_path: Path, device: type[Dev
     device.plans.clear()
     assert _run(tmp_path)["cells"] == second["cells"]
     assert not device.plans
+
+
+def test_nothing_is_begun_that_would_end_too_late(
+    tmp_path: Path, device: type[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four times the tokens take sixteen times the second that was timed."""
+    measure = Device.measure
+
+    def measured(self: Device, plan: TrialPlan) -> Measurement:
+        return measure(self, plan).model_copy(update={"phases": PhaseSeconds(build=0.5, timed=1.0)})
+
+    monkeypatch.setattr(device, "measure", measured)
+    options = ["--seq-lengths", "16384", "65536", "--rounds", "1", "--no-search"]
+    assert _run(tmp_path, *options, "--seconds", "18.5")["left_out"] == ["S=65536 round 0"]
+    assert len(_whole(device)) == 3
+    assert _run(tmp_path, *options, "--seconds", "19.5")["left_out"] == []
+
+
+def test_a_search_that_time_does_not_allow_is_left_out(tmp_path: Path, device: type[Device]) -> None:
+    found = _run(tmp_path, "--rounds", "1", "--seconds", "20", "--search-seconds", "30")
+    assert found["left_out"] == ["S=16384 search", "S=32768 search"]
+    assert {cell["choice"] for cell in found["cells"]} == {None}
+    assert not [plan for plan in device.plans if plan.components]
+
+
+def test_communication_that_passes_once_a_step_counts_once() -> None:
+    assert seconds_once_a_step({"optimizer_seconds": 2.0}) == 2.0
+    assert seconds_once_a_step({"optimizer_seconds": 2.0, "communication_seconds": None}) == 2.0
+    assert seconds_once_a_step({"optimizer_seconds": 2.0, "communication_seconds": 0.5}) == 2.5
 
 
 @pytest.mark.usefixtures("device")
@@ -229,7 +258,7 @@ def test_sizes_are_compared_at_one_batch(tmp_path: Path, device: type[Device]) -
     rows = {(row["size"], row["layout"]): row for row in cell["layouts"]}
     assert len(rows) == 7
     for (size, _), row in rows.items():
-        assert row["step_seconds"] == pytest.approx(size * row["micro_step_seconds"] + row["optimizer_seconds"])
+        assert row["step_seconds"] == pytest.approx(size * row["micro_step_seconds"] + row["seconds_once_a_step"])
         assert row["tokens_per_second"] == pytest.approx(16384 / row["step_seconds"])
     assert rows[1, None]["speed_over_ring"] is None
     assert rows[2, "ring"]["speed_over_ring"] == 1
