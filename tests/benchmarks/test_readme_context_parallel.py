@@ -86,15 +86,22 @@ def test_sections_appear_with_their_files(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(files, "RESULTS", tmp_path)
     for name in SECTIONS:
         monkeypatch.setitem(SECTIONS, name, str)
-    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, "context-parallel"))
+    empty = "".join(
+        f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, "context-parallel", "context-parallel-step")
+    )
     assert fill(empty) == empty
     for number in (4, 8):
         found = _attention(number, _cell(16384, "flash", ring=4.0, striped=3.0))
         (tmp_path / f"h200x{number}-context-parallel.json").write_text(json.dumps(found))
+    (tmp_path / "h200x4-context-parallel-step.json").write_text(json.dumps(_steps(_run("ring", 3.0), chosen="ring")))
     text = fill(empty)
+    assert "Whole training steps of small" in text
     assert "Attention alone on 4 devices" in text
     assert "Attention alone on 8 devices" in text
     assert fill(text) == text
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 6
+    assert all(len({line.count(" | ") for line in lines if line.startswith("|")}) == 1 for lines in tables)
 
 
 def test_attention_is_compared_by_the_fastest_back_end() -> None:
