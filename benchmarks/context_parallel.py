@@ -8,8 +8,9 @@ the same kernel when each works alone on the whole sequence: their rates added u
 contender is first compared with float64 at a short length.
 
 torch's contender is `torch.distributed.tensor.experimental.context_parallel`, whose head-tail balance is the zigzag
-layout, with both of its ways to pass keys and values on; where it does not run, the reason stands in its place. All
-ranks fail alike there, or the run ends with the group's timeout.
+layout, with both of its ways to pass keys and values on. Another three are those of ring-flash-attention, if that can
+be imported (see benchmarks/context_parallel_peers.py). Where a contender does not run, the reason stands in its place.
+All ranks fail alike there, or the run ends with the group's timeout.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, torchs
+from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, peer, torchs
+from benchmarks.context_parallel_peers import PEERS, describe_peer
 from benchmarks.environment import describe_environment, write_results
 from workers.kernels.context_parallel.attention import ContextParallel
 from workers.kernels.context_parallel.blocks import block_attention
@@ -38,7 +40,7 @@ CHECKED_LENGTH = {"cuda": 2048, "cpu": 128}
 BACKENDS = {"cuda": ("flash", "cudnn"), "cpu": ("flash",)}
 HEADS = {"cuda": (32, 8, 64), "cpu": (4, 2, 16)}
 """Query heads, key heads and head size; on CUDA those of Llama-3.2-1B."""
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 ROUND_SECONDS, MAX_CALLS = 0.03, 20
 """A turn is so long, or so many calls, whichever is less; at least one call."""
@@ -50,8 +52,8 @@ class Bench:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        group = ring_group()
-        self.contexts = {layout: ContextParallel(group, layout) for layout in LAYOUTS}
+        self.group = ring_group()
+        self.contexts = {layout: ContextParallel(self.group, layout) for layout in LAYOUTS}
         self.size = self.contexts["ring"].size
 
     def contenders(self, problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
@@ -64,6 +66,8 @@ class Bench:
             found[f"{TORCH} {method}"] = partial(torchs_own, False)
             if problem.q.shape[1] != problem.k.shape[1]:
                 found[f"{TORCH} {method}{EXPANDED}"] = partial(torchs_own, True)
+        for name, layout in PEERS.items():
+            found[name] = partial(peer, problem, self.contexts[layout], self.group, backend)
         return found
 
     def check(self, problem: Problem, backend: str) -> dict[str, dict[str, Any]]:
@@ -86,7 +90,8 @@ class Bench:
                 found[name] = {"reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
                 continue
             if name != ALONE:
-                context = self.contexts.get(name, self.contexts["zigzag"])
+                layout = name if name in LAYOUTS else PEERS.get(name, "zigzag")
+                context = self.contexts[layout]
                 results = [context.gather(x, dim=2) for x in results]
             errors = {
                 what: float((actual.double() - expected).norm() / expected.norm())
@@ -163,9 +168,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seq-lengths", type=int, nargs="+")
     parser.add_argument("--backends", nargs="+")
     parser.add_argument("--heads", type=int, nargs=3, metavar=("HEADS", "GROUPS", "HEAD_SIZE"))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16, on a CPU float32")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     kind, heads = options.device, tuple(options.heads or HEADS[options.device])
+    dtype = getattr(torch, options.dtype or DTYPES[kind])
     device = torch.device(kind, dist.get_node_local_rank() if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -183,20 +190,21 @@ def main(arguments: list[str] | None = None) -> int:
             "nccl": list(torch.cuda.nccl.version()) if kind == "cuda" else None,
         },
         "heads": dict(zip(("num_heads", "query_groups", "head_size"), heads, strict=True)),
-        "dtype": str(DTYPES[kind]).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "rounds": options.rounds,
         "checked_length": CHECKED_LENGTH[kind],
+        "ring_flash_attn": describe_peer(),
         "checks": {},
         "cells": [],
     }
     is_wrong = False
     for backend in options.backends or BACKENDS[kind]:
-        checks = bench.check(draw(CHECKED_LENGTH[kind], heads, DTYPES[kind], device), backend)
+        checks = bench.check(draw(CHECKED_LENGTH[kind], heads, dtype, device), backend)
         found["checks"][backend] = checks
         is_wrong |= any("reason" in checks[layout] for layout in LAYOUTS)
         names = [name for name, check in checks.items() if "reason" not in check]
         for seq_length in options.seq_lengths or SEQ_LENGTHS[kind]:
-            problem = draw(seq_length, heads, DTYPES[kind], device)
+            problem = draw(seq_length, heads, dtype, device)
             timed = bench.time(problem, backend, names, options.rounds)
             cell = {"seq_length": seq_length, "backend": backend, "flops": problem.flops, "timed": timed}
             found["cells"].append(cell | compare(timed, problem, bench.size))

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.readme.attention import attention_choice, bta
 from benchmarks.readme.cluster import cluster
+from benchmarks.readme.context_parallel import attention, steps
 from benchmarks.readme.explorations import explorations, explorations_fused, fidelity, log_of_olmoe
 from benchmarks.readme.goals import goals
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
@@ -47,6 +48,15 @@ def _of(render: Callable[[dict[str, Any], str], str], *names: str) -> Callable[[
     return section
 
 
+def _of_all(render: Callable[[dict[str, Any], str], str], *names: str) -> Callable[[], str]:
+    """A section of all of these results that exist."""
+
+    def section() -> str:
+        return "\n".join(render(load(name), name) for name in names if exists(name))
+
+    return section
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "log": log_of_olmoe,
     "explorations": explorations,
@@ -63,6 +73,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 OPTIONAL: dict[str, Callable[[], str]] = {
     "cluster": cluster,
+    "context-parallel": _of_all(attention, "h200x4-context-parallel", "h200x8-context-parallel"),
+    "context-parallel-step": _of_all(steps, "h200x4-context-parallel-step", "h200x8-context-parallel-step"),
     "goals": goals,
     "strategies": _of(strategies, "h200-replay"),
     "reliability": _of(reliability, "h200-replay"),

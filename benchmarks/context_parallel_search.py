@@ -1,0 +1,62 @@
+"""What the explorer chooses among layouts and sizes, with the devices of benchmarks/context_parallel_step.py."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from explorer.components import Component
+from explorer.hardware import DeviceReport
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome
+from explorer.requests import ExplorationRequest
+from explorer.search import explore
+from explorer.trials import Measure, Trial, TrialKind, TrialPlan
+
+
+class SharedComponents:
+    """A `Measure` that has run once what is the same for all sequence lengths of a model: the optimizer, for one."""
+
+    def __init__(self, measure: Measure) -> None:
+        self._measure = measure
+        self._known: dict[Component, ComponentMeasurement] = {}
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        """Run what of the plan is not known; what an earlier trial was to measure again is measured again."""
+        if plan.kind is TrialKind.WHOLE_MODEL:
+            return self._measure(plan)
+        known = {} if plan.again else {c: self._known[c] for c in plan.components if c in self._known}
+        missing = tuple(c for c in plan.components if c not in known)
+        if missing:
+            found = self._measure(plan.model_copy(update={"components": missing}))
+        else:
+            found = Measurement(candidate=plan.candidate, outcome=Outcome.OK)
+        for measured in found.components:
+            if measured.component.micro_batch_size == 0 and measured.taint is None:  # it knows no sequences
+                self._known[measured.component] = measured
+        return found.model_copy(update={"components": (*known.values(), *found.components)})
+
+
+def search(request: ExplorationRequest, report: DeviceReport, measure: Measure) -> dict[str, Any]:
+    """The recommended candidate, null if there is none, and how it was found."""
+    started = time.monotonic()
+    trials: list[Trial] = []
+    messages: list[str] = []
+    answer = None
+    for step in explore(request, report, measure):
+        messages += [event.message for event in step.events]
+        if step.trial is not None:
+            trials.append(step.trial)
+        answer = step.answer or answer
+    assert answer is not None, "a search ends with an answer"
+    best = answer.recommendation
+    return {
+        "seconds": time.monotonic() - started,
+        "num_trials": len(trials),
+        "num_components": sum(len(trial.measurement.components) for trial in trials),
+        "candidate": best.candidate.model_dump(mode="json") if best else None,
+        "reason": answer.variants[0].reason,
+        "confidence": best.confidence if best else None,
+        "tokens_per_second": best.tokens_per_second if best else None,
+        "tolerance": request.tolerance,
+        "messages": messages,
+    }
