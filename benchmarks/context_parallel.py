@@ -42,6 +42,8 @@ HEADS = {"cuda": (32, 8, 64), "cpu": (4, 2, 16)}
 """Query heads, key heads and head size; on CUDA those of Llama-3.2-1B."""
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+TIMEOUT = timedelta(minutes=3)
+"""Of one operation: ranks that lost each other end."""
 ROUND_SECONDS, MAX_CALLS = 0.03, 20
 """A turn is so long, or so many calls, whichever is less; at least one call."""
 ALONE, TORCH, EXPANDED = "alone", "torch", " expanded"
@@ -176,10 +178,10 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(kind, dist.get_node_local_rank() if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=3))
+        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
     else:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(minutes=3))
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     bench = Bench(device)
     found: dict[str, Any] = {
         "environment": describe_environment(),

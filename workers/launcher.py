@@ -47,6 +47,7 @@ CHILD_DEFAULTS = {
 }
 GROUP_DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # multicast through NVSwitch needs a fabric that not every host lets a process use
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on this host
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # an error ends its rank, and that the group, without waiting for peers

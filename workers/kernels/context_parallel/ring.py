@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -50,8 +51,10 @@ class Passage:
         self.works, self.buffers = [], ()
 
 
-def ring_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
+def ring_group(ranks: list[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A process group of these ranks (all by default) for context parallelism; every rank must call it.
+
+    An operation that takes longer than `timeout` (default: the back end's own) ends the process.
 
     NCCL's kernels get a stream of high priority: an exchange and an attention kernel that become ready together then
     run together, where otherwise the exchange waits for multiprocessors until attention's last wave.
@@ -59,7 +62,9 @@ def ring_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
     options = None
     if dist.get_backend() == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    group = dist.new_group(ranks, pg_options=options)
+        if timeout is not None:
+            options._timeout = timeout  # torch warns where the two differ
+    group = dist.new_group(ranks, timeout=timeout, pg_options=options)
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("this rank is none of the group's")  # noqa: TRY004 - of the caller's, not a type
     return group

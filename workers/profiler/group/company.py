@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 from explorer.components import Component
 from explorer.trials import TrialPlan
 from workers.kernels.context_parallel.attention import ContextParallel
-from workers.kernels.context_parallel.ring import ring_group
+from workers.kernels.context_parallel.ring import Ring, ring_group
 from workers.profiler.team import ALONE, Meeting, Team, check_size
 
 OPERATION_TIMEOUT = timedelta(hours=6)
@@ -21,7 +21,11 @@ OPERATION_TIMEOUT = timedelta(hours=6)
 
 
 class Company:
-    """All ranks of the world. NCCL carries what GPUs exchange; what their hosts agree on goes through gloo."""
+    """All ranks of the world. NCCL carries what GPUs exchange; what their hosts agree on goes through gloo.
+
+    The world is not bound to its devices (`device_id`): with a bound one, `new_group` splits a communicator on ranks
+    that the new group does not have, and for a group of gloo's on those alone, which then wait for the others for ever.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
@@ -33,23 +37,30 @@ class Company:
             rank=rank,
             world_size=size,
             timeout=OPERATION_TIMEOUT,
-            device_id=device if cuda else None,
         )
         self._agreements: dict[int, dist.ProcessGroup] = {}
         self._members: dict[int, dist.ProcessGroup] = {}
         self._rings: dict[int, dist.ProcessGroup] = {}
+        self._gathered: set[int] = set()
+        self._ring_sizes: set[int] = set()
+        self._gather(size)  # what its connections take of the devices is seen when these are measured
 
     def prepare(self, plan: TrialPlan) -> None:
         """Make the process groups of a trial, with every rank of the world, whether it takes part or not."""
         n = plan.num_processes
         if not 1 < n <= self.size:
             return
-        if n not in self._agreements:
-            _keep(self._agreements, n, dist.new_group(list(range(n)), backend="gloo"))
-            _keep(self._members, n, dist.new_group(list(range(n))))
-        for size in plan.context_parallel_sizes:
-            if size not in self._rings:
-                self._make_rings(size)
+        sizes = [size for size in plan.context_parallel_sizes if size not in self._ring_sizes]
+        if n in self._gathered and not sizes:
+            return
+        if self._device.type == "cuda":
+            # Connections are made of memory that the allocator may have cached.
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        if n not in self._gathered:
+            self._gather(n)
+        for size in sizes:
+            self._make_rings(size)
 
     def takes_part(self, plan: TrialPlan) -> bool:
         """Whether this rank runs the trial: the first ranks do. One that is too large for the world all refuse."""
@@ -63,14 +74,37 @@ class Company:
             return ALONE
         return RankTeam(self.rank, n, self._agreements[n], self._members[n], self._rings, self._device)
 
+    def _gather(self, n: int) -> None:
+        """Groups of the first `n` ranks, with every rank of the world."""
+        self._gathered.add(n)
+        ranks = list(range(n))
+        agreement = dist.new_group(ranks, backend="gloo", timeout=OPERATION_TIMEOUT)
+        members = dist.new_group(ranks, timeout=OPERATION_TIMEOUT)
+        if self.rank < n:
+            assert isinstance(agreement, dist.ProcessGroup), "this rank is a member"
+            assert isinstance(members, dist.ProcessGroup), "this rank is a member"
+            self._agreements[n], self._members[n] = agreement, members
+            self._connect(members)
+
     def _make_rings(self, size: int) -> None:
+        self._ring_sizes.add(size)
         for first in range(0, self.size - size + 1, size):
             ranks = list(range(first, first + size))
             try:
-                ring = ring_group(ranks)
+                ring = ring_group(ranks, OPERATION_TIMEOUT)
             except ValueError:  # another rank's
                 continue
             self._rings[size] = ring
+        if size in self._rings:
+            self._connect(self._rings[size])
+
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        """Make the connections of a group of NCCL's outside of any trial, for collectives and to the neighbours."""
+        if self._device.type == "cuda" and group.size() > 1:
+            sent, received = (torch.zeros(1, device=self._device) for _ in range(2))
+            dist.all_reduce(sent, group=group)
+            Ring(group).pass_on(sent, received).wait()
+            torch.cuda.synchronize(self._device)
 
 
 class RankTeam:
@@ -118,8 +152,3 @@ class RankTeam:
         for x, work in works:
             work.wait()
             x.div_(self.size)
-
-
-def _keep(groups: dict[int, dist.ProcessGroup], size: int, group: object) -> None:
-    if isinstance(group, dist.ProcessGroup):  # else this rank is no member
-        groups[size] = group

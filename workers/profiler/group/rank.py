@@ -30,10 +30,13 @@ def main() -> int:
     from torch._C._distributed_c10d import PrefixStore  # noqa: PLC0415
 
     from workers.profiler.bench import Bench  # noqa: PLC0415
+    from workers.profiler.conditions import Surroundings  # noqa: PLC0415
     from workers.profiler.group.board import Board, join_store  # noqa: PLC0415
     from workers.profiler.group.company import Company  # noqa: PLC0415
     from workers.profiler.hardware import used_bytes  # noqa: PLC0415
+    from workers.profiler.nvml import open_gpu  # noqa: PLC0415
     from workers.profiler.session import Session  # noqa: PLC0415
+    from workers.settings import read_settings  # noqa: PLC0415
 
     board = Board(join_store(arguments.port))
 
@@ -48,6 +51,10 @@ def main() -> int:
     except (RuntimeError, AssertionError) as error:  # what torch raises without CUDA, or without this device
         send(Refused(reason=f"{device} cannot be used: {str(error).splitlines()[0]}"))
         return 1
+    gpu = open_gpu(devices[rank], read_settings().environment)
+    if gpu is not None:
+        # Clocks and heat alone: connections to the other ranks take memory that looks like somebody else's.
+        bench.surroundings = Surroundings(gpu)
     gc.collect()
     gc.freeze()
     session = Session(bench, used_before, send, company.team)
