@@ -20,7 +20,10 @@ MARGIN_BYTES = {"cuda": GIB // 2, "cpu": 64 * 2**20}
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of a step. `step` is (B c / (N m)) micro-steps and one optimizer step, the ratio a real number.
+    """Seconds of a step: `step` is (B c / (N m)) micro-steps, one optimizer step, and the communication.
+
+    The ratio is a real number. `communication` is what the exchange of gradients and parameters adds to the whole step,
+    beyond what computation hides; 0 where it is not timed.
 
     N devices form N / c groups that share sequences, each of which processes micro-batches of m; c is 1 without context
     parallelism. `tokens_per_second` are those of the whole step a device, B S / N over `step`, so that they compare
@@ -31,6 +34,7 @@ class StepSeconds:
     optimizer: float
     step: float
     tokens_per_second: float
+    communication: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,17 @@ def combine_seconds(
     request: ExplorationRequest,
     *,
     context_parallel_size: int = 1,
+    communication: float = 0.0,
 ) -> StepSeconds:
-    """A whole step from its micro-step, in which `context_parallel_size` devices share it, and its optimizer step."""
+    """A whole step from its micro-step, in which `context_parallel_size` devices share it, and its optimizer step.
+
+    `communication` is what the exchange adds to all of the step.
+    """
     training = request.mode == "train"
     share = request.group_batch_size(context_parallel_size) if training else float(micro_batch_size)
-    step = share / micro_batch_size * micro_step + optimizer
-    return StepSeconds(micro_step, optimizer, step, share * model.seq_length / context_parallel_size / step)
+    step = share / micro_batch_size * micro_step + optimizer + communication
+    tokens_per_second = share * model.seq_length / context_parallel_size / step
+    return StepSeconds(micro_step, optimizer, step, tokens_per_second, communication)
 
 
 def static_parts(model: ModelSpec, request: ExplorationRequest) -> MemoryParts:
