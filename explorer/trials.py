@@ -84,7 +84,7 @@ class Trial(Frozen):
 
     `predicted_peak_bytes` is what was believed just before the trial, `measured_peak_bytes` what its measured
     components compose to; for a whole model, what was composed and what the run itself allocated. Figures that the
-    outcome does not allow are null.
+    outcome does not allow are null, as is the throughput of a trial that measured what all candidates share.
     """
 
     number: Annotated[int, Field(ge=0)]

@@ -276,7 +276,8 @@ class VariantSearch:
         flight = self._flights.pop(plan.number)
         order, candidate, row = flight.order, plan.candidate, flight.order.suggestion.row
         self._belief.learn_trials([(plan.number, measurement)])
-        if self._table.communication not in plan.components:
+        shared = self._table.communication in plan.components  # by all candidates: it says nothing of this one
+        if not shared:
             measurement = self._judge(row, plan.number, measurement)
         ok = measurement.outcome is Outcome.OK
         trial = Trial(
@@ -286,7 +287,7 @@ class VariantSearch:
             predicted_peak_bytes=flight.predicted_peak_bytes,
             measured_peak_bytes=self._belief.bytes(row).peak if self._belief.is_known(row) else None,
             predicted_tokens_per_second=flight.predicted_tokens_per_second,
-            tokens_per_second=self._belief.seconds(row).tokens_per_second if ok else None,
+            tokens_per_second=self._belief.seconds(row).tokens_per_second if ok and not shared else None,
             suggest_seconds=order.suggest_seconds + self._clock() - measured,
             seconds=measured - flight.started,
         )
