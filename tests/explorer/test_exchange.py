@@ -139,6 +139,12 @@ def test_only_a_worker_with_all_devices_times_the_exchange() -> None:
     assert count_processes(TrialKind.COMPONENTS, candidate(), [component], request(), hardware) == 4
 
 
+def test_an_exploration_that_began_with_all_devices_needs_them_all() -> None:
+    assert request().devices_needed() == 1, "a worker with one device leaves the exchange out"
+    assert [request().devices_needed(n) for n in (1, 3, 4, 8)] == [1, 1, 4, 4]
+    assert request(mode="eval").devices_needed(4) == 1
+
+
 def run(
     req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4, history: tuple[Trial, ...] = ()
 ) -> tuple[Recommendation | None, str | None, list[Trial]]:

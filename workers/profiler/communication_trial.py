@@ -32,6 +32,8 @@ LEAST_SECONDS = 4e-3
 """Of traffic, so that its beginning and its end hardly count."""
 MOST_BLOCKS = 4096
 REPEATS = 5
+SECONDS = 2.0
+"""For the repeats; two are made in any case."""
 
 # Named anew in torch 2.13, which warns of the former names.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -183,9 +185,10 @@ def _measure_slowdown(bench: Bench, model: ModelSpec, traffic: _UnitTraffic, tim
     _run(bench, multiply, 4, traffic, exchanges)  # what a first run adds is not its own
     (block,) = bench.team.largest(_run(bench, multiply, 4) / 4)
     blocks = min(MOST_BLOCKS, max(1, math.ceil(OUTLASTS * exchanges * seconds / block)))
+    repeats = max(2, min(REPEATS, int(SECONDS / (2 * blocks * block))))
     lost = []
     with collector_paused():
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             alone = _run(bench, multiply, blocks)
             lost.append(_run(bench, multiply, blocks, traffic, exchanges) - alone)
     return min(1.0, max(0.0, statistics.median(lost) / (exchanges * seconds)))
