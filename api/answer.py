@@ -111,7 +111,10 @@ def _step(best: Recommendation) -> str:
     micro = f"{_seconds(best.micro_step_seconds)} a micro-batch"
     if best.optimizer_seconds == 0:
         return micro
-    return f"{_seconds(best.step_seconds)} a step ({micro}, optimizer {_seconds(best.optimizer_seconds)})"
+    parts = f"{micro}, optimizer {_seconds(best.optimizer_seconds)}"
+    if best.communication_seconds is not None:
+        parts += f", communication {_seconds(best.communication_seconds)}"
+    return f"{_seconds(best.step_seconds)} a step ({parts})"
 
 
 def _batch(best: Recommendation, request: ExplorationRequest | None) -> str | None:

@@ -56,6 +56,7 @@ def build_recommendation(
         step_seconds=seconds.step,
         micro_step_seconds=seconds.micro_step,
         optimizer_seconds=seconds.optimizer,
+        communication_seconds=seconds.communication if table.communication is not None else None,
         grad_accum_steps=accumulation,
         nearest_batch_sizes=nearest,
         predicted_peak_bytes=belief.predicted_bytes(verdict.row).peak,
@@ -69,6 +70,7 @@ def build_recommendation(
         runner_up=runner_up,
         notes=(
             *_notes(request, candidate, report, whole_model),
+            *_communication_notes(belief, candidate, seconds),
             *_predictions(belief, references),
             *_doubts(runner_up),
             *_slow_head(belief, verdict.row),
@@ -114,12 +116,13 @@ def whole_model_tokens_per_second(belief: Belief, candidate: Candidate, whole: W
 def _whole_step(belief: Belief, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
     """A step with the seconds of a whole-model run.
 
-    Where several devices ran it, their exchange of gradients is part of its optimizer's seconds. It is plainer than a
-    trainer's, and no candidate's own: the optimizer takes what it was measured to take by itself.
+    What is composed takes the place of what the run did not show: in a job of an earlier version that of communication
+    and optimizer, whose seconds there contain a plain exchange of gradients.
     """
-    optimizer = whole.optimizer_seconds
-    if _exchanges(belief.request, candidate, belief.hardware):
-        optimizer = belief.seconds(belief.table.row[candidate]).optimizer
+    optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
+    if communication is None and _exchanges(belief.request, candidate, belief.hardware):
+        composed = belief.seconds(belief.table.row[candidate])
+        optimizer, communication = composed.optimizer, composed.communication
     return combine_seconds(
         whole.micro_step_seconds,
         optimizer,
@@ -127,6 +130,7 @@ def _whole_step(belief: Belief, candidate: Candidate, whole: WholeModelMeasureme
         belief.table.model,
         belief.request,
         context_parallel_size=candidate.context_parallel_size,
+        communication=(communication or 0.0) if belief.table.communication is not None else 0.0,
     )
 
 
@@ -190,7 +194,7 @@ def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
     notes = [f"execution: {request.execution}"]
-    notes += _traffic_notes(request, candidate, report, whole_model)
+    notes += _sharing_notes(request, candidate, report)
     if request.training.sharding is not Sharding.NONE and request.mode == "train":
         notes.append(f"memory assumes {request.training.sharding} over {request.num_devices} devices")
     if whole_model is not None and whole_model.measurement.outcome is not Outcome.OK:
@@ -222,23 +226,28 @@ def _slow_head(belief: Belief, row: int) -> tuple[str, ...]:
     )
 
 
-def _traffic_notes(
-    request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
-) -> list[str]:
-    """What of the traffic between devices is in the time, and which ways to share sequences were out of reach."""
-    notes = []
+def _communication_notes(belief: Belief, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
+    """What of the traffic between devices, beside that of context parallelism, is in the time."""
+    request = belief.request
+    if request.num_devices == 1:
+        return ()
     shared = candidate.context_parallel_size > 1
-    if shared:
-        notes.append("the keys and values that context parallelism passes between devices are included in the time")
-    if request.num_devices > 1:
+    if belief.table.communication is None:
         what = "other communication" if shared else "communication"
-        notes.append(f"{what} between devices is not included in the time")
-    whole = whole_model.measurement.whole_model if whole_model is not None else None
-    if whole is not None and _exchanges(request, candidate, report.hardware):
-        notes.append(
-            "as a whole model, a plain exchange of gradients and the optimizer took "
-            f"{1e3 * whole.optimizer_seconds:.1f} ms a step; the exchange is not counted"
-        )
+        return (f"{what} between devices is not included in the time",)
+    what = "gradients" if request.training.sharding is Sharding.NONE else "gradients and parameters"
+    taken, share = 1e3 * seconds.communication, seconds.communication / seconds.step
+    return (
+        f"the exchange of {what} between {request.num_devices} devices is included in the time: beyond what "
+        f"computation hides it takes {taken:.1f} ms of a step ({share:.1%})",
+    )
+
+
+def _sharing_notes(request: ExplorationRequest, candidate: Candidate, report: DeviceReport) -> list[str]:
+    """That the traffic of sequences which devices share is in the time, and which ways to share were out of reach."""
+    notes = []
+    if candidate.context_parallel_size > 1:
+        notes.append("the keys and values that context parallelism passes between devices are included in the time")
     beyond = [size for size in request.context_parallel_sizes if size > report.hardware.num_devices]
     if beyond:
         sizes = ", ".join(map(str, beyond))

@@ -161,13 +161,16 @@ class Belief:
         """Expected seconds of a candidate's step, as its components compose it."""
         device, host = self.surrogate.device_mean_K[None, :], self.surrogate.host_K
         rows = np.array([row])
+        micro_step = self.table.micro_step_seconds(device, host, rows)
+        communication = self.table.communication_seconds(device, micro_step, self.surrogate.overlap, rows)
         return combine_seconds(
-            float(self.table.micro_step_seconds(device, host, rows)[0, 0]),
+            float(micro_step[0, 0]),
             float(self.table.optimizer_seconds(device, host, rows)[0, 0]),
             int(self.table.micro_batch_C[row]),
             self.table.model,
             self.request,
             context_parallel_size=int(self.table.sharing_C[row]),
+            communication=float(communication[0, 0]),
         )
 
     def expected_seconds(self, row: int) -> StepSeconds:
@@ -178,6 +181,7 @@ class Belief:
             factor * composed.optimizer,
             factor * composed.step,
             composed.tokens_per_second / factor,
+            factor * composed.communication,
         )
 
     def bytes(self, row: int) -> StepBytes:
@@ -282,7 +286,9 @@ class Belief:
     def _refresh(self) -> None:
         table, surrogate = self.table, self.surrogate
         self._suggestion, self._suggested, self._believer = None, False, None
-        self._composed_C: Floats = table.tokens_per_second(surrogate.device_mean_K[None, :], surrogate.host_K)[0]
+        self._composed_C: Floats = table.tokens_per_second(
+            surrogate.device_mean_K[None, :], surrogate.host_K, overlap=surrogate.overlap
+        )[0]
         self._correction = self._correct()
         self._shift_C: Floats = np.zeros(len(table.candidates))
         if self._correction is not None:
@@ -314,7 +320,7 @@ class Belief:
         """Samples of the logarithms of composed tokens/s, shape (N, A); by default as many as there is time for."""
         number = number or int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
         device_NK, host_K = self.surrogate.device_NK[:number], self.surrogate.host_K
-        return np.asarray(np.log(self.table.tokens_per_second(device_NK, host_K, rows)))
+        return np.asarray(np.log(self.table.tokens_per_second(device_NK, host_K, rows, self.surrogate.overlap)))
 
     def _look(self, rows: Ints) -> Outlook:
         table, surrogate = self.table, self.surrogate

@@ -24,6 +24,7 @@ class ComponentKind(StrEnum):
     MOE_FFN = "moe_ffn"
     HEAD = "head"
     OPTIMIZER = "optimizer"
+    COMMUNICATION = "communication"
 
 
 class BlockRecompute(StrEnum):
@@ -75,8 +76,9 @@ def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | N
 class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
-    `micro_batch_size` is 0 for the optimizer, which does not depend on it. Of each sequence a device has the share
-    1 / `context_parallel_size`; attention alone reaches beyond it, and depends on the layout.
+    `micro_batch_size` is 0 for the optimizer and for the communication of gradients and parameters, which do not depend
+    on it. Of each sequence a device has the share 1 / `context_parallel_size`; attention alone reaches beyond it, and
+    depends on the layout.
     """
 
     kind: ComponentKind
@@ -102,13 +104,13 @@ class Component(Frozen):
 
     @property
     def communicates(self) -> bool:
-        """Whether several processes must run it together."""
+        """Whether it is computed by several processes together, which share sequences."""
         return self.context_parallel_layout is not None
 
     @property
     def key(self) -> str:
         """Canonical text, unique within a job."""
-        parts = [f"m={self.micro_batch_size}"] if self.kind is not ComponentKind.OPTIMIZER else []
+        parts = [f"m={self.micro_batch_size}"] if self.micro_batch_size else []
         if self.bta_tile is not None:
             parts.append(f"tile={self.bta_tile}")
         if self.recompute is not BlockRecompute.NONE:
@@ -139,18 +141,22 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """The components of a candidate's step. `optimizer` is null in eval mode."""
+    """The components of a candidate's step.
+
+    `optimizer` is null in eval mode, `communication` where devices exchange nothing or too few of them are at hand.
+    """
 
     embedding: Component
     layers: tuple[LayerGroup, ...]
     head: Component
     optimizer: Component | None
+    communication: Component | None = None
 
     @property
     def components(self) -> tuple[Component, ...]:
         """Every distinct component, in the order of a step."""
         blocks = [block for group in self.layers for block in (group.attention, group.ffn)]
-        ends = [self.optimizer] if self.optimizer is not None else []
+        ends = [end for end in (self.optimizer, self.communication) if end is not None]
         return tuple(dict.fromkeys([self.embedding, *blocks, self.head, *ends]))
 
 
@@ -158,12 +164,13 @@ class Decomposer:
     """Splits the steps of one model's candidates into components, sharing equal components.
 
     What is not attention works token by token: half of each of two sequences is the work of a whole one, and is
-    measured once for both.
+    measured once for both. With `exchanges`, the steps contain what devices exchange of gradients and parameters.
     """
 
-    def __init__(self, model: ModelSpec, *, training: bool) -> None:
+    def __init__(self, model: ModelSpec, *, training: bool, exchanges: bool = False) -> None:
         self._model = model
         self._training = training
+        self._exchanges = exchanges
         self._components: dict[tuple[object, ...], Component] = {}
         self._groups: dict[Recompute, list[tuple[LayerKind, bool, int, tuple[int, ...]]]] = {}
 
@@ -194,6 +201,7 @@ class Decomposer:
             layers=tuple(layers),
             head=self._share(ComponentKind.HEAD, local[0], *plain, None, local[1]),
             optimizer=self._share(ComponentKind.OPTIMIZER, 0, *plain, groups) if self._training else None,
+            communication=self._share(ComponentKind.COMMUNICATION, 0, *plain, groups) if self._exchanges else None,
         )
 
     def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int, tuple[int, ...]]]:

@@ -20,7 +20,10 @@ MARGIN_BYTES = {"cuda": GIB // 2, "cpu": 64 * 2**20}
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of a step. `step` is (B c / (N m)) micro-steps and one optimizer step, the ratio a real number.
+    """Seconds of a step: `step` is (B c / (N m)) micro-steps, one optimizer step, and the communication.
+
+    The ratio is a real number. `communication` is what the exchange of gradients and parameters adds to the whole step,
+    beyond what computation hides; 0 where it is not timed.
 
     N devices form N / c groups that share sequences, each of which processes micro-batches of m; c is 1 without context
     parallelism. `tokens_per_second` are those of the whole step a device, B S / N over `step`, so that they compare
@@ -31,6 +34,7 @@ class StepSeconds:
     optimizer: float
     step: float
     tokens_per_second: float
+    communication: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +58,25 @@ def combine_seconds(
     request: ExplorationRequest,
     *,
     context_parallel_size: int = 1,
+    communication: float = 0.0,
 ) -> StepSeconds:
-    """A whole step from its micro-step, in which `context_parallel_size` devices share it, and its optimizer step."""
+    """A whole step from its micro-step, in which `context_parallel_size` devices share it, and its optimizer step.
+
+    `communication` is what the exchange adds to all of the step.
+    """
     training = request.mode == "train"
     share = request.group_batch_size(context_parallel_size) if training else float(micro_batch_size)
-    step = share / micro_batch_size * micro_step + optimizer
-    return StepSeconds(micro_step, optimizer, step, share * model.seq_length / context_parallel_size / step)
+    step = share / micro_batch_size * micro_step + optimizer + communication
+    tokens_per_second = share * model.seq_length / context_parallel_size / step
+    return StepSeconds(micro_step, optimizer, step, tokens_per_second, communication)
 
 
 def static_parts(model: ModelSpec, request: ExplorationRequest) -> MemoryParts:
     """Training state of one device: parameters, gradients, master weights, optimizer states, as sharded.
 
     It is sharded over all devices, those that share sequences among them: context parallelism is folded into the mesh
-    that FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511).
+    that FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511). What is needed whole beside a
+    share of it that is stepped, parameters with ZeRO-1 and 2 and gradients with ZeRO-1, exists as both.
     """
     number = count_parameters(model)
     item = model.dtype.itemsize
@@ -76,7 +86,10 @@ def static_parts(model: ModelSpec, request: ExplorationRequest) -> MemoryParts:
     level = request.training.sharding.level
 
     def shard(size: int, from_level: int) -> int:
-        return -(-size // request.num_devices) if level >= from_level else size
+        if level < 1:
+            return size
+        share = -(-size // request.num_devices)
+        return share if level >= from_level else size + share
 
     return MemoryParts(
         parameters=shard(number * item, 3),
@@ -101,16 +114,20 @@ def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
 
 
 def gathered_bytes(model: ModelSpec, request: ExplorationRequest) -> int:
-    """What sharded training holds whole for a moment.
+    """What sharded training holds whole for a moment, as torch's fully_shard does.
 
-    From ZeRO-2 on, the gradients of one layer before they are reduced; with ZeRO-3 also the parameters of two, the
-    second prefetched.
+    With ZeRO-1 the buffer from which a layer's gradients are reduced. From ZeRO-2 on these gradients as well, in the
+    format of the parameters, and the buffer of the layer before, whose reduction has not ended. With ZeRO-3 also the
+    parameters of a layer and the share from which they are gathered: of the one that runs, or of the next, by the time
+    that the first has been let go of.
     """
     level = request.training.sharding.level
-    if request.mode == "eval" or level < 2:
+    if request.mode == "eval" or level < 1:
         return 0
     layers = [count_layer(model, kind) for kind in LayerKind if model.count_layers(kind)]
     largest = max(*layers, count_embedding(model), count_head(model))
-    gradients = largest * request.training.optimizer.gradient_dtype(model.dtype).itemsize
-    parameters = 2 * largest * model.dtype.itemsize if level >= 3 else 0
-    return gradients + parameters
+    buffer = largest * request.training.optimizer.gradient_dtype(model.dtype).itemsize
+    whole = largest * model.dtype.itemsize
+    if level == 1:
+        return buffer
+    return 2 * buffer + whole + (whole + -(-whole // request.num_devices) if level >= 3 else 0)

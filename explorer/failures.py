@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from explorer.candidates import Candidate
-from explorer.components import BlockRecompute, Component, ComponentKind
+from explorer.components import BlockRecompute, Component
 from explorer.measurements import Measurement, Outcome
 from explorer.runs import RunLog
 from explorer.table import Floats, Mask, SpaceTable
@@ -77,7 +77,7 @@ def at_least(component: Component, failed: Component, *, broken: bool = False) -
     """
     if component == failed:
         return True
-    if component.kind is not failed.kind or component.kind is ComponentKind.OPTIMIZER:
+    if component.kind is not failed.kind or component.micro_batch_size == 0:
         return False
     runs_it = component.recompute is failed.recompute or (broken and failed.recompute is BlockRecompute.NONE)
     same = (component.backend, component.num_query_groups) == (failed.backend, failed.num_query_groups)

@@ -14,6 +14,7 @@ from explorer.belief import Belief
 from explorer.candidates import Candidate
 from explorer.composition import memory_limit
 from explorer.events import EventDraft
+from explorer.exchange import is_exchange_timed
 from explorer.hardware import DeviceReport
 from explorer.ledger import Ledger
 from explorer.memory import predict_memory
@@ -83,12 +84,14 @@ def survey_variant(model: ModelSpec, request: ExplorationRequest, report: Device
     space = enumerate_candidates(request, report, model)
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
-    everything = SpaceTable((*space.candidates, *(c for c in bases if c not in members)), model, request)
+    exchanges = is_exchange_timed(request, report.hardware)
+    others = (c for c in bases if c not in members)
+    everything = SpaceTable((*space.candidates, *others), model, request, exchanges=exchanges)
     required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
     limit = memory_limit(request, report.hardware)
     fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
     legal = space.restrict(c for c in fitting if c in members)
-    table = SpaceTable(fitting, model, request) if legal.candidates else None
+    table = SpaceTable(fitting, model, request, exchanges=exchanges) if legal.candidates else None
     return Survey(legal, len(space.candidates) - len(legal.candidates), bases, table)
 
 

@@ -1,4 +1,4 @@
-"""Host seconds and bytes of components that were not measured, by how far their measured kin are off the prediction."""
+"""What was not measured of components, by how far their measured kin are off the prediction: host seconds, bytes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from explorer.components import Component, ComponentKind
+from explorer.components import BlockRecompute, Component, ComponentKind
+from explorer.exchange import FORWARD_SHARES
 from explorer.runs import SHORTEST_SECONDS, ComponentRuns
-from explorer.table import Floats
+from explorer.table import Floats, SpaceTable
 
 BYTES_STD_NEAR = 0.03  # relative error of predicted bytes: the same back end and mode was measured,
 BYTES_STD_KIND = 0.10  # only the same kind was,
@@ -64,6 +65,32 @@ def estimate_bytes(
             bytes_3K[:, i] *= np.clip(kind[component.kind], 0.5, 2.0)
             std_K[i] = BYTES_STD_KIND
     return bytes_3K, std_K
+
+
+def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, ComponentRuns]) -> Floats:
+    """Share of each component's device seconds that its forward pass takes, shape (K,).
+
+    As measured, of the component or else of those of its kind that recompute alike; a backward pass is otherwise taken
+    to be two forward passes, and one more of what is recomputed as a whole.
+    """
+    alike: dict[tuple[object, ...], list[float]] = {}
+    for component, runs in found.items():
+        alike.setdefault(_policy(component), []).append(runs.forward_share)
+    shares_K = np.empty(len(table.components))
+    for i, component in enumerate(table.components):
+        if component in found:
+            shares_K[i] = found[component].forward_share
+        elif _policy(component) in alike:
+            shares_K[i] = np.mean(alike[_policy(component)])
+        elif component.kind is ComponentKind.COMMUNICATION:
+            shares_K[i] = FORWARD_SHARES[table.request.training.sharding]
+        else:
+            shares_K[i] = 1 / 4 if component.recompute is BlockRecompute.FULL else 1 / 3
+    return shares_K
+
+
+def _policy(component: Component) -> tuple[object, ...]:
+    return (component.kind, component.recompute, component.bta_tile is not None)
 
 
 def _kin(component: Component) -> tuple[object, ...]:

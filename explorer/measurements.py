@@ -41,6 +41,10 @@ class ComponentMeasurement(Frozen):
     Bytes are `max_memory_allocated` differences, parameters and gradients excluded: `saved_bytes` is what a forward
     leaves alive for its backward, without recomputation of the whole block; `forward_peak_bytes` and
     `backward_peak_bytes` are the highest level of either pass over the level before the forward.
+
+    Of communication the forward is what is gathered in forward, the backward what is gathered and reduced in backward,
+    once for the whole model, with nothing beside it. `slowdown` is what computation beside it loses, in seconds for
+    each second of the traffic; null for other components.
     """
 
     component: Component
@@ -52,6 +56,7 @@ class ComponentMeasurement(Frozen):
     saved_bytes: Bytes
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
+    slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
     conditions: Conditions | None = None
 
     @property
@@ -64,7 +69,9 @@ class WholeModelMeasurement(Frozen):
     """A whole training step, run as it would be in training: two accumulated micro-steps and the optimizer.
 
     `micro_step_seconds` and `optimizer_seconds` are medians; `peak_bytes` is max_memory_allocated, `reserved_bytes`
-    max_memory_reserved of the step.
+    max_memory_reserved of the step. Devices that train together take three micro-steps: `micro_step_seconds` are of the
+    one in the middle, with the traffic that every micro-step has, and `communication_seconds` what the first and the
+    last take beyond it, which passes once a step however many there are. Null where nothing was exchanged.
     """
 
     micro_step_seconds: Seconds
@@ -73,6 +80,7 @@ class WholeModelMeasurement(Frozen):
     peak_bytes: Bytes
     reserved_bytes: Bytes
     repeats: Annotated[int, Field(ge=1)]
+    communication_seconds: Seconds | None = None
     conditions: Conditions | None = None
 
     @property

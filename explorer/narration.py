@@ -6,6 +6,7 @@ from typing import Any
 
 from explorer.acquisition import Suggestion
 from explorer.candidates import Candidate
+from explorer.components import ComponentKind
 from explorer.composition import GIB
 from explorer.events import EventCode, EventDraft
 from explorer.measurements import Outcome
@@ -57,7 +58,7 @@ def no_base_event() -> EventDraft:
 
 
 def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDraft:
-    """A candidate was measured, or could not be."""
+    """A candidate was measured, or could not be; or what all candidates share."""
     measurement = trial.measurement
     data = {
         "trial": trial.number,
@@ -67,6 +68,14 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         "predicted_peak_bytes": trial.predicted_peak_bytes,
         "measured_peak_bytes": trial.measured_peak_bytes,
     }
+    if measurement.outcome is Outcome.OK and trial.tokens_per_second is None:
+        traffic = next(m for m in measurement.components if m.component.kind is ComponentKind.COMMUNICATION)
+        message = (
+            f"Trial {trial.number}: what devices exchange of gradients and parameters takes "
+            f"{1e3 * traffic.device_seconds:.1f} ms for the whole model by itself; computation beside it loses "
+            f"{traffic.slowdown or 0.0:.0%} of that time ({seconds:.1f} s)"
+        )
+        return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.OK:
         peak = (trial.measured_peak_bytes or trial.predicted_peak_bytes or 0) / GIB
         what = "components again" if suggestion.again else "new components"

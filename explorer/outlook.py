@@ -65,5 +65,5 @@ def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> M
 def contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least: Floats) -> Ints:
     """Those of `rows` whose optimistic throughput reaches its `least` tokens/s; the others cannot decide anything."""
     optimistic_K = np.exp(surrogate.log_center_K - 3.5 * surrogate.log_std_K)
-    upper = table.tokens_per_second(optimistic_K[None, :], surrogate.host_K, rows)[0]
+    upper = table.tokens_per_second(optimistic_K[None, :], surrogate.host_K, rows, surrogate.overlap)[0]
     return np.asarray(rows[upper >= least])

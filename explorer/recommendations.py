@@ -90,6 +90,10 @@ class Recommendation(Frozen):
     step_seconds: float
     micro_step_seconds: float
     optimizer_seconds: float
+    communication_seconds: float | None = Field(
+        None,
+        description="Of a step, added by the exchange of gradients and parameters between devices; null if not timed.",
+    )
     grad_accum_steps: int | None
     nearest_batch_sizes: tuple[int, ...] = ()
     predicted_peak_bytes: int

@@ -329,9 +329,12 @@ class ExplorationRequest(Frozen):
         """Devices that a worker must have to explore this.
 
         As many as the largest of the listed sizes. `explore` takes what there is, two that can share at least;
-        `available` says how many that was, so that a resumed exploration finds as many as it began with.
+        `available` says how many that was, so that a resumed exploration finds as many as it began with. One that began
+        with all its devices needs them all: what they exchange is part of what it learns.
         """
         sizes = self.context_parallel_sizes
+        if available is not None and self.mode == "train" and available >= self.num_devices:
+            return self.num_devices
         if self.context_parallel.sizes != "explore":
             return max(sizes)
         if available is None:

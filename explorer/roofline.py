@@ -21,6 +21,7 @@ from explorer.parameters import (
     count_parameters,
 )
 from explorer.requests import ExplorationRequest
+from explorer.training import Sharding
 
 BACKWARD_FLOPS = 2.0  # a matmul's backward is two matmuls
 FLASH_BACKWARD_FLOPS = 2.5  # flash attention's backward recomputes the scores: five matmuls for two
@@ -32,7 +33,11 @@ OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pa
     ComponentKind.MOE_FFN: 30,
     ComponentKind.HEAD: 20,
     ComponentKind.OPTIMIZER: 10,
+    ComponentKind.COMMUNICATION: 10,
 }
+LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
+"""Between devices, each way: links of a host's GPUs pass 25 to 400 GB/s, loopback sockets one or two. It is a first
+guess of something that is measured before all else."""
 HOP_OPERATIONS = 8  # of attention, for each block of keys and values that comes from another device
 
 
@@ -68,6 +73,10 @@ def predict_component_seconds(
     if component.kind is ComponentKind.OPTIMIZER:
         moved = Work(0.0, _optimizer_bytes(model, request) / request.optimizer_shards)
         return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
+    if component.kind is ComponentKind.COMMUNICATION:
+        link = LINK_BYTES_PER_SECOND[hardware.device_kind]
+        host = OPERATIONS[component.kind] * model.num_layers * hardware.launch_seconds
+        return PredictedSeconds(_exchanged_bytes(model, request) / link, host)
     training = request.mode == "train"
     forward = _forward_work(component, model, request)
     hops = component.context_parallel_size - 1 if component.communicates else 0
@@ -175,6 +184,16 @@ def _plain(component: Component) -> Component:
     if not component.recompute.by_operation:
         return component
     return component.model_copy(update={"recompute": BlockRecompute.NONE})
+
+
+def _exchanged_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
+    """What a device sends when all is gathered and reduced: of a ring, (N - 1) / N of it each time (twice to all)."""
+    sharding = request.training.sharding
+    gradients = 2 if sharding is Sharding.NONE else 1
+    gathers = {Sharding.NONE: 0, Sharding.ZERO3: 2}.get(sharding, 1)
+    gradient = request.training.optimizer.gradient_dtype(model.dtype).itemsize
+    whole = count_parameters(model) * (gradients * gradient + gathers * model.dtype.itemsize)
+    return float(whole) * (request.num_devices - 1) / request.num_devices
 
 
 def _optimizer_bytes(model: ModelSpec, request: ExplorationRequest) -> float:

@@ -51,6 +51,17 @@ class ComponentRuns:
         """Geometric mean over the runs."""
         return float(np.exp(np.mean([np.log(max(r.host_seconds, SHORTEST_SECONDS)) for r in self.runs])))
 
+    @cached_property
+    def forward_share(self) -> float:
+        """Share of the device's seconds that the forward pass takes, in the mean over the runs."""
+        return float(np.mean([r.forward_device_seconds / max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs]))
+
+    @cached_property
+    def slowdown(self) -> float | None:
+        """Of the computation beside it, in the mean over the runs; null for what passes by itself."""
+        found = [r.slowdown for r in self.runs if r.slowdown is not None]
+        return float(np.mean(found)) if found else None
+
     @property
     def waits(self) -> bool:
         """Whether host and device have one time, told twice: the block waits, or the host is the device."""

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from explorer.components import Component, ComponentKind
+from explorer.exchange import ASSUMED_SLOWDOWN, Overlap
 from explorer.hardware import HardwareSpec
 from explorer.kernel import Kernel
-from explorer.kinship import estimate_bytes, estimate_host_seconds
+from explorer.kinship import estimate_bytes, estimate_forward_shares, estimate_host_seconds
 from explorer.measurements import ComponentMeasurement
 from explorer.memory import predict_component_table
 from explorer.roofline import predict_component_seconds
@@ -75,7 +76,8 @@ class Surrogate:
     """Posterior over the components of one model variant. Axes: K components, N samples.
 
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
-    component's seconds. `essential_K` marks what no prediction replaces: the optimizer, which has no kin.
+    component's seconds. `essential_K` marks what no prediction replaces: optimizer and communication, which have no
+    kin. `overlap` is how the communication passes beside computation; null where none is timed.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class Surrogate:
                 kernel = Kernel.of([self.components[i] for i in columns])
                 self._kinds[kind.value] = _KindPrior(columns, kernel, num_samples, rng)
         self._scale_posterior = ScalePosterior(hardware.device_kind, list(self._kinds), num_samples, rng)
-        self.essential_K = np.array([c.kind is ComponentKind.OPTIMIZER for c in self.components])
+        self.essential_K = np.array([c.micro_batch_size == 0 for c in self.components])
+        self._table = table
         self._found: dict[Component, ComponentRuns] = {}
         self.fit({})
 
@@ -134,12 +137,13 @@ class Surrogate:
             component=component,
             device_seconds=device,
             host_seconds=device if self._host_is_device else float(self.host_K[column]),
-            forward_device_seconds=0.0,
+            forward_device_seconds=device * float(self.overlap.forward_share_K[column]) if self.overlap else 0.0,
             standard_error_seconds=0.0,
             repeats=1,
             saved_bytes=saved,
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=backward_peak,
+            slowdown=self.overlap.slowdown if self.overlap and component == self._table.communication else None,
         )
 
     def _condition(self, mine: Mapping[Component, ComponentRuns], scales: dict[str, Scales] | None = None) -> None:
@@ -167,6 +171,15 @@ class Surrogate:
             else estimate_host_seconds(self.components, self._host_prior_K, self.device_mean_K, mine)
         )
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
+        self.overlap = self._estimate_overlap(mine)
+
+    def _estimate_overlap(self, mine: Mapping[Component, ComponentRuns]) -> Overlap | None:
+        communication = self._table.communication
+        if communication is None:
+            return None
+        measured = mine[communication].slowdown if communication in mine else None
+        slowdown = ASSUMED_SLOWDOWN if measured is None else measured
+        return Overlap(estimate_forward_shares(self._table, mine), slowdown)
 
     def step_run_std(self, table: SpaceTable, rows: Ints) -> Floats:
         """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""

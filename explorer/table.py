@@ -10,6 +10,7 @@ import numpy.typing as npt
 from explorer.candidates import Candidate
 from explorer.components import Component, Decomposer, Decomposition
 from explorer.composition import gathered_bytes, static_parts
+from explorer.exchange import Exchange, Overlap
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
 
@@ -23,15 +24,23 @@ class SpaceTable:
 
     Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
     components of all candidates; every array over K is in its order. `columns_CP` lists those of each candidate, where
-    `used_CP` is set.
+    `used_CP` is set. With `exchanges` every step contains `communication`, what devices exchange of gradients and
+    parameters.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], model: ModelSpec, request: ExplorationRequest) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        model: ModelSpec,
+        request: ExplorationRequest,
+        *,
+        exchanges: bool = False,
+    ) -> None:
         self.candidates = tuple(candidates)
         self.model = model
         self.request = request
         self.training = request.mode == "train"
-        decomposer = Decomposer(model, training=self.training)
+        decomposer = Decomposer(model, training=self.training, exchanges=exchanges)
         self.decompositions: tuple[Decomposition, ...] = tuple(decomposer(c) for c in self.candidates)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}
@@ -39,6 +48,8 @@ class SpaceTable:
             for component in decomposition.components:
                 self.column.setdefault(component, len(self.column))
         self.components = tuple(self.column)
+        self.communication: Component | None = self.decompositions[0].communication
+        self._exchange = Exchange.of(model, request)
 
         num_groups = max(len(d.layers) for d in self.decompositions)
         shape = (len(self.candidates), num_groups)
@@ -98,13 +109,15 @@ class SpaceTable:
         The host issues work ahead of the device, about a thousand launches deep, and blocks that keep the device busy
         for long (the head above all) give it that lead. So the pass takes the larger of its device and its host time.
         """
-        device = device_NK[:, self._embedding_C[rows]] + device_NK[:, self._head_C[rows]]
-        host = host_K[self._embedding_C[rows]] + host_K[self._head_C[rows]]
+        return np.maximum(self._sum_blocks(device_NK, rows), self._sum_blocks(host_K[None, :], rows))
+
+    def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
+        """Over the blocks of a whole model, shape (N, C)."""
+        total = values_NK[:, self._embedding_C[rows]] + values_NK[:, self._head_C[rows]]
         for g in range(self._count_CG.shape[1]):
             attention, ffn, count = self._attention_CG[rows, g], self._ffn_CG[rows, g], self._count_CG[rows, g]
-            device += count * (device_NK[:, attention] + device_NK[:, ffn])
-            host = host + count * (host_K[attention] + host_K[ffn])
-        return np.asarray(np.maximum(device, host))
+            total += count * (values_NK[:, attention] + values_NK[:, ffn])
+        return np.asarray(total)
 
     def optimizer_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Seconds of one device's optimizer step, shape (N, C)."""
@@ -113,15 +126,45 @@ class SpaceTable:
             return np.zeros((device_NK.shape[0], len(columns)), dtype=np.float64)
         return np.asarray(np.maximum(device_NK[:, columns], host_K[columns]))
 
-    def tokens_per_second(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
-        """Tokens/s of one device over a whole step, shape (N, C): (B c / (N m)) micro-steps and the optimizer.
+    def communication_seconds(
+        self, device_NK: Floats, micro_step_NC: Floats, overlap: Overlap | None, rows: Ints | slice = slice(None)
+    ) -> Floats:
+        """What the exchange of gradients and parameters adds to a whole step, shape (N, C).
+
+        `micro_step_NC` are the seconds of the rows' micro-steps. Zero where the exchange is not timed; elsewhere
+        `overlap` is needed.
+        """
+        if self.communication is None:
+            return np.zeros_like(micro_step_NC)
+        assert overlap is not None, "traffic passes beside computation"
+        blocks_NC = self._sum_blocks(device_NK, rows)
+        forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
+        column = self.column[self.communication]
+        traffic_N1, gathered = device_NK[:, [column]], float(overlap.forward_share_K[column])
+        always_NC, once_NC = self._exchange.visible_seconds(
+            gathered * traffic_N1,
+            (1.0 - gathered) * traffic_N1,
+            forward_NC,
+            micro_step_NC - forward_NC,
+            overlap.slowdown,
+        )
+        num_micro_steps_C = self.request.device_batch_size * self.sharing_C[rows] / self.micro_batch_C[rows]
+        return np.asarray(num_micro_steps_C * always_NC + once_NC)
+
+    def tokens_per_second(
+        self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None), overlap: Overlap | None = None
+    ) -> Floats:
+        """Tokens/s of one device over a whole step, shape (N, C): (B c / (N m)) micro-steps, optimizer, communication.
 
         The c devices that share sequences also share their tokens, see `explorer.composition.StepSeconds`.
         """
         micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
         share = self.request.device_batch_size * sharing if self.training else micro_batch
-        step = share / micro_batch * self.micro_step_seconds(device_NK, host_K, rows)
+        micro_step = self.micro_step_seconds(device_NK, host_K, rows)
+        step = share / micro_batch * micro_step
         step += self.optimizer_seconds(device_NK, host_K, rows)
+        if self.communication is not None:
+            step += self.communication_seconds(device_NK, micro_step, overlap, rows)
         return np.asarray(share * self.model.seq_length / sharing / step)
 
     def activation_bytes(

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from explorer.candidates import Candidate
-from explorer.components import Component
+from explorer.components import Component, ComponentKind
 from explorer.frozen import Frozen
 from explorer.hardware import HardwareSpec
 from explorer.measurements import Measurement
@@ -64,9 +64,12 @@ def count_processes(
 ) -> int:
     """How many processes, a device each, run a trial together.
 
-    Components take those that share a sequence of the one that most share. A whole model takes all devices of the
-    request, groups with sequences of their own among them, where the profiler has as many; else one such group.
+    Components take those that share a sequence of the one that most share; communication takes all devices of the
+    request, which exist where it is a component. A whole model takes all devices of the request, groups with sequences
+    of their own among them, where the profiler has as many; else one such group.
     """
+    if kind is TrialKind.COMPONENTS and any(c.kind is ComponentKind.COMMUNICATION for c in components):
+        return request.num_devices
     if kind is TrialKind.COMPONENTS:
         return max((c.context_parallel_size for c in components if c.communicates), default=1)
     return request.num_devices if request.num_devices <= hardware.num_devices else candidate.context_parallel_size
@@ -81,7 +84,7 @@ class Trial(Frozen):
 
     `predicted_peak_bytes` is what was believed just before the trial, `measured_peak_bytes` what its measured
     components compose to; for a whole model, what was composed and what the run itself allocated. Figures that the
-    outcome does not allow are null.
+    outcome does not allow are null, as is the throughput of a trial that measured what all candidates share.
     """
 
     number: Annotated[int, Field(ge=0)]

@@ -154,6 +154,7 @@ class VariantSearch:
     # -- phases --------------------------------------------------------------------------------------------------
 
     def _find_base(self) -> Iterator[Progress]:
+        yield from self._measure_communication()
         for candidate in self._ground.bases:
             row = self._table.row[candidate]
             if not self._belief.is_known(row) and self._belief.is_open(row):
@@ -167,6 +168,15 @@ class VariantSearch:
         recommendation = self._recommend()
         if recommendation is not None:  # after a resume: the line that was stored last is not said again
             self._last_line = render_message(recommendation_event(recommendation))
+
+    def _measure_communication(self) -> Iterator[Progress]:
+        """Of all candidates alike, by all devices: first, since nothing leads to expect it, and by itself."""
+        communication = self._table.communication
+        if communication is None or not self._ground.bases:
+            return
+        row = self._table.row[self._ground.bases[0]]
+        if communication not in self._belief.measured and self._belief.is_open(row):
+            yield from self._run(self._ground.bases[0], Suggestion(row, (communication,)))
 
     def _search(self) -> Iterator[Progress]:
         """Keep as many trials in flight as there may be, while they are worth it."""
@@ -266,7 +276,9 @@ class VariantSearch:
         flight = self._flights.pop(plan.number)
         order, candidate, row = flight.order, plan.candidate, flight.order.suggestion.row
         self._belief.learn_trials([(plan.number, measurement)])
-        measurement = self._judge(row, plan.number, measurement)
+        shared = self._table.communication in plan.components  # by all candidates: it says nothing of this one
+        if not shared:
+            measurement = self._judge(row, plan.number, measurement)
         ok = measurement.outcome is Outcome.OK
         trial = Trial(
             number=plan.number,
@@ -275,7 +287,7 @@ class VariantSearch:
             predicted_peak_bytes=flight.predicted_peak_bytes,
             measured_peak_bytes=self._belief.bytes(row).peak if self._belief.is_known(row) else None,
             predicted_tokens_per_second=flight.predicted_tokens_per_second,
-            tokens_per_second=self._belief.seconds(row).tokens_per_second if ok else None,
+            tokens_per_second=self._belief.seconds(row).tokens_per_second if ok and not shared else None,
             suggest_seconds=order.suggest_seconds + self._clock() - measured,
             seconds=measured - flight.started,
         )

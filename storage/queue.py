@@ -168,7 +168,7 @@ class Queue:
     def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
         """Bind the job to the hardware of its first claim; return the report that it was bound with.
 
-        From then on it needs as many devices as it found there to share sequences, if it explores that.
+        From then on it needs as many devices as it uses there, to share sequences or to train together.
 
         Raises:
             HardwareMismatchError: it is bound to other hardware than `report` is of.

@@ -460,11 +460,14 @@ def test_a_job_that_is_put_back_with_trouble_says_so_and_is_given_up_in_the_end(
 # Hardware
 
 
-@pytest.mark.parametrize(("sizes", "first", "later"), [((1, 2), 2, 2), ("explore", 2, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "first", "began_with", "later"),
+    [((1, 2), 2, 3, 2), ("explore", 2, 3, 2), ((1, 2), 2, 4, 4), ((1,), 1, 2, 1), ((1,), 1, 4, 4)],
+)
 def test_a_job_whose_devices_share_sequences_waits_for_as_many(
-    database: Database, sizes: tuple[int, ...] | str, first: int, later: int
+    database: Database, sizes: tuple[int, ...] | str, first: int, began_with: int, later: int
 ) -> None:
-    """At least as many as it needs; once begun, as many as it found there to share sequences."""
+    """At least as many as it needs; once begun, as many as it found there to share sequences, or to train together."""
     queue = Queue(database)
     spec = ContextParallelSpec.model_validate({"sizes": sizes})
     job, _ = queue.enqueue(make_request(num_devices=4, batch_size=8, context_parallel=spec))
@@ -474,8 +477,8 @@ def test_a_job_whose_devices_share_sequences_waits_for_as_many(
 
     assert claim(first - 1) is None
     found = make_report()
-    found = found.model_copy(update={"hardware": found.hardware.model_copy(update={"num_devices": 4})})
-    taken = claim(4)
+    found = found.model_copy(update={"hardware": found.hardware.model_copy(update={"num_devices": began_with})})
+    taken = claim(began_with)
     assert taken is not None
     queue.pin(taken.lease, found)
     queue.release(taken.lease)

@@ -11,6 +11,7 @@ from explorer.candidates import Candidate
 from explorer.components import Component, ComponentKind
 from explorer.composition import combine_seconds
 from explorer.conditions import Conditions
+from explorer.exchange import FORWARD_SHARES, Overlap
 from explorer.footprint import predict_component_bytes
 from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
@@ -68,7 +69,8 @@ class SimulatedDevice:
         self.whole_model_factor = 1.0
         self.whole_model_error = 0.001
         self.layout_speed: dict[str, float] = {}  # of attention whose sequences several devices share
-        self.exchange_seconds = 0.0  # of gradients, in whole models of several devices
+        self.traffic_factor = 1.3  # of gradients and parameters, over what the links lead to expect
+        self.slowdown = 0.3
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
         self.conditions: Callable[[TrialPlan, Component | None], Conditions | None] = lambda plan, component: None
 
@@ -81,6 +83,8 @@ class SimulatedDevice:
         own = 1 + 0.01 * (zlib.crc32(component.key.encode()) % 100 / 50 - 1)
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device / 0.8, predicted.host
+        if component.kind is ComponentKind.COMMUNICATION:
+            return self.traffic_factor * predicted.device, predicted.host
         ramp = batch / (batch + 0.7) * (1 - 0.03 * np.log2(max(1.0, component.sequences / 8)))
         return predicted.device / (speed * ramp) * own, predicted.host * 1.3
 
@@ -99,17 +103,20 @@ class SimulatedDevice:
             device, host = self.seconds(component, plan.model)
             device *= 1 + self.noise * float(self.rng.standard_normal())
             saved, forward, backward = self.weigh(component, plan.model)
+            exchange = component.kind is ComponentKind.COMMUNICATION
+            gathered = FORWARD_SHARES[self.request.training.sharding] if exchange else 1 / 3
             found.append(
                 ComponentMeasurement(
                     component=component,
                     device_seconds=device,
                     host_seconds=host,
-                    forward_device_seconds=device / 3,
+                    forward_device_seconds=gathered * device,
                     standard_error_seconds=device * self.noise,
                     repeats=10,
                     saved_bytes=saved,
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
+                    slowdown=self.slowdown if exchange else None,
                     conditions=self.conditions(plan, component),
                 )
             )
@@ -121,18 +128,28 @@ class SimulatedDevice:
         pairs = [self.seconds(c, table.model) for c in table.components]
         device = np.array([[d for d, _ in pairs]])
         host = np.array([h for _, h in pairs])
-        return np.asarray(table.tokens_per_second(device, host)[0])
+        return np.asarray(table.tokens_per_second(device, host, overlap=self.overlap(table))[0])
+
+    def overlap(self, table: SpaceTable) -> Overlap:
+        """How the exchange passes beside computation."""
+        shares = np.full(len(table.components), 1 / 3)
+        if table.communication is not None:
+            shares[table.column[table.communication]] = FORWARD_SHARES[self.request.training.sharding]
+        return Overlap(shares, self.slowdown)
 
     def _whole_model(self, plan: TrialPlan) -> Measurement:
         outcome = self.whole_model_outcomes.pop(0) if self.whole_model_outcomes else Outcome.OK
         if outcome is not Outcome.OK:
             return Measurement(candidate=plan.candidate, outcome=outcome, reason="simulated")
         factor = self.whole_model_factor * self.own_factors.get(plan.candidate, 1.0)
-        table = SpaceTable([plan.candidate], plan.model, self.request)
+        exchanges = plan.num_processes > 1 and self.request.mode == "train"
+        table = SpaceTable([plan.candidate], plan.model, self.request, exchanges=exchanges)
         pairs = [self.seconds(c, plan.model) for c in table.components]
         device, host = np.array([[d for d, _ in pairs]]), np.array([h for _, h in pairs])
+        micro_step = table.micro_step_seconds(device, host)
+        communication = float(table.communication_seconds(device, micro_step, self.overlap(table))[0, 0])
         step = combine_seconds(
-            float(table.micro_step_seconds(device, host)[0, 0]),
+            float(micro_step[0, 0]),
             float(table.optimizer_seconds(device, host)[0, 0]),
             plan.candidate.micro_batch_size,
             plan.model,
@@ -141,7 +158,8 @@ class SimulatedDevice:
         )
         whole = WholeModelMeasurement(
             micro_step_seconds=factor * step.micro_step,
-            optimizer_seconds=factor * step.optimizer + (self.exchange_seconds if plan.num_processes > 1 else 0.0),
+            optimizer_seconds=factor * step.optimizer,
+            communication_seconds=factor * communication if exchanges else None,
             standard_error_seconds=self.whole_model_error * step.micro_step,
             peak_bytes=GIB,
             reserved_bytes=GIB,

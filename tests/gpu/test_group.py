@@ -11,8 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from explorer.candidates import Candidate
-from explorer.components import Decomposer
+from explorer.components import Component, ComponentKind, Decomposer
+from explorer.exchange import ExchangeUnits
 from explorer.measurements import Measurement, Outcome
+from explorer.models import DType
+from explorer.requests import ExplorationRequest
+from explorer.training import OptimizerSpec, Sharding, TrainingSpec
 from explorer.trials import TrialKind, TrialPlan
 from tests.gpu.test_profiler import MODEL, REQUEST
 from workers.devices import visible_devices
@@ -68,6 +72,75 @@ def test_layouts_on_two_devices(group: Profiler) -> None:
     assert seconds["zigzag"] < seconds["ring"], "the ring's last rank has most of the work"
     whole = run(group, "zigzag", kind=TrialKind.WHOLE_MODEL)
     assert whole.outcome is Outcome.OK, whole.reason
+
+
+def together(group: Profiler, kind: TrialKind, *components: Component, layout: str | None = None) -> Measurement:
+    candidate = Candidate(
+        micro_batch_size=4,
+        attention_backend="flash",
+        expert_backend="grouped_mm",
+        num_query_groups=MODEL.query_groups,
+        context_parallel_size=1 if layout is None else 2,
+        context_parallel_layout=layout,
+    )
+    plan = TrialPlan(
+        number=0,
+        kind=kind,
+        model=MODEL,
+        candidate=candidate,
+        components=components,
+        timeout_seconds=120.0,
+        num_processes=2,
+    )
+    return group.measure(plan)
+
+
+def trained(sharding: Sharding, gradients: DType | None = None) -> ExplorationRequest:
+    training = TrainingSpec(sharding=sharding, optimizer=OptimizerSpec(grad_dtype=gradients))
+    return REQUEST.model_copy(update={"num_devices": 2, "training": training})
+
+
+@pytest.mark.parametrize("sharding", Sharding)
+def test_traffic_on_two_devices(group: Profiler, sharding: Sharding) -> None:
+    group.begin(trained(sharding))
+    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=MODEL.query_groups)
+    result = together(group, TrialKind.COMPONENTS, component)
+    assert result.outcome is Outcome.OK, result.reason
+    (found,) = result.components
+    units = ExchangeUnits.of(MODEL)
+    ends = [units.first, *([units.last] if units.last else [])]
+    number = sum(unit.count * unit.num_parameters for unit in (*units.layers, *ends))
+    sent = number * MODEL.dtype.itemsize / 2  # half of it each time it is gathered or reduced
+    times = {Sharding.NONE: 2, Sharding.ZERO3: 3}.get(sharding, 2)
+    assert 1e9 < times * sent / found.device_seconds < 1e12, "bytes/s of a link between GPUs"
+    assert found.standard_error_seconds < 0.2 * found.device_seconds
+    assert (found.forward_device_seconds < 0.1 * found.device_seconds) is (sharding is Sharding.NONE)
+    assert found.slowdown is not None
+    assert found.slowdown < 1.0, "nothing passes beside computation"
+
+
+@pytest.mark.parametrize("gradients", [None, DType.FLOAT32])
+@pytest.mark.parametrize("sharding", Sharding)
+def test_whole_models_train_together(group: Profiler, sharding: Sharding, gradients: DType | None) -> None:
+    group.begin(trained(sharding, gradients))
+    for layout in (None, "zigzag"):
+        result = together(group, TrialKind.WHOLE_MODEL, layout=layout)
+        assert result.outcome is Outcome.OK, result.reason
+        whole = result.whole_model
+        assert whole is not None
+        assert whole.micro_step_seconds > 0
+        assert whole.communication_seconds is not None
+
+
+def test_sharding_spares_memory(group: Profiler) -> None:
+    peaks = {}
+    for sharding in Sharding:
+        group.begin(trained(sharding))
+        result = together(group, TrialKind.WHOLE_MODEL)
+        assert result.whole_model is not None, result.reason
+        peaks[sharding] = result.whole_model.peak_bytes
+    assert peaks[Sharding.ZERO3] < peaks[Sharding.ZERO1] < peaks[Sharding.NONE]
+    assert peaks[Sharding.ZERO2] < peaks[Sharding.NONE]
 
 
 def test_out_of_memory_and_a_killed_rank_end_the_group_and_the_next_trial_works(group: Profiler) -> None:

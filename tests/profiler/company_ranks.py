@@ -16,9 +16,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from explorer.training import Sharding
 from tests.profiler.samples import candidate, components_of, plan
+from workers.layers.optimizer import own
 from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.fully_sharded import FullySharded
 from workers.profiler.group.company import Company
+from workers.profiler.team import Team
 
 NUM_RANKS = 4
 
@@ -34,16 +38,18 @@ def run(folder: Path, rank: int) -> None:
         company.prepare(each)
     team = company.team(pairs)
     context = team.context_parallel(2, "striped")
-    values = [torch.full((3,), float(rank)), torch.full((2, 2), 10.0 * rank, dtype=torch.bfloat16)]
-    team.average(values)
+    assert team.members is not None
+    total = torch.full((3,), float(rank))
+    dist.all_reduce(total, group=team.members)
     found = {
         "largest": team.largest(float(rank), -float(rank)),
-        "average": [x.flatten()[0].item() for x in values],
+        "total": total.tolist(),
         "ring": context.gather(torch.tensor([[rank]])).tolist(),
         "part": [company.takes_part(each) for each in (pairs, three)],
     }
     if company.takes_part(three):
         found["three"] = company.team(three).largest(float(rank))
+        found["gradient"] = mean_gradient(company.team(three))
     try:
         company.team(eight)
     except UnsupportedTrialError as error:
@@ -51,6 +57,18 @@ def run(folder: Path, rank: int) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def mean_gradient(team: Team) -> list[float]:
+    """This rank's share of the gradient of a column of weights, which on each rank is the rank's number."""
+    assert team.members is not None
+    sharded = FullySharded(team.members, torch.device("cpu"), Sharding.ZERO3, None)
+    linear = torch.nn.Linear(1, team.size, bias=False)
+    wrapped = sharded.wrap(linear)
+    with sharded.micro_step(is_last=True):
+        wrapped(torch.full((1, 1), float(team.rank))).sum().backward()
+    assert linear.weight.grad is not None
+    return own(linear.weight.grad).flatten().tolist()
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ def test_ranks_find_their_rings_and_agree(tmp_path: Path) -> None:
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for rank, said in enumerate(found):
         assert said["largest"] == [3.0, 0.0]
-        assert said["average"] == [1.5, 15.0]
+        assert said["total"] == [6.0, 6.0, 6.0]
         assert said["ring"] == [[0, 1] if rank < 2 else [2, 3]]
         assert said["part"] == [True, rank < 3]
         assert said.get("three") == ([2.0] if rank < 3 else None)
+        assert said.get("gradient") == ([1.0] if rank < 3 else None)
         assert said["eight"] == "the trial needs 8 devices; the profiler has 4"
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from explorer.components import ComponentKind
+from explorer.components import Component, ComponentKind
 from explorer.measurements import Measurement, Outcome
+from explorer.training import Sharding, TrainingSpec
 from tests.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from tests.workers.test_launcher import ENVIRONMENT, HUGE
 from workers.device_lock import DeviceBusyError
@@ -92,6 +93,37 @@ def test_every_layout_runs_as_a_component_and_as_a_whole_model(group: Profiler) 
         assert result.whole_model is not None
         assert result.whole_model.micro_step_seconds > 0
         assert result.whole_model.optimizer_seconds > 0
+
+
+@pytest.mark.parametrize("sharding", Sharding)
+def test_ranks_exchange_and_train_together(group: Profiler, sharding: Sharding) -> None:
+    request = REQUEST.model_copy(update={"num_devices": 2, "training": TrainingSpec(sharding=sharding)})
+    group.begin(request)
+    chosen = candidate(1)
+    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=2)
+    result = group.measure(plan(chosen, (component,), num_processes=2))
+    assert result.outcome is Outcome.OK, result.reason
+    (traffic,) = result.components
+    assert traffic.component == component
+    assert traffic.device_seconds > 0
+    assert traffic.repeats >= 2
+    assert traffic.slowdown is not None
+    gathered = traffic.forward_device_seconds / traffic.device_seconds
+    assert (gathered < 0.05) is (sharding is Sharding.NONE), "parameters are gathered where they are sharded"
+    for together in (chosen, candidate(2, layout="ring", size=2)):
+        result = group.measure(whole_model_plan(together, num_processes=2))
+        assert result.outcome is Outcome.OK, result.reason
+        assert result.whole_model is not None
+        assert result.whole_model.communication_seconds is not None
+        assert result.whole_model.optimizer_seconds > 0
+
+
+def test_a_sharded_model_needs_all_its_devices(group: Profiler) -> None:
+    training = TrainingSpec(sharding=Sharding.ZERO3)
+    group.begin(REQUEST.model_copy(update={"num_devices": 4, "training": training}))
+    result = group.measure(whole_model_plan(candidate(1), num_processes=2))
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert "needs 4 devices; the profiler has 2 of them" in (result.reason or "")
 
 
 def test_what_cannot_be_shared_is_unsupported_and_the_group_goes_on(group: Profiler) -> None:

@@ -79,7 +79,13 @@ def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: D
     best = done.recommendation
     groups = REQUEST.data_parallel_size(best.candidate.context_parallel_size)
     assert best.grad_accum_steps == REQUEST.batch_size // (best.candidate.micro_batch_size * groups)
-    assert any("communication between devices is not included" in note for note in best.notes)
+    exchanged = [
+        trial for trial in trials if any(m.component.kind == "communication" for m in trial.measurement.components)
+    ]
+    assert [trial.number for trial in exchanged] == [0], "measured once, before all else"
+    assert whole[0].measurement.whole_model.communication_seconds is not None
+    assert best.communication_seconds is not None
+    assert any("exchange of gradients between 2 devices is included in the time" in note for note in best.notes)
 
 
 def test_twice_the_same_device_needs_a_group(sqlite_database: Database, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,16 @@ from workers.layers.head import Head
 from workers.layers.moe_block import MoEFFN
 from workers.layers.recomputation import recomputed
 from workers.layers.routes import device_routes
+
+
+class TakeUnit(Protocol):
+    """Takes a part of a model that has just been built; `is_last` if no other comes after it in forward."""
+
+    def __call__(self, unit: nn.Module, *, is_last: bool) -> None: ...  # noqa: D102
+
+
+def leave(unit: nn.Module, *, is_last: bool) -> None:
+    """Leave it as it is."""
 
 
 class DecoderLayer(nn.Module):
@@ -49,6 +61,9 @@ class DecoderModel(nn.Module):
     component. `model` is the variant that the candidate is for; mode, loss, routing, execution and seed are the
     request's. With `context_parallel`, of the candidate's size and layout, the model takes this rank's tokens of each
     sequence, and its loss is their mean: that of all tokens is the mean over the ranks.
+
+    `take_unit` is given each layer, the embedding and the head as soon as they are built, before there are more of
+    them; an embedding and a head that are tied are nobody's but the model's.
     """
 
     def __init__(
@@ -60,6 +75,7 @@ class DecoderModel(nn.Module):
         *,
         generator: torch.Generator | None = None,
         context_parallel: ContextParallel | None = None,
+        take_unit: TakeUnit = leave,
     ) -> None:
         super().__init__()
         m, size = candidate.micro_batch_size, candidate.context_parallel_size
@@ -93,19 +109,23 @@ class DecoderModel(nn.Module):
         embedding = build(Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m, context_parallel_size=size))
         assert isinstance(embedding, Embedding)
         self.embedding = embedding
+        if not model.tie_embeddings:
+            take_unit(embedding, is_last=False)
         layers = []
         for kind, recompute in zip(model.layer_kinds, recomputed_layers(model, candidate.recompute), strict=True):
             first, second = build(attention), build(ffns[kind])
             assert isinstance(first, ResidualBlock)
             assert isinstance(second, ResidualBlock)
-            layers.append(
-                DecoderLayer(first, second, parallel=model.parallel_residual, recompute=recompute and training)
-            )
+            layer = DecoderLayer(first, second, parallel=model.parallel_residual, recompute=recompute and training)
+            take_unit(layer, is_last=False)
+            layers.append(layer)
         self.layers = nn.ModuleList(layers)
         w_tied = embedding.w_tokens if model.tie_embeddings else None
         head = build(Component(kind=ComponentKind.HEAD, micro_batch_size=m, context_parallel_size=size), w_tied)
         assert isinstance(head, Head)
         self.head = head
+        if not model.tie_embeddings:
+            take_unit(head, is_last=True)
         self.train(training)
         self._share_rotary()
         if model.moe is not None and device.type != "meta":

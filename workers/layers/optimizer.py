@@ -54,7 +54,8 @@ class TrainingOptimizer:
     The arithmetic happens in the format of the master weights, or of the parameters where there are none. Gradients
     and moments in another format are converted for at most `bucket_bytes` of working memory at a time, with a cut
     through large tensors. A gradient format other than the parameters' is kept in a gradient of its own, which takes
-    each new gradient as soon as backward has accumulated it and frees it.
+    each new gradient as soon as backward has accumulated it and frees it. Of a parameter that is sharded over devices,
+    all of it is about this device's share.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class TrainingOptimizer:
         self._converted_moments = self._moment_dtype is not self._dtype
         self._main_gradients: list[Tensor] | None = None
         if self._gradient_dtype is not torch_dtype(dtype):
-            self._main_gradients = [torch.zeros_like(p, dtype=self._gradient_dtype) for p in self.parameters]
+            self._main_gradients = [torch.zeros_like(own(p), dtype=self._gradient_dtype) for p in self.parameters]
             for parameter, main in zip(self.parameters, self._main_gradients, strict=True):
                 parameter.register_post_accumulate_grad_hook(_Accumulate(main))
         self._buckets = self._plan(bucket_bytes)
@@ -87,7 +88,7 @@ class TrainingOptimizer:
         """What `step` reads, one for each parameter; null before the first backward."""
         if self._main_gradients is not None:
             return list(self._main_gradients)
-        return [parameter.grad for parameter in self.parameters]
+        return [None if parameter.grad is None else own(parameter.grad) for parameter in self.parameters]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -111,11 +112,11 @@ class TrainingOptimizer:
         buckets: list[list[_Slice]] = []
         room = 0
         for owner, parameter in enumerate(self.parameters):
-            flat = parameter.detach().view(-1)
+            flat = own(parameter.detach()).view(-1)
             weight = flat.to(self._dtype, copy=True) if self._has_master else flat
             moments = tuple(torch.zeros_like(flat, dtype=self._moment_dtype) for _ in range(self.spec.num_states))
             size = flat.numel()
-            for start in range(0, size, longest or size):
+            for start in range(0, size, longest or max(1, size)):
                 stop = min(size, start + (longest or size))
                 if not buckets or (longest is not None and stop - start > room):
                     buckets.append([])
@@ -198,8 +199,14 @@ class _Accumulate:
 
     def __call__(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.main.add_(parameter.grad)
+            self.main.add_(own(parameter.grad))
             parameter.grad = None
+
+
+def own(tensor: Tensor) -> Tensor:
+    """This device's share of a tensor that may be sharded over several, in the memory where it lies."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, whose import takes long
+    return local
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec, dtype: DType) -> TrainingOptimizer:

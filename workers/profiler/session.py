@@ -16,6 +16,7 @@ from explorer.trials import TrialKind, TrialPlan
 from workers.kernels.attention import attention_backend
 from workers.kernels.experts.registry import expert_backend
 from workers.profiler.bench import Bench
+from workers.profiler.communication_trial import measure_communication
 from workers.profiler.compilation import missing_compiler
 from workers.profiler.component_trial import measure_block
 from workers.profiler.failures import UnsupportedTrialError, classify, is_poisoned
@@ -130,6 +131,8 @@ class Session:
     ) -> ComponentMeasurement:
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._bench, plan.model, component, plan.candidate, request, clock)
+        if component.kind is ComponentKind.COMMUNICATION:
+            return measure_communication(self._bench, plan.model, component, request, clock)
         if component.backend is not None:
             self._check_backend(component.kind, component.backend, plan.model)
         return measure_block(self._bench, plan.model, component, request, clock)

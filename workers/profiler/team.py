@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
-from torch import Tensor
+import torch.distributed as dist
 
-from explorer.components import Component
+from explorer.components import Component, ComponentKind
 from explorer.trials import TrialPlan
 from workers.kernels.context_parallel.attention import ContextParallel
 from workers.profiler.failures import UnsupportedTrialError
@@ -28,6 +27,8 @@ class Team(Agreement, Protocol):
 
     size: int
     rank: int
+    members: dist.ProcessGroup | None
+    """All of them; null for one alone."""
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
         """The ring of `size` members that this one shares its sequences with."""
@@ -35,15 +36,13 @@ class Team(Agreement, Protocol):
     def meeting(self, component: Component) -> Meeting | None:
         """Of the members that run the component together; null for one that each runs by itself."""
 
-    def average(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by its mean over the members."""
-
 
 class Alone:
     """A team of one."""
 
     size = 1
     rank = 0
+    members: dist.ProcessGroup | None = None
 
     def largest(self, *values: float) -> tuple[float, ...]:
         """The values."""
@@ -55,11 +54,9 @@ class Alone:
 
     def meeting(self, component: Component) -> Meeting | None:
         """Nobody to wait for."""
-        assert not component.communicates, "a process alone runs nothing that communicates"
+        alone = not component.communicates and component.kind is not ComponentKind.COMMUNICATION
+        assert alone, "a process alone runs nothing that communicates"
         return None
-
-    def average(self, tensors: Iterable[Tensor]) -> None:
-        """The tensors are their own means."""
 
 
 ALONE = Alone()

@@ -69,6 +69,7 @@ class ComponentFigures(Frozen):
     saved_bytes: Bytes
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
+    slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class ComponentRow(Frozen):

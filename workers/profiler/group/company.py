@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from explorer.components import Component
+from explorer.components import Component, ComponentKind
 from explorer.trials import TrialPlan
 from workers.kernels.context_parallel.attention import ContextParallel
 from workers.kernels.context_parallel.ring import Ring, ring_group
@@ -120,8 +118,8 @@ class RankTeam:
         device: torch.device,
     ) -> None:
         self.rank, self.size = rank, size
+        self.members: dist.ProcessGroup | None = members
         self._agreement = agreement
-        self._members = members
         self._rings = rings
         self._device = device
 
@@ -136,19 +134,16 @@ class RankTeam:
         return ContextParallel(self._rings[size], layout)
 
     def meeting(self, component: Component) -> Meeting | None:
-        """Of the ring."""
-        if not component.communicates:
+        """Of the ring, or of all where all exchange."""
+        if component.kind is ComponentKind.COMMUNICATION:
+            group = self.members
+        elif component.communicates:
+            group = self._rings[component.context_parallel_size]
+        else:
             return None
-        group, token = self._rings[component.context_parallel_size], torch.zeros(1, device=self._device)
+        token = torch.zeros(1, device=self._device)
 
         def meet() -> None:
             dist.all_reduce(token, group=group)  # NCCL: the stream waits, not the host
 
         return meet
-
-    def average(self, tensors: Iterable[Tensor]) -> None:
-        """Sum over the ranks, tensor by tensor, and divide."""
-        works = [(x, dist.all_reduce(x, group=self._members, async_op=True)) for x in tensors]
-        for x, work in works:
-            work.wait()
-            x.div_(self.size)

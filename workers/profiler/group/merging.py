@@ -50,6 +50,7 @@ def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasureme
             "saved_bytes": max(measured.saved_bytes for measured in found),
             "forward_peak_bytes": max(measured.forward_peak_bytes for measured in found),
             "backward_peak_bytes": max(measured.backward_peak_bytes for measured in found),
+            "slowdown": max((m.slowdown for m in found if m.slowdown is not None), default=None),
         }
     )
 
@@ -75,6 +76,9 @@ def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeas
     return slowest.model_copy(
         update={
             "optimizer_seconds": max(whole.optimizer_seconds for whole in found),
+            "communication_seconds": max(
+                (w.communication_seconds for w in found if w.communication_seconds is not None), default=None
+            ),
             "standard_error_seconds": max(whole.standard_error_seconds for whole in found),
             "peak_bytes": max(whole.peak_bytes for whole in found),
             "reserved_bytes": max(whole.reserved_bytes for whole in found),

@@ -1,0 +1,160 @@
+"""How processes train one model together: torch's own sharding and replication, as a trainer would use them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from explorer.training import Sharding
+from workers.layers.optimizer import TrainingOptimizer
+
+Step = Callable[[], None]
+
+
+class DataParallel(Protocol):
+    """What becomes of a model as it is built, and of its gradients as it is trained.
+
+    Every process has a model with the same parameters, and data of its own. After the last micro-step of a step the
+    optimizer has the mean of their gradients, or this process's share of it.
+    """
+
+    def take(self, unit: nn.Module, *, is_last: bool) -> None:
+        """A layer, an embedding or a head has been built: the last one that comes in forward, or another."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What is to be called in place of the finished model."""
+
+    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+        """Bring memory and order of exchange to where they stay; `micro_step` runs one, which may leave gradients."""
+
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around the forward and the backward of one of a step's micro-steps."""
+
+
+class Alone:
+    """One process, which exchanges nothing; a model in eval mode."""
+
+    def take(self, unit: nn.Module, *, is_last: bool) -> None:
+        """It stays as it is."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model."""
+        return model
+
+    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+        """There is nothing to prepare."""
+
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Nothing happens around it."""
+        return nullcontext()
+
+
+class Replicated:
+    """torch's DistributedDataParallel: gradients live in its buckets, which are reduced in the last micro-step."""
+
+    def __init__(self, members: dist.ProcessGroup) -> None:
+        self._members = members
+        self._model: DistributedDataParallel | None = None
+
+    def take(self, unit: nn.Module, *, is_last: bool) -> None:
+        """It stays as it is."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as one of its replicas; they are equal already, but for the positions of the tokens they take."""
+        with warnings.catch_warnings():
+            # Deprecated in torch 2.13, though its successor would still have buffers made equal at first.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            self._model = DistributedDataParallel(
+                model,
+                process_group=self._members,
+                broadcast_buffers=False,
+                init_sync=False,
+                gradient_as_bucket_view=True,
+            )
+        return self._model
+
+    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+        """Exchange twice, since the first backward tells the order in which the buckets are built anew.
+
+        Gradients are dropped before each, so that none is ever in an old bucket, or in none, and in a new one.
+        """
+        for _ in range(2):
+            for parameter in optimizer.parameters:
+                parameter.grad = None
+            micro_step()
+
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Keep gradients to this process in all but the last."""
+        assert self._model is not None
+        context: AbstractContextManager[None] = nullcontext() if is_last else self._model.no_sync()
+        return context
+
+
+class ReplicatedMain:
+    """Gradients in a format of their own, which DistributedDataParallel does not know of.
+
+    In the last micro-step each is reduced as soon as the backward has added to it, while the backward goes on.
+    """
+
+    def __init__(self, members: dist.ProcessGroup) -> None:
+        self._members = members
+        self._reduces = False
+        self._works: list[Any] = []
+        self._reduced: list[Tensor] = []
+
+    def take(self, unit: nn.Module, *, is_last: bool) -> None:
+        """It stays as it is."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model."""
+        return model
+
+    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+        """Follow each gradient's accumulation."""
+        for parameter, gradient in zip(optimizer.parameters, optimizer.gradients, strict=True):
+            assert gradient is not None, "gradients in a format of their own exist from the start"
+            parameter.register_post_accumulate_grad_hook(self._follow(gradient))
+
+    @contextmanager
+    def micro_step(self, *, is_last: bool) -> Iterator[None]:
+        """Reduce in the last one; it ends when all gradients are reduced."""
+        self._reduces = is_last
+        yield
+        for work in self._works:
+            work.wait()
+        if self._reduced:
+            torch._foreach_div_(self._reduced, float(self._members.size()))
+        self._works, self._reduced = [], []
+
+    def _follow(self, gradient: Tensor) -> Callable[[Tensor], None]:
+        def reduce(_: Tensor) -> None:
+            if self._reduces:
+                self._works.append(dist.all_reduce(gradient, group=self._members, async_op=True))
+                self._reduced.append(gradient)
+
+        return reduce
+
+
+def data_parallel(
+    members: dist.ProcessGroup | None,
+    device: torch.device,
+    sharding: Sharding,
+    parameter_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+) -> DataParallel:
+    """How `members` train together with this sharding; null for a process that trains alone."""
+    if members is None:
+        return Alone()
+    own = gradient_dtype is not parameter_dtype
+    if sharding is not Sharding.NONE:
+        from workers.profiler.fully_sharded import FullySharded  # noqa: PLC0415 - takes half a second
+
+        return FullySharded(members, device, sharding, gradient_dtype if own else None)
+    return ReplicatedMain(members) if own else Replicated(members)
