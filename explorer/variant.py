@@ -172,11 +172,12 @@ class VariantSearch:
     def _measure_communication(self) -> Iterator[Progress]:
         """Of all candidates alike, by all devices: first, since nothing leads to expect it, and by itself."""
         communication = self._table.communication
-        if communication is None or not self._ground.bases:
+        if communication is None or communication in self._belief.measured:
             return
-        row = self._table.row[self._ground.bases[0]]
-        if communication not in self._belief.measured and self._belief.is_open(row):
-            yield from self._run(self._ground.bases[0], Suggestion(row, (communication,)))
+        candidate = (*self._ground.bases, *self._table.candidates)[0]
+        row = self._table.row[candidate]
+        if self._belief.is_open(row):
+            yield from self._run(candidate, Suggestion(row, (communication,)))
 
     def _search(self) -> Iterator[Progress]:
         """Keep as many trials in flight as there may be, while they are worth it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from explorer.components import Component
 from explorer.exchange import BUCKET_BYTES, ExchangeUnits, Unit
 from explorer.measurements import ComponentMeasurement
-from explorer.models import ModelSpec
+from explorer.models import DType, ModelSpec
 from explorer.requests import ExplorationRequest
 from explorer.training import Sharding
 from workers.kernels.dtypes import torch_dtype
@@ -66,40 +66,46 @@ class _UnitTraffic:
         self._again = self._sharding is Sharding.ZERO3 and not is_last
         ranks = members.size()
         share = -(-unit.num_parameters // ranks)
-        parameters, gradients = (
-            torch_dtype(model.dtype),
-            torch_dtype(request.training.optimizer.gradient_dtype(model.dtype)),
-        )
-        self.gradients = torch.zeros(ranks * share, dtype=gradients, device=bench.device)
+        # Means of equal tensors are what they were, however often they are taken; gloo has no means.
+        self._mean = dist.ReduceOp.AVG if bench.device.type == "cuda" else dist.ReduceOp.SUM
+        generator = bench.generator(request.seed)
+
+        def draw(size: int, dtype: DType) -> Tensor:
+            empty = torch.empty(size, dtype=torch_dtype(dtype), device=bench.device)
+            return empty.normal_(0.0, 1e-3, generator=generator)
+
+        gradient_dtype = request.training.optimizer.gradient_dtype(model.dtype)
+        self._gradients = draw(ranks * share, gradient_dtype)
         if self._sharding is Sharding.NONE:
-            bucket = max(1, BUCKET_BYTES // gradients.itemsize)
-            self._buckets = list(self.gradients.split(bucket))
+            self._buckets = self._gradients.split(max(1, BUCKET_BYTES // gradient_dtype.itemsize))
             return
-        self._reduced = torch.zeros(share, dtype=gradients, device=bench.device)
-        self._shard = torch.zeros(share, dtype=parameters, device=bench.device)
-        self.parameters = torch.zeros(ranks * share, dtype=parameters, device=bench.device)
+        self._reduced = draw(share, gradient_dtype)
+        self._shard = draw(share, model.dtype)
+        self._parameters = draw(ranks * share, model.dtype)
 
     def begin_forward(self) -> list[Any]:
         """Issue what forward asks for; nothing of it needs to have ended."""
         if self._sharding is Sharding.NONE:
             return []
-        return [_gather(self.parameters, self._shard, group=self._members, async_op=True)]
+        return [_gather(self._parameters, self._shard, group=self._members, async_op=True)]
 
     def begin_backward(self) -> list[Any]:
         """Issue what backward asks for."""
         if self._sharding is Sharding.NONE:
-            return [dist.all_reduce(bucket, group=self._members, async_op=True) for bucket in self._buckets]
+            return [dist.all_reduce(bucket, self._mean, self._members, async_op=True) for bucket in self._buckets]
         gathered = self.begin_forward() if self._again else []
-        return [*gathered, _scatter(self._reduced, self.gradients, group=self._members, async_op=True)]
+        return [*gathered, _scatter(self._reduced, self._gradients, self._mean, self._members, async_op=True)]
 
     def copy(self) -> None:
-        """What the device itself does for it: parameters are copied from where they were gathered, gradients to where
-        they are reduced from. Replicas keep gradients where they are reduced.
+        """What the device itself does for it, beside its computation.
+
+        Parameters are copied from where they were gathered, gradients to where they are reduced from. Replicas keep
+        gradients where they are reduced.
         """
         if self._sharding is not Sharding.NONE:
             for _ in range(2 if self._again else 1):
-                self.parameters.clone()
-            self.gradients.clone()
+                self._parameters.clone()
+            self._gradients.clone()
 
     def prepare_forward(self) -> None:
         """Begin together."""
