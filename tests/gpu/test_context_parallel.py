@@ -11,25 +11,19 @@ from tests.kernels.context_parallel_ranks import attention
 from tests.kernels.thread_ring import run_ranks
 from workers.kernels.context_parallel.blocks import block_attention
 from workers.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
-from workers.kernels.context_parallel.merging import merge_block
 from workers.kernels.context_parallel.ring import Ring
 from workers.kernels.context_parallel.ring_attention import RingAttention
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    # The reference's backward begins with a product, in a thread of autograd's that has no context until then.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
 CUDA = torch.device("cuda")
 NUM_RANKS, NUM_HEADS = 4, 8
 TOLERANCE = 1e-2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    """Triton sets itself up at its first kernel, which must not be in several threads at once."""
-    out, lse = torch.zeros(1, 1, 2, 64, device=CUDA), torch.zeros(1, 1, 2, device=CUDA)
-    merge_block(out, lse, out.clone(), lse.clone(), 0, out)
 
 
 def spread_attention(backend: str, layout: str, causal: bool, whole: list[Tensor], gradient: Tensor) -> list[Tensor]:

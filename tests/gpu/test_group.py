@@ -36,13 +36,13 @@ def group() -> Iterator[Profiler]:
         yield shared
 
 
-def run(group: Profiler, layout: str, m: int = 1, kind: TrialKind = TrialKind.COMPONENTS) -> Measurement:
+def run(group: Profiler, layout: str, m: int = 1, kind: TrialKind = TrialKind.COMPONENTS, size: int = 2) -> Measurement:
     candidate = Candidate(
         micro_batch_size=m,
         attention_backend="flash",
         expert_backend="grouped_mm",
         num_query_groups=MODEL.query_groups,
-        context_parallel_size=2,
+        context_parallel_size=size,
         context_parallel_layout=layout,
     )
     model = LONG if kind is TrialKind.COMPONENTS else MODEL
@@ -54,7 +54,7 @@ def run(group: Profiler, layout: str, m: int = 1, kind: TrialKind = TrialKind.CO
         candidate=candidate,
         components=components,
         timeout_seconds=120.0,
-        num_processes=2,
+        num_processes=size,
     )
     return group.measure(plan)
 
@@ -72,6 +72,17 @@ def test_layouts_on_two_devices(group: Profiler) -> None:
     assert seconds["zigzag"] < seconds["ring"], "the ring's last rank has most of the work"
     whole = run(group, "zigzag", kind=TrialKind.WHOLE_MODEL)
     assert whole.outcome is Outcome.OK, whole.reason
+
+
+@pytest.mark.skipif("cuda:3" not in visible_devices(os.environ), reason="fewer than four CUDA devices")
+def test_trials_of_a_part_of_a_group_and_of_all_of_it() -> None:
+    with Profiler(tuple(f"cuda:{i}" for i in range(4))) as four:
+        for size in (2, 4, 2):
+            four.begin(REQUEST)
+            result = run(four, "zigzag", size=size)
+            assert result.outcome is Outcome.OK, result.reason
+            assert {m.taint for m in result.components} == {None}
+            assert all(m.conditions is not None and m.conditions.power_watts is not None for m in result.components)
 
 
 def together(group: Profiler, kind: TrialKind, *components: Component, layout: str | None = None) -> Measurement:
