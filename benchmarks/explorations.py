@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--device", default=None, help="cpu, cuda:0, ...; default: what `bexp worker` takes")
+    parser.add_argument("--group", action="store_true", help="one worker for all of the devices")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bexp.db"
-        with EmbeddedService(url, with_worker=True, device=options.device) as service, Client(service.url) as client:
+        embedded = EmbeddedService(url, with_worker=True, device=options.device, group=options.group)
+        with embedded as service, Client(service.url) as client:
             for path in options.configs:
                 for seed in range(options.repeat):
                     request = parse_request(load_document(path.read_text())).model_copy(update={"seed": seed})

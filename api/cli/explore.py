@@ -65,7 +65,9 @@ def explore(
 
 def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
     database_url = environment().database_url
-    group = request.devices_needed() > 1
+    trains_together = request.num_devices > 1 and request.mode == "train"
+    # What GPUs exchange is measured where there are enough; processes on a CPU would only compete.
+    group = request.devices_needed() > 1 or (trains_together and device is None and request.device_kind != "cpu")
     kind = None if group and request.device_kind == "cuda" else request.device_kind  # a group is of all GPUs
     with (
         EmbeddedService(
