@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--device", default=None, help="cpu, cuda:0, ...; default: what `bexp worker` takes")
     parser.add_argument("--group", action="store_true", help="one worker for all of the devices")
+    parser.add_argument("--num-devices", type=int, help="instead of the configurations' own")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
@@ -48,7 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
         with embedded as service, Client(service.url) as client:
             for path in options.configs:
                 for seed in range(options.repeat):
-                    request = parse_request(load_document(path.read_text())).model_copy(update={"seed": seed})
+                    document = load_document(path.read_text())
+                    if options.num_devices is not None:
+                        document["num_devices"] = options.num_devices
+                    request = parse_request(document).model_copy(update={"seed": seed})
                     runs.append(explore(service, client, path.stem, request))
                     found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
                     write_results(options.out, found)

@@ -74,17 +74,6 @@ def test_layouts_on_two_devices(group: Profiler) -> None:
     assert whole.outcome is Outcome.OK, whole.reason
 
 
-@pytest.mark.skipif("cuda:3" not in visible_devices(os.environ), reason="fewer than four CUDA devices")
-def test_trials_of_a_part_of_a_group_and_of_all_of_it() -> None:
-    with Profiler(tuple(f"cuda:{i}" for i in range(4))) as four:
-        for size in (2, 4, 2):
-            four.begin(REQUEST)
-            result = run(four, "zigzag", size=size)
-            assert result.outcome is Outcome.OK, result.reason
-            assert {m.taint for m in result.components} == {None}
-            assert all(m.conditions is not None and m.conditions.power_watts is not None for m in result.components)
-
-
 def together(group: Profiler, kind: TrialKind, *components: Component, layout: str | None = None) -> Measurement:
     candidate = Candidate(
         micro_batch_size=4,

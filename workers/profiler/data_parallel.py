@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,9 @@ from explorer.training import Sharding
 from workers.layers.optimizer import TrainingOptimizer
 
 Step = Callable[[], None]
+
+WATCHDOG_SECONDS = 0.3
+"""NCCL's process groups look ten times a second at what has ended."""
 
 
 class DataParallel(Protocol):
@@ -37,6 +41,9 @@ class DataParallel(Protocol):
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around the forward and the backward of one of a step's micro-steps."""
 
+    def finish(self) -> None:
+        """Let go of what outlives the model, when the device has come to the end of everything."""
+
 
 class Alone:
     """One process, which exchanges nothing; a model in eval mode."""
@@ -54,6 +61,9 @@ class Alone:
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Nothing happens around it."""
         return nullcontext()
+
+    def finish(self) -> None:
+        """There is nothing."""
 
 
 class Replicated:
@@ -96,6 +106,15 @@ class Replicated:
         context: AbstractContextManager[None] = nullcontext() if is_last else self._model.no_sync()
         return context
 
+    def finish(self) -> None:
+        """NCCL's process group holds the buckets, since nobody waits for their reduction as such.
+
+        It lets go of them when a collective begins after its watchdog has seen them reduced.
+        """
+        if dist.get_backend(self._members) == "nccl":
+            time.sleep(WATCHDOG_SECONDS)
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._members)
+
 
 class ReplicatedMain:
     """Gradients in a format of their own, which DistributedDataParallel does not know of.
@@ -132,6 +151,9 @@ class ReplicatedMain:
         if self._reduced:
             torch._foreach_div_(self._reduced, float(self._members.size()))
         self._works, self._reduced = [], []
+
+    def finish(self) -> None:
+        """There is nothing: each reduction was waited for."""
 
     def _follow(self, gradient: Tensor) -> Callable[[Tensor], None]:
         def reduce(_: Tensor) -> None:

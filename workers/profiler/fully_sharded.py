@@ -55,3 +55,6 @@ class FullySharded:
         self._model.set_requires_gradient_sync(is_last or self._sharding is not Sharding.ZERO1)
         self._model.set_reshard_after_backward(is_last or self._sharding is Sharding.ZERO3)
         yield
+
+    def finish(self) -> None:
+        """There is nothing: fully_shard waits for what it exchanges."""

@@ -112,6 +112,11 @@ class _Training:
         self._update()
         return [*marks, self._mark()]
 
+    def finish(self) -> None:
+        """After the last step."""
+        self._bench.synchronize()
+        self._parallel.finish()
+
     def _update(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
@@ -193,7 +198,7 @@ def run_whole_model(
         for _ in range(num_steps):
             marks.append(training.step())
             watch.glance()  # between the marks of two steps
-        bench.synchronize()
+        training.finish()
     reserved = peak
     if cuda:
         peak = max(peak, meter.peak())
