@@ -18,10 +18,13 @@ from explorer.requests import BTASpec, ExplorationRequest
 from explorer.table import SpaceTable
 from explorer.taints import judge
 from explorer.trials import TrialKind, TrialPlan, count_processes
+from workers.profiler.whole_model_trial import LONG_STEP_SECONDS
 from workers.runner import DeviceProfiler
 
 POLICIES = (Recompute.NONE, Recompute.ACTIVATIONS, Recompute.PROJECTIONS, Recompute.FULL)
 """Recomputation, cheapest first."""
+REPEATED_SECONDS = 5 * LONG_STEP_SECONDS
+"""What warming up and repeating a step that is not long takes at most."""
 MAX_TAINTED = 2
 """So often a run is made that others on the device, or its heat, have slowed down."""
 
@@ -183,7 +186,7 @@ class Bench:
     def _expected(self, cell: Row, candidate: Candidate) -> float:
         """What a run takes at most, by the latest of its layout: it grows with the square of the length; 0 if unknown.
 
-        Building the model does not, and short steps are repeated more often than long ones.
+        Building the model does not, and what is shorter may be repeated more often.
         """
         layout = candidate.context_parallel_size, candidate.context_parallel_layout
         known = [
@@ -196,8 +199,9 @@ class Bench:
             return 0.0
         _, length, run = min(known, key=lambda found: found[0])
         computed = float(run["phases"]["warm_up"] + run["phases"]["timed"])
-        growth = max(1.0, float(cell["seq_length"] / length)) ** 2
-        return float(run["trial_seconds"] + (growth - 1) * computed)
+        growth = float(cell["seq_length"] / length) ** 2
+        grown = growth * computed if growth >= 1 else min(computed, max(REPEATED_SECONDS, growth * computed))
+        return float(run["trial_seconds"] - computed + grown)
 
     def _begin(self, length: int) -> DeviceReport:
         if self._begun is None or self._begun[0] != length:
