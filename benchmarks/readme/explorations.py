@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from benchmarks.readme.results import load, measured_on
 from explorer.candidates import Candidate
@@ -25,6 +26,20 @@ def explorations() -> str:
 def explorations_fused() -> str:
     """The same for the run that had the fused experts among its back ends."""
     return _explorations("h200-olmoe-fused")
+
+
+def explorations_of_devices(results: dict[str, Any], name: str) -> str:
+    """Of models trained on several devices, with what these exchange."""
+    parts = []
+    for run in results["runs"]:
+        found = run["answer"]["variants"][0]["recommendation"]
+        request, step = run["request"], found["step_seconds"]
+        exchange = found["communication_seconds"]
+        parts.append(
+            f"{run['name']} on {request['num_devices']} devices ({request['training']['sharding']}): a step takes "
+            f"{step:.1f} s; {exchange:.1f} s of it ({100 * exchange / step:.1f}%) are exchange that nothing hides."
+        )
+    return f"{_explorations(name)}\n{' '.join(parts)}\n"
 
 
 def _explorations(name: str) -> str:

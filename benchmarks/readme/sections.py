@@ -9,7 +9,13 @@ from typing import Any
 from benchmarks.readme.attention import attention_choice, bta
 from benchmarks.readme.cluster import cluster
 from benchmarks.readme.context_parallel import attention, steps
-from benchmarks.readme.explorations import explorations, explorations_fused, fidelity, log_of_olmoe
+from benchmarks.readme.explorations import (
+    explorations,
+    explorations_fused,
+    explorations_of_devices,
+    fidelity,
+    log_of_olmoe,
+)
 from benchmarks.readme.goals import goals
 from benchmarks.readme.kernels import grouped_gemm, variable_gemm
 from benchmarks.readme.layers import moe_layer
@@ -62,6 +68,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "explorations": explorations,
     "fidelity": fidelity,
     "explorations-fused": explorations_fused,
+    "explorations-devices": _of(explorations_of_devices, "h200x4-explorations"),
     "grouped-gemm": _of(grouped_gemm, "h200-grouped-gemm"),
     "variable-gemm": _of(variable_gemm, "h200-variable-gemm"),
     "moe-layer": _of(moe_layer, "h200-moe-layer", "h200-moe-layer-quick"),
