@@ -20,9 +20,9 @@ from explorer.training import Sharding
 from tests.profiler.samples import candidate, components_of, plan
 from workers.layers.optimizer import own
 from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.fully_sharded import FullySharded
 from workers.profiler.group.company import Company
 from workers.profiler.team import Team
+from workers.profiler.training.fully_sharded import FullySharded
 
 NUM_RANKS = 4
 

@@ -26,7 +26,8 @@ from workers.kernels.dtypes import torch_dtype
 from workers.layers.decoder import DecoderModel
 from workers.layers.factory import random_tokens
 from workers.layers.optimizer import build_optimizer
-from workers.profiler.data_parallel import Alone, DataParallel, data_parallel
+from workers.profiler.training.choice import data_parallel
+from workers.profiler.training.data_parallel import Alone, DataParallel
 
 NUM_RANKS = 2
 MICRO_STEPS = 3

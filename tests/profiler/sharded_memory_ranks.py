@@ -31,7 +31,7 @@ from workers.kernels.dtypes import torch_dtype
 from workers.layers.decoder import DecoderModel
 from workers.layers.factory import random_tokens
 from workers.layers.optimizer import build_optimizer
-from workers.profiler.data_parallel import data_parallel
+from workers.profiler.training.choice import data_parallel
 
 NUM_RANKS = 2
 LEAST_BYTES = 1 << 12  # of a storage that counts

@@ -20,13 +20,13 @@ from workers.layers.decoder import DecoderModel
 from workers.layers.factory import random_tokens
 from workers.layers.optimizer import TrainingOptimizer, build_optimizer
 from workers.profiler.bench import Bench
-from workers.profiler.data_parallel import data_parallel
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.marks import Mark, mark_of
 from workers.profiler.meters import byte_meter
 from workers.profiler.phases import PhaseClock
 from workers.profiler.rings import find_ring
 from workers.profiler.timing import collector_paused, standard_error
+from workers.profiler.training.choice import data_parallel
 
 MICRO_STEPS = 2
 EXCHANGING_MICRO_STEPS = 3

@@ -1,4 +1,4 @@
-"""How processes train one model together: torch's own sharding and replication, as a trainer would use them."""
+"""Training state that every process has whole; gradients are all-reduced."""
 
 from __future__ import annotations
 
@@ -6,64 +6,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from explorer.training import Sharding
 from workers.layers.optimizer import TrainingOptimizer
-
-Step = Callable[[], None]
+from workers.profiler.training.data_parallel import Step
 
 WATCHDOG_SECONDS = 0.3
 """NCCL's process groups look ten times a second at what has ended."""
-
-
-class DataParallel(Protocol):
-    """What becomes of a model as it is built, and of its gradients as it is trained.
-
-    Every process has a model with the same parameters, and data of its own. After the last micro-step of a step the
-    optimizer has the mean of their gradients, or this process's share of it.
-    """
-
-    def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """A layer, an embedding or a head has been built: the last one that comes in forward, or another."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """What is to be called in place of the finished model."""
-
-    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
-        """Bring memory and order of exchange to where they stay; `micro_step` runs one, which may leave gradients."""
-
-    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around the forward and the backward of one of a step's micro-steps."""
-
-    def finish(self) -> None:
-        """Let go of what outlives the model, when the device has come to the end of everything."""
-
-
-class Alone:
-    """One process, which exchanges nothing; a model in eval mode."""
-
-    def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """It stays as it is."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model."""
-        return model
-
-    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
-        """There is nothing to prepare."""
-
-    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing happens around it."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """There is nothing."""
 
 
 class Replicated:
@@ -162,21 +116,3 @@ class ReplicatedMain:
                 self._reduced.append(gradient)
 
         return reduce
-
-
-def data_parallel(
-    members: dist.ProcessGroup | None,
-    device: torch.device,
-    sharding: Sharding,
-    parameter_dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-) -> DataParallel:
-    """How `members` train together with this sharding; null for a process that trains alone."""
-    if members is None:
-        return Alone()
-    own = gradient_dtype is not parameter_dtype
-    if sharding is not Sharding.NONE:
-        from workers.profiler.fully_sharded import FullySharded  # noqa: PLC0415 - takes half a second
-
-        return FullySharded(members, device, sharding, gradient_dtype if own else None)
-    return ReplicatedMain(members) if own else Replicated(members)

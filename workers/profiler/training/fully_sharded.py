@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from explorer.training import Sharding
 from workers.layers.optimizer import TrainingOptimizer
-from workers.profiler.data_parallel import Step
+from workers.profiler.training.data_parallel import Step
 
 
 class FullySharded:
