@@ -53,8 +53,8 @@ def test_what_the_winner_shows_is_taken_to_be_common_to_all() -> None:
     exact = np.zeros((2, len(CANDIDATES)))
     found = errors().condition({0: WholeModelRun(-0.02, 0.001)}, np.zeros(1), exact[:, :1], np.zeros(1))
     shift = found.mean(ROWS, exact)
-    assert shift == pytest.approx(np.full(4, -0.02), abs=0.001)
-    assert np.ptp(shift) < 0.001
+    assert shift == pytest.approx(np.full(4, -0.02), abs=0.002)
+    assert np.ptp(shift) < 0.002
 
 
 def test_a_surprise_widens_every_part() -> None:
