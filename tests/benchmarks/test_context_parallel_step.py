@@ -230,6 +230,24 @@ def test_nothing_is_begun_that_would_end_too_late(
     assert _run(tmp_path, *options, "--seconds", "19.5")["left_out"] == []
 
 
+def test_what_is_shorter_is_begun_where_the_longer_one_would_not_end(
+    tmp_path: Path, device: type[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the tokens take a sixteenth of the 200 seconds, or as long as repeats may: 25 seconds."""
+    measure = Device.measure
+
+    def measured(self: Device, plan: TrialPlan) -> Measurement:
+        timed = 200.0 if plan.model.seq_length == 65536 else 0.0
+        Device.clock += timed
+        return measure(self, plan).model_copy(update={"phases": PhaseSeconds(timed=timed)})
+
+    monkeypatch.setattr(device, "measure", measured)
+    options = ["--seq-lengths", "65536", "16384", "--rounds", "1", "--no-search", "--trial-seconds", "300"]
+    assert _run(tmp_path, *options, "--seconds", "628")["left_out"] == ["S=16384 round 0"]
+    Device.clock = 0.0
+    assert _run(tmp_path, *options, "--seconds", "29")["left_out"] == []
+
+
 def test_a_search_that_time_does_not_allow_is_left_out(tmp_path: Path, device: type[Device]) -> None:
     found = _run(tmp_path, "--rounds", "1", "--seconds", "20", "--search-seconds", "30")
     assert found["left_out"] == ["S=16384 search", "S=32768 search"]

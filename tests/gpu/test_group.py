@@ -130,6 +130,7 @@ def test_whole_models_train_together(group: Profiler, sharding: Sharding, gradie
         assert whole is not None
         assert whole.micro_step_seconds > 0
         assert whole.communication_seconds is not None
+    assert result.phases.process_start == 0, "the model before has left nothing that a new process must be begun for"
 
 
 def test_sharding_spares_memory(group: Profiler) -> None:
