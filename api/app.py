@@ -83,7 +83,7 @@ def _describe(app: FastAPI) -> None:
         assert app.openapi_schema is not None
         return app.openapi_schema
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace it
 
 
 def _drop_default_error(responses: dict[str, Any]) -> None:

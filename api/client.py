@@ -119,7 +119,7 @@ class Client:
         try:
             address = httpx.URL(self.url)
             if address.scheme not in {"http", "https"}:
-                raise ValueError("it must start with http:// or https://")  # noqa: TRY301
+                raise ValueError("it must start with http:// or https://")  # noqa: TRY301 - one message for both
             beyond = not is_loopback(address.host)  # a proxy is never on the way to this machine itself
             self._http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=beyond

@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _cluster() -> Iterator[str]:
-    import ray  # noqa: PLC0415
+    import ray  # noqa: PLC0415 - an extra
     from ray.cluster_utils import Cluster  # noqa: PLC0415 - an optional dependency
 
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

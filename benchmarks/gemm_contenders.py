@@ -186,7 +186,7 @@ def _block_sparse(given: Problem) -> Operands:
 
     def multiply(x: Tensor, w: Tensor) -> Tensor:
         topology = block_topology(_counted(given.ends).counts, w.shape[2], BLOCK, x.device)
-        out: Tensor = SDD.apply(x, w, topology)  # type: ignore[no-untyped-call]
+        out: Tensor = SDD.apply(x, w, topology)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     return Operands(x, w, blocks, rows, multiply)

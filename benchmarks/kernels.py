@@ -155,7 +155,7 @@ def time_contender(name: str, given: Problem, timer: KernelTimer) -> dict[str, A
         return run | {"outcome": outcome.value, "reason": reason}
     finally:
         if name in ("bmm", "block_sparse"):  # their operands are large and their own
-            passes = None  # type: ignore[assignment]
+            passes = None  # type: ignore[assignment]  # lets go of it
             torch.cuda.empty_cache()
     return run | {
         "outcome": "ok",
@@ -174,7 +174,7 @@ def poisoned() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # not in torch's stubs
         try:
             yield
         finally:

@@ -254,8 +254,8 @@ def time_one(
     except torch.cuda.OutOfMemoryError:
         return {"reason": "out of memory"}
     finally:
-        passes = None  # type: ignore[assignment]
-        block = None  # type: ignore[assignment]
+        passes = None  # type: ignore[assignment]  # lets go of it
+        block = None  # type: ignore[assignment]  # lets go of it
         gc.collect()
         torch.cuda.empty_cache()
     seconds = max(timing.device_seconds, timing.host_seconds)

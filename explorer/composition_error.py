@@ -128,9 +128,9 @@ class Correction:
     errors: CompositionErrors
     rows_J: Ints  # noqa: N815 - axes are in names
     scale: float
-    centred_NJ: Floats  # noqa: N815
-    weights_NJ: Floats  # noqa: N815
-    weights_J: Floats  # noqa: N815
+    centred_NJ: Floats  # noqa: N815 - axes are in names
+    weights_NJ: Floats  # noqa: N815 - axes are in names
+    weights_J: Floats  # noqa: N815 - axes are in names
 
     def mean(self, rows: Ints, log_composed_NA: Floats) -> Floats:
         """Shifts of the expected throughput of `rows`, shape (A,)."""

@@ -29,10 +29,10 @@ class Outlook:
 
     rows: Ints
     mean_A: Floats  # noqa: N815 - axes are in names
-    composed_NA: Floats  # noqa: N815
-    tokens_NA: Floats  # noqa: N815
-    wanted_AP: Mask  # noqa: N815
-    clear_A: Mask  # noqa: N815
+    composed_NA: Floats  # noqa: N815 - axes are in names
+    tokens_NA: Floats  # noqa: N815 - axes are in names
+    wanted_AP: Mask  # noqa: N815 - axes are in names
+    clear_A: Mask  # noqa: N815 - axes are in names
 
     @property
     def incumbent(self) -> int | None:

@@ -41,9 +41,9 @@ class Evidence:
 
     kernel: Kernel
     distance_L: Floats  # noqa: N815 - axes are in names
-    number_L: Floats  # noqa: N815
-    within_L: Floats  # noqa: N815
-    squares_L: Floats  # noqa: N815
+    number_L: Floats  # noqa: N815 - axes are in names
+    within_L: Floats  # noqa: N815 - axes are in names
+    squares_L: Floats  # noqa: N815 - axes are in names
 
     @classmethod
     def of(cls, kernel: Kernel, runs: Sequence[ComponentRuns], log_prior_L: Floats) -> Evidence:
@@ -84,9 +84,9 @@ class Evidence:
 class Scales:
     """Scales of one kind of component for each of N posterior samples."""
 
-    run_N: Floats  # noqa: N815
-    own_N: Floats  # noqa: N815
-    amplitude_N: Floats  # noqa: N815
+    run_N: Floats  # noqa: N815 - axes are in names
+    own_N: Floats  # noqa: N815 - axes are in names
+    amplitude_N: Floats  # noqa: N815 - axes are in names
 
 
 class ScalePosterior:

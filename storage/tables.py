@@ -34,7 +34,7 @@ class PlainText(TypeDecorator[str]):
     impl = sa.Text
     cache_ok = True
 
-    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102 - SQLAlchemy's
         if value is None:
             return None
         return value.replace("\0", "").encode("utf-8", "replace").decode()

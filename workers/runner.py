@@ -47,25 +47,25 @@ class DeviceProfiler(Protocol):
     """What a job needs of `workers.launcher.Profiler`; see there for what each call raises."""
 
     @property
-    def restarts(self) -> int: ...  # noqa: D102
+    def restarts(self) -> int: ...  # noqa: D102 - its protocol says it
 
-    def start(self) -> None: ...  # noqa: D102
+    def start(self) -> None: ...  # noqa: D102 - its protocol says it
 
-    def hardware(self) -> HardwareSpec: ...  # noqa: D102
+    def hardware(self) -> HardwareSpec: ...  # noqa: D102 - its protocol says it
 
-    def begin(self, request: ExplorationRequest) -> DeviceReport: ...  # noqa: D102
+    def begin(self, request: ExplorationRequest) -> DeviceReport: ...  # noqa: D102 - its protocol says it
 
-    def measure(self, plan: TrialPlan) -> Measurement: ...  # noqa: D102
+    def measure(self, plan: TrialPlan) -> Measurement: ...  # noqa: D102 - its protocol says it
 
-    def interrupt(self) -> None: ...  # noqa: D102
+    def interrupt(self) -> None: ...  # noqa: D102 - its protocol says it
 
-    def close(self) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102 - its protocol says it
 
 
 class Explore(Protocol):
     """The signature of `explorer.search.explore`."""
 
-    def __call__(  # noqa: D102
+    def __call__(  # noqa: D102 - its protocol says it
         self,
         request: ExplorationRequest,
         report: DeviceReport,

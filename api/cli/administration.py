@@ -39,7 +39,7 @@ def create(name: TokenName, as_json: options.AsJson = False) -> None:
 @token_commands.command("list")
 def list_(as_json: options.AsJson = False) -> None:
     """List the tokens, without their secrets."""
-    from storage.tokens import list_tokens  # noqa: PLC0415
+    from storage.tokens import list_tokens  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
         tokens = list_tokens(database)
@@ -54,7 +54,7 @@ def list_(as_json: options.AsJson = False) -> None:
 @token_commands.command("revoke")
 def revoke(name: TokenName) -> None:
     """Make a token useless."""
-    from storage.tokens import revoke_token  # noqa: PLC0415
+    from storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
         found = revoke_token(database, name)
@@ -73,8 +73,8 @@ def upgrade() -> None:
 @contextmanager
 def open_storage() -> Iterator[Database]:
     """The database that the environment names, its tables up to date."""
-    from storage.database import open_database  # noqa: PLC0415
-    from storage.schema import upgrade as upgrade_schema  # noqa: PLC0415
+    from storage.database import open_database  # noqa: PLC0415 - for this command alone
+    from storage.schema import upgrade as upgrade_schema  # noqa: PLC0415 - for this command alone
 
     with database_errors():
         database = open_database(environment().database_url)
@@ -88,8 +88,8 @@ def open_storage() -> Iterator[Database]:
 @contextmanager
 def database_errors() -> Iterator[None]:
     """What goes wrong with the database becomes the end of the command."""
-    from filelock import Timeout  # noqa: PLC0415
-    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+    from filelock import Timeout  # noqa: PLC0415 - for this command alone
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
 
     try:
         yield

@@ -26,7 +26,7 @@ def serve(
 ) -> None:
     """Serve the REST API."""
     from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
-    from api.serve import serve as serve_api  # noqa: PLC0415
+    from api.serve import serve as serve_api  # noqa: PLC0415 - for this command alone
 
     told = environment()
     try:

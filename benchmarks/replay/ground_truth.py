@@ -37,7 +37,7 @@ class GroundTruth:
     survey: Survey
     table: SpaceTable
     tokens_C: Floats  # noqa: N815 - axes are in names
-    legal_C: Mask  # noqa: N815
+    legal_C: Mask  # noqa: N815 - axes are in names
     num_whole_models: int
     composition_errors: tuple[float, ...]
     exhaustive_seconds: float

@@ -13,7 +13,7 @@ import yaml
 try:
     from yaml import CSafeLoader as _Base
 except ImportError:  # PyYAML built without libyaml
-    from yaml import SafeLoader as _Base  # type: ignore[assignment]
+    from yaml import SafeLoader as _Base  # type: ignore[assignment]  # the same interface
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 32

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema  # type: ignore[import-untyped]  # it has no types
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter

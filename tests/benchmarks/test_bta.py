@@ -215,7 +215,7 @@ def test_the_recorded_table_can_be_continued(tmp_path: Path) -> None:
     fresh = {name: recorded[name] for name in ("environment", "hardware", "shape")} | {"rows": [], "shared": []}
     found = begin(out, fresh, same=("shape",))
     options = argparse.Namespace(**recorded["shape"])
-    bench = bta.Bench(options, Device("simulated"), found)  # type: ignore[arg-type]
+    bench = bta.Bench(options, Device("simulated"), found)  # type: ignore[arg-type]  # a stand-in
     assert bench.rows == recorded["rows"]
     asked = {(n, k) for k in options.top_k for n in (None, *options.num_experts)}
     assert set(bench.missing()) == asked - set(_models(recorded))

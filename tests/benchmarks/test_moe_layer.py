@@ -32,7 +32,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _bench(rows: list[dict[str, Any]], deadline: float = math.inf) -> Bench:
-    timer: CudaTimer = None  # type: ignore[assignment]
+    timer: CudaTimer = None  # type: ignore[assignment]  # a stand-in
     return Bench(timer, torch.device("cpu"), deadline, rows)
 
 

@@ -93,7 +93,7 @@ def test_components_are_added_up_as_measured_and_whole_models_run() -> None:
             return Measurement(candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, reason="no")
         return found
 
-    curve.time_product(SimpleNamespace(measure=measure), [1, 2])  # type: ignore[arg-type]
+    curve.time_product(SimpleNamespace(measure=measure), [1, 2])  # type: ignore[arg-type]  # a stand-in
     assert [(r["side"], r["micro_batch_size"], r["outcome"]) for r in curve.rows] == [
         ("composed", 1, "ok"),
         ("whole", 1, "ok"),

@@ -86,7 +86,7 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
 
 def test_a_spec_does_not_change() -> None:
     with pytest.raises(ValidationError):
-        build().num_layers = 5  # type: ignore[misc]
+        build().num_layers = 5  # type: ignore[misc]  # what the test is about
 
 
 def test_groups_and_widths() -> None:

@@ -72,7 +72,7 @@ LARGE = (
 def poisoned_memory() -> Iterator[None]:
     """What nobody writes is NaN, since deterministic mode fills it in. Not for the reference: cuBLAS would object."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # not in its stubs
     try:
         yield
     finally:

@@ -101,13 +101,13 @@ UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 300, 77), 
 def poisoned() -> Iterator[None]:
     """New tensors hold NaN until they are written."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # not in its stubs
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def cublas_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
-    out: Tensor = CublasGemm.apply(x, w, counts)  # type: ignore[no-untyped-call]
+    out: Tensor = CublasGemm.apply(x, w, counts)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

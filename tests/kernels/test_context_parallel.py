@@ -144,7 +144,7 @@ def test_eight_ranks_compute_what_is_planned_and_no_more(layout: str, num_groups
 
         def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: object) -> object:
             count(backward_pairs, q, k, bool(rest[-2]))
-            return flash.backward(grad, q, k, *rest)  # type: ignore[arg-type]
+            return flash.backward(grad, q, k, *rest)  # type: ignore[arg-type]  # a stand-in
 
         block = BlockAttention("counted", flash.unsupported_reason, forward, backward)  # type: ignore[arg-type]
         steps = spread.steps(ring.rank, num_ranks, len(positions), causal=True)

@@ -89,7 +89,7 @@ def test_nothing_is_left_once_backward_is_through() -> None:
 
         return counted(name, again)
 
-    chain.counted = watched  # type: ignore[method-assign]
+    chain.counted = watched  # type: ignore[method-assign]  # a stand-in
     with discarding(products=True):
         out = chain()
     gc.disable()  # reference counts alone must free it
@@ -133,7 +133,7 @@ def test_views_of_one_result_changed_in_place_before_it_is_kept() -> None:
     x, w = (torch.randn(6, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
     def parts(x: Tensor) -> tuple[Tensor, ...]:
-        both = _Doubled.apply(x @ w)  # type: ignore[no-untyped-call]
+        both = _Doubled.apply(x @ w)  # type: ignore[no-untyped-call]  # untyped in torch
         return tuple(both.split((2, 4), dim=1))
 
     def run(parted: tuple[Tensor, ...]) -> Tensor:

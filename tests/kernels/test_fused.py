@@ -53,7 +53,7 @@ def poisoned_memory() -> Iterator[None]:
     if is_interpreting():
         accept_scalars_of_one_element()
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # not in its stubs
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -26,5 +26,5 @@ def accept_scalars_of_one_element() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patched.accepts_one_element = True  # type: ignore[attr-defined]
+    patched.accepts_one_element = True  # type: ignore[attr-defined]  # known here
     interpreter._patch_lang_tensor = patched

@@ -12,8 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
-import kubernetes_validate  # type: ignore[import-untyped]
+import jsonschema  # type: ignore[import-untyped]  # it has no types
+import kubernetes_validate  # type: ignore[import-untyped]  # it has no types
 
 Document = dict[str, Any]
 

@@ -73,7 +73,7 @@ class _Sizes(TorchDispatchMode):
     """The present sizes of all storages, which sharding makes larger and smaller where they are."""
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.peak: int = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in existing:

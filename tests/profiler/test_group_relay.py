@@ -87,9 +87,9 @@ def heard(said: list[tuple[int, Reply]], order: Order | None = None, *, ends: bo
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
     orders.put(order or RunTrial(plan=PLAN))
     board = ScriptedBoard([*hellos, *said])
-    served = Relay(board, DEVICES, sent.append)  # type: ignore[arg-type]
+    served = Relay(board, DEVICES, sent.append)  # type: ignore[arg-type]  # a stand-in
 
-    class EndOfTest(Exception):  # noqa: N818
+    class EndOfTest(Exception):  # noqa: N818 - no error
         pass
 
     class OneOrder(queue.SimpleQueue[Order]):
@@ -131,7 +131,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_each_component_is_told_onc
     assert isinstance(result, TrialFinished)
     assert result.measurement.outcome is Outcome.OK
     assert (result.seconds, result.measurement.phases.timed, result.poisoned) == (4.0, 4.0, False)
-    for found in (*result.measurement.components, said[1].measurement):  # type: ignore[attr-defined]
+    for found in (*result.measurement.components, said[1].measurement):  # type: ignore[attr-defined]  # known here
         assert (found.device_seconds, found.host_seconds, found.repeats) == (4.0, 0.5, 20)
         assert (found.saved_bytes, found.forward_peak_bytes, found.backward_peak_bytes) == (11, 22, 33)
     assert tuple(m.component for m in result.measurement.components) == COMPONENTS
@@ -153,7 +153,7 @@ def test_exhaustion_explains_the_failure_of_the_others(exhausted_first: bool) ->
         (0, finished(outcome=Outcome.OUT_OF_MEMORY, reason="no more")),
         (1, finished(outcome=Outcome.CRASHED, reason="connection closed by peer")),
     ]
-    (result,) = heard(said if exhausted_first else said[::-1])  # type: ignore[arg-type]
+    (result,) = heard(said if exhausted_first else said[::-1])  # type: ignore[arg-type]  # a stand-in
     assert isinstance(result, TrialFinished)
     assert result.measurement.outcome is Outcome.OUT_OF_MEMORY
 
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_alone_is_the_first_to_have_failed() -> None:
     assert result.measurement.reason == "rank 1 (cuda:1): illegal access"
     assert result.poisoned
     both = [(rank, finished(outcome=Outcome.CRASHED, reason=f"of {rank}")) for rank in (1, 0)]
-    (result,) = heard(both)  # type: ignore[arg-type]
+    (result,) = heard(both)  # type: ignore[arg-type]  # a stand-in
     assert isinstance(result, TrialFinished)
     assert result.measurement.reason == "rank 1 (cuda:1): of 1"
 

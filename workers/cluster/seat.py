@@ -21,17 +21,17 @@ class SeatProfiler(Protocol):
     """What a seat needs of `workers.launcher.Profiler`."""
 
     @property
-    def restarts(self) -> int: ...  # noqa: D102
+    def restarts(self) -> int: ...  # noqa: D102 - its protocol says it
 
-    def start(self) -> None: ...  # noqa: D102
+    def start(self) -> None: ...  # noqa: D102 - its protocol says it
 
-    def hardware(self) -> HardwareSpec: ...  # noqa: D102
+    def hardware(self) -> HardwareSpec: ...  # noqa: D102 - its protocol says it
 
-    def begin(self, request: ExplorationRequest) -> DeviceReport: ...  # noqa: D102
+    def begin(self, request: ExplorationRequest) -> DeviceReport: ...  # noqa: D102 - its protocol says it
 
-    def measure(self, plan: TrialPlan) -> Measurement: ...  # noqa: D102
+    def measure(self, plan: TrialPlan) -> Measurement: ...  # noqa: D102 - its protocol says it
 
-    def close(self) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102 - its protocol says it
 
 
 OpenProfiler = Callable[[Sequence[str], Mapping[str, str], Path | None], SeatProfiler]

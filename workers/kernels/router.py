@@ -58,7 +58,7 @@ def score(h_TD: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
     """
     if torch.compiler.is_compiling():
         return F.linear(h_TD, w_router), h_TD
-    scores_TE, passed_TD = _Score.apply(h_TD, w_router)  # type: ignore[no-untyped-call]
+    scores_TE, passed_TD = _Score.apply(h_TD, w_router)  # type: ignore[no-untyped-call]  # untyped in torch
     return scores_TE, passed_TD
 
 

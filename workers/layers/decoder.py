@@ -25,7 +25,7 @@ from workers.layers.routes import device_routes
 class TakeUnit(Protocol):
     """Takes a part of a model that has just been built; `is_last` if no other comes after it in forward."""
 
-    def __call__(self, unit: nn.Module, *, is_last: bool) -> None: ...  # noqa: D102
+    def __call__(self, unit: nn.Module, *, is_last: bool) -> None: ...  # noqa: D102 - its protocol says it
 
 
 def leave(unit: nn.Module, *, is_last: bool) -> None:

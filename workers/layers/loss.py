@@ -26,7 +26,7 @@ def chunked_cross_entropy(
     fused linear cross entropy does, Hsu et al., 2024, arXiv:2410.10989). Backward only scales them. Without
     gradients only the loss is computed.
     """
-    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         h_TD, weight_VD, bias_V, targets_T, chunk_tokens, torch.is_grad_enabled()
     )
     return loss

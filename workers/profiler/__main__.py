@@ -30,15 +30,15 @@ def main() -> int:
         connection.sendall(encode(message))
 
     # torch takes seconds to import: only now that this process cannot be left behind.
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - it brings torch, or comes after it
 
-    from workers.profiler.bench import Bench  # noqa: PLC0415
-    from workers.profiler.conditions import Surroundings  # noqa: PLC0415
-    from workers.profiler.hardware import used_bytes  # noqa: PLC0415
-    from workers.profiler.nvml import open_gpu  # noqa: PLC0415
-    from workers.profiler.session import Session  # noqa: PLC0415
-    from workers.profiler.tenants import TenantWatch  # noqa: PLC0415
-    from workers.settings import read_settings  # noqa: PLC0415
+    from workers.profiler.bench import Bench  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.conditions import Surroundings  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.hardware import used_bytes  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.session import Session  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.tenants import TenantWatch  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.settings import read_settings  # noqa: PLC0415 - it brings torch, or comes after it
 
     device = torch.device(arguments.device)
     used_before = used_bytes(device) if device.type == "cuda" else None

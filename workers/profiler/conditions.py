@@ -109,7 +109,7 @@ class Watch:
             (samples.celsius, gpu.temperature_celsius()),
         ):
             if value is not None:
-                values.append(value)  # type: ignore[arg-type]
+                values.append(value)  # type: ignore[arg-type]  # of one kind each
         samples.reasons.update(dict.fromkeys(gpu.clock_reasons()))
         if self._tenants is not None:
             self._tenants.look()

@@ -19,7 +19,7 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -131,7 +131,7 @@ class BlockPasses:
     def weighable_forward(self) -> Tensor:
         """The forward's output, joined to a gradient that comes into being in backward only."""
         with torch.set_grad_enabled(self.training):
-            return self.block(*self._inputs)  # type: ignore[no-any-return]
+            return self.block(*self._inputs)  # type: ignore[no-any-return]  # modules return anything
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def _accumulate_into(main: Tensor) -> Callable[[Tensor], None]:
 
 def join_gradient(output: Tensor) -> Tensor:
     """A scalar whose backward gives `output` a gradient."""
-    scalar: Tensor = _IncomingGradient.apply(output)  # type: ignore[no-untyped-call]
+    scalar: Tensor = _IncomingGradient.apply(output)  # type: ignore[no-untyped-call]  # untyped in torch
     return scalar
 
 

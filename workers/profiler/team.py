@@ -16,7 +16,7 @@ from workers.profiler.timing import Agreement
 class Meeting(Protocol):
     """Keeps what comes next on this process's device from starting before every process has come to it."""
 
-    def __call__(self) -> None: ...  # noqa: D102
+    def __call__(self) -> None: ...  # noqa: D102 - its protocol says it
 
 
 class Team(Agreement, Protocol):

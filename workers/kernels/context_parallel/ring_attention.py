@@ -202,7 +202,7 @@ def _add(collected: Tensor, grads: tuple[Tensor, Tensor] | None) -> None:
 
 def ring_attention(plan: RingAttention, q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
     """Attention of q (B, H, S, D) to the k, v (B, G, S, D) of all ranks, `tile` sequences at a time; differentiable."""
-    out: Tensor = _RingFunction.apply(q, k, v, plan, tile)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingFunction.apply(q, k, v, plan, tile)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

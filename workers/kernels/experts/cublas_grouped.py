@@ -97,7 +97,7 @@ class CublasGemm(Function):
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`; the rows must have been counted."""
-    out: Tensor = CublasGemm.apply(x_RK, w_EKN, rows.counts)  # type: ignore[no-untyped-call]
+    out: Tensor = CublasGemm.apply(x_RK, w_EKN, rows.counts)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

@@ -57,7 +57,7 @@ def _multiply(
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`; the rows must have been counted."""
-    out: Tensor = _LoopGemm.apply(x_RK, w_EKN, rows.counts)  # type: ignore[no-untyped-call]
+    out: Tensor = _LoopGemm.apply(x_RK, w_EKN, rows.counts)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

@@ -63,7 +63,7 @@ def padded_rows(routes_TK: Tensor, num_experts: int) -> tuple[Rows, int]:
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Gather tokens (T, D) and routing weights (T, K) into rows: (R, D), recomputable, and (R,)."""
-    x_RD, weights_R = _Dispatch.apply(  # type: ignore[no-untyped-call]
+    x_RD, weights_R = _Dispatch.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         x_TD, weights_TK, rows.token_of_row, rows.row_of_pair
     )
     announce(x_RD, lambda x: x.index_select(0, rows.token_of_row), x_TD)

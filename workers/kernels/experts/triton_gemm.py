@@ -205,7 +205,7 @@ class TritonGemm(Function):
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
-    out: Tensor = TritonGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call]
+    out: Tensor = TritonGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
@@ -236,7 +236,7 @@ def _fitting(choices: tuple[Tiles, ...], device: torch.device) -> Tiles:
     if device.type != "cuda":
         return SMALL
     properties = torch.cuda.get_device_properties(device)
-    available = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    available = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in torch's stubs
     return next((tiles for tiles in choices if tiles.shared_bytes <= available), replace(SMALL, num_stages=2))
 
 

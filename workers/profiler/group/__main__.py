@@ -41,8 +41,8 @@ def main() -> int:
 
     # torch takes seconds to import: only now that this process cannot be left behind.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
-    from torch.distributed.elastic.utils.api import macros  # noqa: PLC0415
-    from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
+    from torch.distributed.elastic.utils.api import macros  # noqa: PLC0415 - it brings torch, or comes after it
+    from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415 - it brings torch, or comes after it
 
     from workers.profiler.group.board import Board, host_store, join_store  # noqa: PLC0415
     from workers.profiler.group.relay import GroupEndedError, Relay  # noqa: PLC0415
@@ -85,7 +85,7 @@ def main() -> int:
 def launch_config(num_ranks: int, port: int) -> LaunchConfig:
     """One node that never starts a rank again: a trial that ran out of memory would be run twice without a word."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415
-    from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415 - it brings torch, or comes after it
 
     return LaunchConfig(
         min_nodes=1,

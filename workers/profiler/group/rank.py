@@ -27,16 +27,16 @@ def main() -> int:
 
     die_with_parent(arguments.parent)
     import torch  # noqa: PLC0415 - takes seconds: only now that this process cannot be left behind
-    from torch._C._distributed_c10d import PrefixStore  # noqa: PLC0415
+    from torch._C._distributed_c10d import PrefixStore  # noqa: PLC0415 - it brings torch, or comes after it
 
-    from workers.profiler.bench import Bench  # noqa: PLC0415
-    from workers.profiler.conditions import Surroundings  # noqa: PLC0415
-    from workers.profiler.group.board import Board, join_store  # noqa: PLC0415
-    from workers.profiler.group.company import Company  # noqa: PLC0415
-    from workers.profiler.hardware import used_bytes  # noqa: PLC0415
-    from workers.profiler.nvml import open_gpu  # noqa: PLC0415
-    from workers.profiler.session import Session  # noqa: PLC0415
-    from workers.settings import read_settings  # noqa: PLC0415
+    from workers.profiler.bench import Bench  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.conditions import Surroundings  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.group.board import Board, join_store  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.group.company import Company  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.hardware import used_bytes  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.session import Session  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.settings import read_settings  # noqa: PLC0415 - it brings torch, or comes after it
 
     board = Board(join_store(arguments.port))
 

@@ -40,7 +40,7 @@ def fused_ffn(
         return x_TD * 0.0
     chosen = tiles or tiles_for(routes_TK, w_in, w_out)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, weights_TK, w_in, w_out))
-    out: Tensor = _FusedFFN.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _FusedFFN.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         x_TD, routes_TK, weights_TK, w_in, w_out, activation, chosen, keep
     )
     return out
