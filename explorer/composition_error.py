@@ -23,7 +23,7 @@ OWN_STD = {"cuda": 0.006, "cpu": 0.01}
 
 In benchmarks/results/h200-recorded-fidelity.json the candidates of a table that come within 7% of its best, and that
 the device limits, scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, of 0.4%
-(attention) to 2.5% (FFN) a run, explains about 0.75% of a step; the rest is this.
+(attention) to 2.5% (FFN) a run, explains 0.5 to 1.0% of a step; with 0.75% of it the rest is this.
 """
 POLICY_STD = 0.005
 """Error of composed steps that candidates of one recomputation policy share, tiled or not, in one layout.

@@ -34,8 +34,8 @@ HEAT_SECONDS = 0.15
 CHAIN_LENGTHS = (16, 4)
 """Blocks in a row for the host's time, fewer if so many do not fit.
 
-The first blocks after a rest take the host about twice as long as the following: of 4 in a row a block seems 20 to 40%
-slower than in a model, of 16 it agrees with what a further layer adds to one.
+A block alone takes the host about one and a half times as long as one of 16 in a row, one of 4 mostly 5 to 50% longer;
+those of 16 agree with what a further layer adds to a model (benchmarks/LOG.md).
 """
 HOST_REPEATS = 5
 BLOCKED_SHARE = 0.9
