@@ -14,18 +14,21 @@ from benchmarks.context_parallel_peers import PEERS
 from workers.kernels.context_parallel.layouts import LAYOUTS
 
 
-def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
+def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--device", "cpu", "--out", str(out), "--seq-lengths", "64", "--rounds", "2"]
-    child = subprocess.run(
-        [*launcher, "-m", "benchmarks.context_parallel", *options],
+    return subprocess.run(
+        [*launcher, "-m", "benchmarks.context_parallel", "--device", "cpu", "--out", str(out), *options],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
         cwd=Path(__file__).parents[2],
     )
+
+
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    child = run(out, "--seq-lengths", "64", "--rounds", "2")
     assert child.returncode == 0, child.stderr
     found = json.loads(out.read_text())
     assert found["num_devices"] == 2
@@ -43,6 +46,11 @@ def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
         assert cell["timed"][layout]["seconds"] > 0
         assert len(cell["timed"][layout]["seconds_by_rank"]) == 2
         assert f"  {layout}" in child.stdout
+    continued = run(out, "--seq-lengths", "128", "64", "--rounds", "1")
+    assert continued.returncode == 0, continued.stderr
+    kept, new = json.loads(out.read_text())["cells"]
+    assert kept == cell
+    assert (new["seq_length"], new["rounds"]) == (128, 1)
 
 
 def test_shares_of_the_ideal() -> None:
