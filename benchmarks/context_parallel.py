@@ -11,6 +11,8 @@ torch's contender is `torch.distributed.tensor.experimental.context_parallel`, w
 layout, with both of its ways to pass keys and values on. Another three are those of ring-flash-attention, if that can
 be imported (see benchmarks/context_parallel_peers.py). Where a contender does not run, the reason stands in its place.
 All ranks fail alike there, or the run ends with the group's timeout.
+
+A file that exists is continued: what it has of a length and a back end is not timed again.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch.distributed as dist
 
 from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, peer, torchs
 from benchmarks.context_parallel_peers import PEERS, describe_peer
+from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from workers.kernels.context_parallel.attention import ContextParallel
 from workers.kernels.context_parallel.blocks import block_attention
@@ -46,6 +49,8 @@ TIMEOUT = timedelta(minutes=3)
 """Of one operation: ranks that lost each other end."""
 ROUND_SECONDS, MAX_CALLS = 0.03, 20
 """A turn is so long, or so many calls, whichever is less; at least one call."""
+IDENTITY = ("device", "num_devices", "versions", "heads", "dtype", "checked_length", "ring_flash_attn")
+"""What a run must have in common with one that continues it."""
 ALONE, TORCH, EXPANDED = "alone", "torch", " expanded"
 
 
@@ -183,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=TIMEOUT)
     bench = Bench(device)
-    found: dict[str, Any] = {
+    fresh: dict[str, Any] = {
         "environment": describe_environment(),
         "device": torch.cuda.get_device_name(device) if kind == "cuda" else "cpu",
         "num_devices": bench.size,
@@ -193,26 +198,32 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "heads": dict(zip(("num_heads", "query_groups", "head_size"), heads, strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
-        "rounds": options.rounds,
         "checked_length": CHECKED_LENGTH[kind],
         "ring_flash_attn": describe_peer(),
         "checks": {},
         "cells": [],
     }
+    try:
+        found = begin(options.out, fresh, same=IDENTITY)
+    except ValueError as error:
+        parser.error(str(error))
+    dist.barrier()  # every rank has read the file before the first writes it
     is_wrong = False
     for backend in options.backends or BACKENDS[kind]:
         checks = bench.check(draw(CHECKED_LENGTH[kind], heads, dtype, device), backend)
         found["checks"][backend] = checks
         is_wrong |= any("reason" in checks[layout] for layout in LAYOUTS)
         names = [name for name, check in checks.items() if "reason" not in check]
-        for seq_length in options.seq_lengths or SEQ_LENGTHS[kind]:
+        known = {cell["seq_length"] for cell in found["cells"] if cell["backend"] == backend}
+        for seq_length in sorted(set(options.seq_lengths or SEQ_LENGTHS[kind]) - known):
             problem = draw(seq_length, heads, dtype, device)
             timed = bench.time(problem, backend, names, options.rounds)
-            cell = {"seq_length": seq_length, "backend": backend, "flops": problem.flops, "timed": timed}
-            found["cells"].append(cell | compare(timed, problem, bench.size))
+            cell = {"seq_length": seq_length, "backend": backend, "rounds": options.rounds, "flops": problem.flops}
+            cell |= {"timed": timed, **compare(timed, problem, bench.size)}
+            found["cells"] = sorted((*found["cells"], cell), key=lambda cell: (cell["backend"], cell["seq_length"]))
             if dist.get_rank() == 0:
                 write_results(options.out, found)
-                print_cell(found["cells"][-1])
+                print_cell(cell)
     dist.barrier()
     dist.destroy_process_group()
     return int(is_wrong)
