@@ -186,7 +186,7 @@ class Client:
             trials += [self._parse(Trial, item) for item in page["items"]]
             cursor = page.get("next_cursor")
             if cursor is None or cursor == params.get("cursor"):
-                return tuple(trials)
+                return tuple(sorted(trials, key=lambda trial: trial.number))  # pages are in the order of storing
             params = {"cursor": cursor}
 
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60.0) -> Iterator[Event]:

@@ -128,7 +128,7 @@ RECOMMENDATION: dict[str, Any] = {
 }
 PAGE: dict[str, Any] = {"items": [SUMMARY], "next_cursor": None}
 EVENTS: dict[str, Any] = {"items": [event.model_dump(mode="json") for event in _LOG], "next_cursor": None}
-TRIALS: dict[str, Any] = {"items": [_TRIAL.model_dump(mode="json")], "next_cursor": None}
+TRIALS: dict[str, Any] = {"items": [_TRIAL.model_dump(mode="json")], "next_cursor": None, "end_cursor": "0"}
 LOG = "".join(render_line(event) + "\n" for event in _LOG)
 EVENT_STREAM = "".join(
     f"event: {event.code.name.lower()}\ndata: {event.model_dump_json()}\nid: {event.seq}\n\n" for event in _LOG

@@ -124,10 +124,11 @@ class EventPage(BaseModel):
 
 
 class TrialPage(BaseModel):
-    """Trials in the order of their numbers."""
+    """Trials in the order of storing, which need not be that of their numbers."""
 
     items: list[Trial]
     next_cursor: NextCursor
+    end_cursor: Annotated[str, Field(description="Ask later with it for what has been stored since.")]
 
 
 class Health(BaseModel):

@@ -100,9 +100,11 @@ trials = sa.Table(
     metadata,
     sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("seq", sa.Integer, nullable=False, doc="Grows in the order of storing, which is not that of number."),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("outcome", sa.String(16), nullable=False),
     sa.Column("trial", _JSON, nullable=False),
+    sa.UniqueConstraint("job_id", "seq"),
 )
 
 workers = sa.Table(

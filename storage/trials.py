@@ -1,6 +1,8 @@
-"""The finished trials of a job."""
+"""The finished trials of a job: stored under the job's row as they end, read by cursor."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 
@@ -9,29 +11,55 @@ from storage.database import Database
 from storage.tables import trials
 
 
-def read_trials(database: Database, job_id: str, *, after: int = -1, limit: int = 1000) -> list[Trial]:
-    """Trials with `number` > `after`, in order, at most `limit`; none for a job that does not exist."""
+@dataclass(frozen=True, slots=True)
+class StoredTrial:
+    """A trial and its place in the order of storing.
+
+    `seq` grows with each trial of the job that is stored; it is the page cursor. A trial's number, which names it, is
+    given before it is measured: of several in flight a later one may end first.
+    """
+
+    seq: int
+    trial: Trial
+
+
+def read_trials(database: Database, job_id: str, *, after: int = -1, limit: int = 1000) -> list[StoredTrial]:
+    """Trials with `seq` > `after`, in the order of storing, at most `limit`; none for a job that does not exist.
+
+    Reading on after the last `seq` misses none and repeats none, also while the job runs.
+    """
+    query = (
+        sa.select(trials.c.seq, trials.c.trial)
+        .where(trials.c.job_id == job_id, trials.c.seq > after)
+        .order_by(trials.c.seq)
+        .limit(limit)
+    )
     with database.read() as connection:
-        return select_trials(connection, job_id, after=after, limit=limit)
+        rows = connection.execute(query).all()
+    return [StoredTrial(row.seq, Trial.model_validate(row.trial)) for row in rows]
 
 
-def select_trials(
-    connection: sa.Connection, job_id: str, *, after: int = -1, number: int | None = None, limit: int | None = None
-) -> list[Trial]:
-    """`read_trials` within a transaction, by default all of them; `number` asks for one."""
-    query = sa.select(trials.c.trial).where(trials.c.job_id == job_id, trials.c.number > after)
+def select_trials(connection: sa.Connection, job_id: str, *, number: int | None = None) -> list[Trial]:
+    """All trials in the order of their numbers, within a transaction; `number` asks for one."""
+    query = sa.select(trials.c.trial).where(trials.c.job_id == job_id)
     if number is not None:
         query = query.where(trials.c.number == number)
-    documents = connection.scalars(query.order_by(trials.c.number).limit(limit))
+    documents = connection.scalars(query.order_by(trials.c.number))
     return [Trial.model_validate(document) for document in documents]
 
 
 def insert_trial(database: Database, connection: sa.Connection, job_id: str, trial: Trial) -> None:
-    """Insert a trial; the caller holds the job's row."""
+    """Insert a trial with the next `seq`.
+
+    The caller has changed the job's row in this transaction: that lock keeps concurrent writers apart until the
+    commit, so nobody sees a `seq` before all smaller ones.
+    """
+    last = sa.select(sa.func.coalesce(sa.func.max(trials.c.seq), -1)).where(trials.c.job_id == job_id)
     connection.execute(
         sa.insert(trials).values(
             job_id=job_id,
             number=trial.number,
+            seq=last.scalar_subquery() + 1,
             at=database.clock(),
             outcome=trial.measurement.outcome.value,
             trial=trial.model_dump(mode="json"),

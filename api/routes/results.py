@@ -65,12 +65,20 @@ def list_trials(
     job: JobDep,
     service: ServiceDep,
     cursor: Annotated[
-        int | None, Query(ge=-1, lt=1 << 31, description="Only trials with a greater number.", examples=[41])
+        int | None,
+        Query(ge=-1, lt=1 << 31, description="Only what was stored after the page that gave it out.", examples=[41]),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
 ) -> TrialPage:
-    """What was tried, with outcome, measurement, predicted and measured peak, in the order of the trials."""
+    """What was tried, with outcome, measurement, predicted and measured peak, in the order of storing.
+
+    A trial is stored as it ends: of several in flight the higher `number` may come first. To follow a running
+    exploration, ask again with the `end_cursor` of the last page, not with a number: no trial is missed or repeated.
+    """
     after = -1 if cursor is None else cursor
-    trials = read_trials(service.database, job.id, after=after, limit=limit + 1)
-    page = trials[:limit]
-    return TrialPage(items=page, next_cursor=str(page[-1].number) if len(trials) > limit else None)
+    stored = read_trials(service.database, job.id, after=after, limit=limit + 1)
+    page = stored[:limit]
+    end = str(page[-1].seq if page else after)
+    return TrialPage(
+        items=[one.trial for one in page], next_cursor=end if len(stored) > limit else None, end_cursor=end
+    )

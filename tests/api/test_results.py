@@ -74,7 +74,7 @@ def test_a_failed_exploration_keeps_what_it_found(client: TestClient, queue: Que
 
 def test_trials_come_in_pages_as_they_were_stored(client: TestClient, queue: Queue, lease: Lease) -> None:
     path = f"/v1/explorations/{lease.job_id}/trials"
-    assert client.get(path).json() == {"items": [], "next_cursor": None}
+    assert client.get(path).json() == {"items": [], "next_cursor": None, "end_cursor": "-1"}
     for number in range(3):
         queue.record(lease, make_progress(number))
     first = client.get(path, params={"limit": 2}).json()
@@ -83,5 +83,22 @@ def test_trials_come_in_pages_as_they_were_stored(client: TestClient, queue: Que
     assert [item["number"] for item in rest["items"]] == [2]
     assert rest["items"][0]["measurement"]["outcome"] == Outcome.OK
     assert rest["next_cursor"] is None
+    end = {"cursor": rest["end_cursor"]}
+    assert client.get(path, params=end).json() == {"items": [], "next_cursor": None, "end_cursor": rest["end_cursor"]}
     assert_problem(client.get(path, params={"cursor": "x"}), 422)
     assert_problem(client.get(path, params={"cursor": "9" * 40}), 422)
+
+
+def test_trials_are_followed_while_they_end_out_of_order(client: TestClient, queue: Queue, lease: Lease) -> None:
+    path = f"/v1/explorations/{lease.job_id}/trials"
+    cursor = client.get(path).json()["end_cursor"]
+    seen: list[int] = []
+    for number in (1, 3, 0, 2):
+        queue.record(lease, make_progress(number))
+        page = client.get(path, params={"cursor": cursor}).json()
+        seen += [item["number"] for item in page["items"]]
+        cursor = page["end_cursor"]
+    assert seen == [1, 3, 0, 2]
+    first = client.get(path, params={"limit": 3}).json()
+    assert [item["number"] for item in first["items"]] == [1, 3, 0]
+    assert first["next_cursor"] == first["end_cursor"]

@@ -11,6 +11,7 @@ import pytest
 from api.client import Client, ProblemError, ServiceError
 from explorer.events import EventCode
 from tests.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
+from tests.contracts.samples import make_trial
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -142,6 +143,18 @@ def test_list_and_recommendation_and_trials() -> None:
         assert result.recommendation is not None
         assert result.recommendation.candidate.micro_batch_size == 4
         assert client.trials("job1") == ()
+
+
+def test_all_trials_come_by_number_from_pages_in_the_order_of_storing() -> None:
+    pages = {None: ([2, 0], "1"), "1": ([3, 1], None)}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        numbers, cursor = pages[request.url.params.get("cursor")]
+        items = [make_trial(number).model_dump(mode="json") for number in numbers]
+        return httpx.Response(200, json={"items": items, "next_cursor": cursor, "end_cursor": cursor or "3"})
+
+    with client_of(handler) as client:
+        assert [trial.number for trial in client.trials("job1")] == [0, 1, 2, 3]
 
 
 def test_events_are_taken_up_where_the_connection_broke() -> None:

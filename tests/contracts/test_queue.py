@@ -16,6 +16,7 @@ from explorer.context_parallel import ContextParallelSpec
 from explorer.events import EventCode, EventDraft
 from explorer.progress import Progress
 from explorer.recommendations import Answer, VariantAnswer
+from explorer.trials import Trial
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
@@ -62,6 +63,10 @@ def store(database: Database, job_id: str, **values: object) -> None:
         connection.execute(sa.update(jobs).where(jobs.c.id == job_id).values(**values))
 
 
+def stored_trials(database: Database, job_id: str) -> list[Trial]:
+    return [stored.trial for stored in read_trials(database, job_id)]
+
+
 def codes(database: Database, job_id: str) -> list[int]:
     events = read_events(database, job_id)
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
@@ -98,7 +103,7 @@ def test_a_job_from_enqueue_to_answer(database: Database) -> None:
     assert done.finished_at is not None
     assert job.created_at <= done.started_at <= done.finished_at
     assert done.version > claim.job.version > job.version
-    assert read_trials(database, job.id) == [make_trial(0), make_trial(1)]
+    assert stored_trials(database, job.id) == [make_trial(0), make_trial(1)]
     assert codes(database, job.id) == [101, 102, 201, 401]
     assert claim_next(queue) is None
 
@@ -111,8 +116,45 @@ def test_events_and_trials_are_read_by_cursor(database: Database) -> None:
         queue.record(claim.lease, make_progress(number))
     assert [event.seq for event in read_events(database, job.id, after=2, limit=3)] == [3, 4, 5]
     assert [event.data for event in read_events(database, job.id, after=5)] == [{"number": 3}]
-    assert [trial.number for trial in read_trials(database, job.id, after=0, limit=2)] == [1, 2]
+    assert [stored.trial.number for stored in read_trials(database, job.id, after=0, limit=2)] == [1, 2]
     assert read_events(database, "none") == []
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10])
+def test_paging_while_trials_end_out_of_order_misses_none_and_repeats_none(database: Database, limit: int) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    order = [2, 0, 3, 1, 6, 4, 5]
+    seen: list[int] = []
+    after = -1
+    for number in order:
+        queue.record(claim.lease, make_progress(number))
+        queue.record(claim.lease, make_progress(number))  # as when the first commit was not confirmed
+        if number in {3, 4}:
+            continue  # two at once
+        while page := read_trials(database, job.id, after=after, limit=limit):
+            assert len(page) <= limit
+            seen += [stored.trial.number for stored in page]
+            after = page[-1].seq
+    assert seen == order
+
+    expire(database, job.id)
+    assert [trial.number for trial in claim_one(queue, "b").history] == sorted(order)
+
+
+def test_each_job_has_its_own_order_of_trials(database: Database) -> None:
+    queue = Queue(database)
+    claims = []
+    for owner in ("a", "b"):
+        queue.enqueue(make_request())
+        claims.append(claim_one(queue, owner))
+    for number in (1, 0):
+        for claim in claims:
+            queue.record(claim.lease, make_progress(number))
+    for claim in claims:
+        found = [(stored.seq, stored.trial.number) for stored in read_trials(database, claim.job.id)]
+        assert found == [(0, 1), (1, 0)]
 
 
 def test_text_that_a_database_refuses_is_cleaned(database: Database) -> None:
@@ -389,7 +431,7 @@ def test_a_step_stored_twice_counts_once(database: Database) -> None:
     queue.record(claim.lease, make_progress(0))
     queue.record(claim.lease, make_progress(0))
     assert codes(database, job.id) == [101, 102, 201]
-    assert read_trials(database, job.id) == [make_trial(0)]
+    assert stored_trials(database, job.id) == [make_trial(0)]
 
 
 def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -> None:
@@ -401,7 +443,7 @@ def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -
     with pytest.raises(sa.exc.IntegrityError):
         queue.record(claim.lease, Progress((EventDraft(code=EventCode.TRIAL, message="twice"),), trial=other))
     assert codes(database, job.id) == [101, 102, 201]
-    assert read_trials(database, job.id) == [make_trial(0)]
+    assert stored_trials(database, job.id) == [make_trial(0)]
 
 
 def test_seq_has_no_gaps_under_concurrent_writers(database: Database) -> None:
@@ -594,4 +636,4 @@ def test_a_candidate_survives_the_round_trip(database: Database) -> None:
     queue.enqueue(make_request())
     claim = claim_one(queue)
     queue.record(claim.lease, make_progress(2))
-    assert read_trials(database, claim.job.id)[0].candidate == make_candidate(3)
+    assert read_trials(database, claim.job.id)[0].trial.candidate == make_candidate(3)

@@ -3,17 +3,25 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 
 import optuna
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
+import storage.migrations
 from storage.database import Database
+from storage.queue import Queue
 from storage.schema import VERSION_TABLE, include_name, is_current, upgrade
 from storage.studies import study_opener
 from storage.tables import metadata
+from storage.trials import StoredTrial, read_trials
+from tests.contracts.samples import make_progress, make_request, make_trial
 
 UPGRADE = """
 import sys
@@ -26,6 +34,15 @@ database.dispose()
 """
 
 
+def migrate(database: Database, direction: Callable[[Config, str], None], revision: str) -> None:
+    """Bring the tables to a version that is not the latest."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(storage.migrations.__file__).parent))
+    with database.begin() as connection:
+        config.attributes["connection"] = connection
+        direction(config, revision)
+
+
 def test_a_fresh_database_is_not_current(open_url: Callable[[str], Database], empty_database_url: str) -> None:
     assert not is_current(open_url(empty_database_url))
 
@@ -36,6 +53,64 @@ def test_upgrade_is_safe_when_several_processes_start_at_once(empty_database_url
     for process in processes:
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors
+
+
+def test_an_upgrade_keeps_the_cursors_of_stored_trials_and_takes_more(
+    open_url: Callable[[str], Database], empty_database_url: str
+) -> None:
+    database = open_url(empty_database_url)
+    migrate(database, command.upgrade, "0001")
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    job = {
+        "id": "old",
+        "state": "running",
+        "request": make_request().model_dump(mode="json"),
+        "devices_needed": 1,
+        "created_at": moment,
+        "queued_at": moment,
+        "attempt": 1,
+        "num_releases": 0,
+        "owner": "a",
+        "lease_expires_at": moment,
+        "cancel_requested": False,
+        "last_seq": 0,
+        "version": 1,
+    }
+    row = {"job_id": "old", "at": moment, "outcome": "ok"}
+    with database.begin() as connection:
+        old = sa.MetaData()
+        old.reflect(connection, only=["bexp_jobs", "bexp_trials"])
+        connection.execute(sa.insert(old.tables["bexp_jobs"]), [job])
+        for number in (1, 0, 4):  # 2 and 3 are in flight
+            document = make_trial(number).model_dump(mode="json")
+            connection.execute(sa.insert(old.tables["bexp_trials"]), [row | {"number": number, "trial": document}])
+    assert not is_current(database)
+
+    upgrade(database)
+    assert is_current(database)
+    assert read_trials(database, "old") == [StoredTrial(number, make_trial(number)) for number in (0, 1, 4)]
+    queue = Queue(database)
+    claim = queue.claim("b", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert claim is not None
+    assert claim.history == (make_trial(0), make_trial(1), make_trial(4))
+    for number in (3, 2):
+        queue.record(claim.lease, make_progress(number))
+    assert read_trials(database, "old", after=4) == [StoredTrial(5, make_trial(3)), StoredTrial(6, make_trial(2))]
+
+
+def test_a_downgrade_keeps_the_trials(database: Database) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert claim is not None
+    queue.record(claim.lease, make_progress(1))
+    migrate(database, command.downgrade, "0001")
+    with database.read() as connection:
+        assert [column["name"] for column in sa.inspect(connection).get_columns("bexp_trials")] == [
+            *("job_id", "number", "at", "outcome", "trial")
+        ]
+    upgrade(database)
+    assert read_trials(database, claim.job.id) == [StoredTrial(1, make_trial(1))]
 
 
 def test_upgrade_twice_changes_nothing(database: Database) -> None:

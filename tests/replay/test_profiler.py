@@ -121,7 +121,7 @@ def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: D
     assert replay_job(queue, path, stop_after=3) is JobEnd.RELEASED
     assert len(read_trials(sqlite_database, cut.id)) == 3
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
-    measured = [[t.measurement for t in read_trials(sqlite_database, job.id)] for job in (whole, cut)]
+    measured = [[s.trial.measurement for s in read_trials(sqlite_database, job.id)] for job in (whole, cut)]
     assert measured[0] == measured[1]
     answers = [get_job(sqlite_database, job.id).answer for job in (whole, cut)]
     assert answers[0] is not None and answers[1] is not None
@@ -140,4 +140,4 @@ def test_a_worker_serves_a_table(sqlite_database: Database, path: Path) -> None:
     assert done.report is not None
     assert done.report.hardware.device_name.endswith("replayed")
     trials = read_trials(sqlite_database, job.id)
-    assert sum(t.seconds for t in trials) > 1.0  # as recorded, not as it took here
+    assert sum(stored.trial.seconds for stored in trials) > 1.0  # as recorded, not as it took here

@@ -64,7 +64,7 @@ def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: D
     assert done.space is not None
     assert done.space["context_parallel_size"] == [1, 2]
     assert done.space["context_parallel_layout"] == [None, "ring", "striped", "zigzag"]
-    trials = read_trials(sqlite_database, job.id)
+    trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     measured = {
         (m.component.context_parallel_size, m.component.context_parallel_layout)
         for trial in trials

@@ -111,7 +111,7 @@ def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Databa
     first.send_signal(signal.SIGKILL)
     first.wait(20)
     assert psutil.wait_procs(orphans, timeout=10)[1] == [], "a profiler outlives its worker"
-    before = read_trials(sqlite_database, job.id)
+    before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     told = read_events(sqlite_database, job.id)
     assert get_job(sqlite_database, job.id).state is JobState.RUNNING
     with sqlite_database.begin() as connection:  # rather than wait for the lease to run out
@@ -123,7 +123,7 @@ def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Databa
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED
     assert done.attempt == 2
-    trials = read_trials(sqlite_database, job.id)
+    trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     assert trials[: len(before)] == before
     assert [trial.number for trial in trials] == list(range(len(trials)))
     assert len(trials) > len(before)

@@ -218,7 +218,7 @@ def test_a_worker_explores_on_the_cluster_with_real_profilers(cluster: Any, sqli
     Worker(queue, ClusterFleet(cluster.address, ("cpu",)), "ray-cpu").run(max_jobs=1)
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED, [e.message for e in read_events(sqlite_database, job.id)]
-    trials = read_trials(sqlite_database, job.id)
+    trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     assert all(t.measurement.outcome is Outcome.OK for t in trials)
     keys = [m.component.key for t in trials for m in t.measurement.components]
     assert len(set(keys)) >= 5
