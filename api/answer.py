@@ -105,6 +105,8 @@ def _candidate_rows(candidate: Candidate) -> Iterable[str]:
     if candidate.context_parallel_layout is not None:
         over = f"{candidate.context_parallel_size} devices a sequence, {candidate.context_parallel_layout}"
         yield _row("context parallel", over)
+    if candidate.sharding is not None:
+        yield _row("sharding", str(candidate.sharding))
 
 
 def _step(best: Recommendation) -> str:

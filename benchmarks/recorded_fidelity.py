@@ -76,7 +76,7 @@ def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
         }
         if whole is not None:
             tokens = _tokens_per_second(whole, candidate.micro_batch_size, recording)
-            peak = table.static.total + round(float(activations_C[row]))
+            peak = int(table.static_bytes_C[row]) + round(float(activations_C[row]))
             entry["check"] = {
                 "tokens_per_second": tokens,
                 "peak_bytes": whole.peak_bytes,

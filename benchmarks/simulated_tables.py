@@ -112,7 +112,7 @@ def _add_whole_models(
     for row in np.flatnonzero((required <= limit) & chosen):
         candidate = table.candidates[row]
         micro_step = float(micro_steps[row]) * device.whole_model_factor(candidate)
-        peak = round(float(table.static.total + activations[row]))
+        peak = round(float(table.static_bytes_C[row] + activations[row]))
         phases = PhaseSeconds(build=0.5, warm_up=2 * micro_step + 0.5, timed=6 * micro_step + 0.5, messaging=0.05)
         if unplaced[row]:  # the allocator could not place what composes to less than the limit
             recording.add(

@@ -191,7 +191,7 @@ class Curve:
         return {
             "micro_step_seconds": float(table.micro_step_seconds(device, host, rows)[0, 0]),
             "optimizer_seconds": float(table.optimizer_seconds(device, host, rows)[0, 0]),
-            "peak_bytes": int(table.static.total + activations),
+            "peak_bytes": int(table.static_bytes_C[row] + activations),
         }
 
     def _candidate(self, micro_batch_size: int) -> Candidate:

@@ -56,7 +56,7 @@ def build_recommendation(
         step_seconds=seconds.step,
         micro_step_seconds=seconds.micro_step,
         optimizer_seconds=seconds.optimizer,
-        communication_seconds=seconds.communication if table.communication is not None else None,
+        communication_seconds=seconds.communication if table.communications else None,
         grad_accum_steps=accumulation,
         nearest_batch_sizes=nearest,
         predicted_peak_bytes=belief.predicted_bytes(verdict.row).peak,
@@ -130,7 +130,7 @@ def _whole_step(belief: Belief, candidate: Candidate, whole: WholeModelMeasureme
         belief.table.model,
         belief.request,
         context_parallel_size=candidate.context_parallel_size,
-        communication=(communication or 0.0) if belief.table.communication is not None else 0.0,
+        communication=(communication or 0.0) if belief.table.communications else 0.0,
     )
 
 
@@ -195,8 +195,9 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [f"execution: {request.execution}"]
     notes += _sharing_notes(request, candidate, report)
-    if request.training.sharding is not Sharding.NONE and request.mode == "train":
-        notes.append(f"memory assumes {request.training.sharding} over {request.num_devices} devices")
+    sharding = request.sharded(candidate.sharding).training.sharding
+    if sharding is not Sharding.NONE and request.mode == "train":
+        notes.append(f"memory assumes {sharding} over {request.num_devices} devices")
     if whole_model is not None and whole_model.measurement.outcome is not Outcome.OK:
         ran = "not run" if whole_model.measurement.outcome is Outcome.UNSUPPORTED else whole_model.measurement.outcome
         notes.append(f"whole model: {ran}: {whole_model.measurement.reason}")
@@ -232,10 +233,11 @@ def _communication_notes(belief: Belief, candidate: Candidate, seconds: StepSeco
     if request.num_devices == 1:
         return ()
     shared = candidate.context_parallel_size > 1
-    if belief.table.communication is None:
+    if not belief.table.communications:
         what = "other communication" if shared else "communication"
         return (f"{what} between devices is not included in the time",)
-    what = "gradients" if request.training.sharding is Sharding.NONE else "gradients and parameters"
+    sharding = request.sharded(candidate.sharding).training.sharding
+    what = "gradients" if sharding is Sharding.NONE else "gradients and parameters"
     taken, share = 1e3 * seconds.communication, seconds.communication / seconds.step
     return (
         f"the exchange of {what} between {request.num_devices} devices is included in the time: beyond what "

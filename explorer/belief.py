@@ -337,23 +337,23 @@ class Belief:
         activations_A = (self._saved_C + self._transient_C)[rows]
         # Where memory is tight nothing but a measurement tells whether a candidate fits: with an incumbent that some
         # samples hold to be too large, every other candidate would look worth measuring.
-        tight_A = self._required(activations_A * np.exp(SURE * std_A)) > self.limit_bytes
+        tight_A = self._required(activations_A * np.exp(SURE * std_A), rows) > self.limit_bytes
         tight_A &= ~np.isin(rows, list(self._whole_models))
         tight = np.flatnonzero(tight_A)
         scale = np.exp(self._fit_N[:number, None] * std_A[tight])
         fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
-        fits_NA[:, tight] = self._required(activations_A[tight] * scale) <= self.limit_bytes
+        fits_NA[:, tight] = self._required(activations_A[tight] * scale, rows[tight]) <= self.limit_bytes
         missing_AP = missing_components(table, surrogate, rows)
         wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
         clear_A = ~wanted_AP.any(axis=1) & self._fits_C[rows]
         composed_NA, tokens_NA = (np.where(fits_NA, np.exp(log_NA), 0.0) for log_NA in (composed_NA, tokens_NA))
         return Outlook(rows, self._mean_C[rows], composed_NA, tokens_NA, wanted_AP, clear_A)
 
-    def _required(self, activations: Floats) -> Floats:
-        return required_table(self.table, activations, self.hardware)
+    def _required(self, activations: Floats, rows: Ints | slice = slice(None)) -> Floats:
+        return required_table(self.table, activations, self.hardware, rows)
 
     def _step_bytes(self, row: int, saved_C: Floats, transient_C: Floats) -> StepBytes:
-        parts = self.table.static.model_copy(
+        parts = self.table.static_parts(row).model_copy(
             update={"activations": round(float(saved_C[row])), "transient": round(float(transient_C[row]))}
         )
         return StepBytes(parts, required_bytes(parts.total, self.hardware))

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from explorer.frozen import Frozen
 from explorer.models import LayerKind, ModelSpec
+from explorer.training import Sharding
 
 
 class Recompute(StrEnum):
@@ -63,7 +64,8 @@ class Candidate(Frozen):
 
     `bta_tile` is the number of sequences of an attention tile, null for no tiling. `expert_backend` is null for a
     model without experts. `context_parallel_size` devices share each sequence, `context_parallel_layout` says which
-    of them holds which tokens; null if each sequence has a device to itself.
+    of them holds which tokens; null if each sequence has a device to itself. `sharding` is null where the request
+    leaves no choice of it.
     """
 
     micro_batch_size: Annotated[int, Field(ge=1)]
@@ -74,6 +76,7 @@ class Candidate(Frozen):
     num_query_groups: Annotated[int, Field(ge=1)] = Field(description="Of the model variant this candidate is for.")
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
+    sharding: Sharding | None = Field(None, description="Null where the request has one level: training.sharding.")
 
     @model_validator(mode="after")
     def _layout_of_several(self) -> Self:
@@ -93,6 +96,8 @@ class Candidate(Frozen):
             parts.append(f"experts={self.expert_backend}")
         if self.context_parallel_layout is not None:
             parts.append(f"context_parallel={self.context_parallel_size}:{self.context_parallel_layout}")
+        if self.sharding is not None:
+            parts.append(f"sharding={self.sharding}")
         return " ".join(parts)
 
 

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from explorer.candidates import Candidate, Recompute, recomputed_layers
 from explorer.frozen import Frozen
 from explorer.models import LayerKind, ModelSpec
+from explorer.training import Sharding
 
 
 class ComponentKind(StrEnum):
@@ -78,7 +79,8 @@ class Component(Frozen):
 
     `micro_batch_size` is 0 for the optimizer and for the communication of gradients and parameters, which do not depend
     on it. Of each sequence a device has the share 1 / `context_parallel_size`; attention alone reaches beyond it, and
-    depends on the layout.
+    depends on the layout. `sharding` is what optimizer and communication depend on where it may be chosen; the
+    optimizer's is `none` or `zero1`, for its share is the same from there on.
     """
 
     kind: ComponentKind
@@ -89,6 +91,7 @@ class Component(Frozen):
     num_query_groups: int | None = None
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
+    sharding: Sharding | None = None
 
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:
@@ -122,6 +125,8 @@ class Component(Frozen):
         if self.context_parallel_size > 1:
             layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
             parts.append(f"cp={self.context_parallel_size}{layout}")
+        if self.sharding is not None:
+            parts.append(str(self.sharding))
         return f"{self.kind}({','.join(parts)})"
 
 
@@ -196,12 +201,20 @@ class Decomposer:
             ffn = self._share(ffn_kind, local[0], None, again, backend, None, local[1])
             layers.append(LayerGroup(count, attention, ffn, recomputed, below))
         plain = (None, BlockRecompute.NONE, None)
+        sharding = candidate.sharding
+        stepped = None if sharding is None else min(sharding, Sharding.ZERO1, key=lambda level: level.level)
         return Decomposition(
             embedding=self._share(ComponentKind.EMBEDDING, local[0], *plain, None, local[1]),
             layers=tuple(layers),
             head=self._share(ComponentKind.HEAD, local[0], *plain, None, local[1]),
-            optimizer=self._share(ComponentKind.OPTIMIZER, 0, *plain, groups) if self._training else None,
-            communication=self._share(ComponentKind.COMMUNICATION, 0, *plain, groups) if self._exchanges else None,
+            optimizer=(
+                self._share(ComponentKind.OPTIMIZER, 0, *plain, groups, sharding=stepped) if self._training else None
+            ),
+            communication=(
+                self._share(ComponentKind.COMMUNICATION, 0, *plain, groups, sharding=sharding)
+                if self._exchanges
+                else None
+            ),
         )
 
     def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int, tuple[int, ...]]]:
@@ -225,6 +238,7 @@ class Decomposer:
         num_query_groups: int | None,
         context_parallel_size: int = 1,
         context_parallel_layout: str | None = None,
+        sharding: Sharding | None = None,
     ) -> Component:
         arguments = (
             kind,
@@ -235,6 +249,7 @@ class Decomposer:
             num_query_groups,
             context_parallel_size,
             context_parallel_layout,
+            sharding,
         )
         if arguments not in self._components:
             self._components[arguments] = Component(
@@ -246,5 +261,6 @@ class Decomposer:
                 num_query_groups=num_query_groups,
                 context_parallel_size=context_parallel_size,
                 context_parallel_layout=context_parallel_layout,
+                sharding=sharding,
             )
         return self._components[arguments]

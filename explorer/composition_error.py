@@ -26,7 +26,7 @@ the device limits, scatter around their mean error by 0.8 to 1.0% (five tables).
 (attention) to 2.5% (FFN) a run, explains 0.5 to 1.0% of a step; with 0.75% of it the rest is this.
 """
 POLICY_STD = 0.005
-"""Error of composed steps that candidates of one recomputation policy share, tiled or not, in one layout.
+"""Error of composed steps that candidates of one recomputation policy share, tiled or not, in one layout and sharding.
 
 There, policies differ from none at the same micro-batch size by 0.8% in the median of the absolute values, components'
 noise included.
@@ -65,7 +65,13 @@ class CompositionErrors:
         self._device_kind = device_kind
         self._own_NC = rng.standard_normal((num_samples, len(candidates)), dtype=np.float32)
         policies = [
-            (c.recompute.value, c.bta_tile is not None, c.context_parallel_size, c.context_parallel_layout or "")
+            (
+                c.recompute.value,
+                c.bta_tile is not None,
+                c.context_parallel_size,
+                c.context_parallel_layout or "",
+                c.sharding or "",
+            )
             for c in candidates
         ]
         codes = {policy: i for i, policy in enumerate(sorted(set(policies)))}

@@ -72,12 +72,12 @@ class Overlap:
     """How traffic and computation pass at once.
 
     `forward_share_K` is the share of each component's device seconds that its forward pass takes (of the traffic: what
-    is gathered in forward). `slowdown` is the computation that is lost while the traffic passes, in seconds of
+    is gathered in forward). `slowdown_K` is, of traffic, the computation that is lost while it passes, in seconds of
     computation for each second that the traffic takes by itself: 0 hides it for nothing, 1 not at all.
     """
 
     forward_share_K: Floats  # noqa: N815 - axes are in names
-    slowdown: float
+    slowdown_K: Floats  # noqa: N815 - axes are in names
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class ComponentBytes:
 def predict_component_bytes(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
     """Activation bytes of one component. Parameters, gradients and optimizer states are not in it."""
     if component.kind is ComponentKind.OPTIMIZER:
-        return ComponentBytes(0, 0, _optimizer_transient(model, request))
+        return ComponentBytes(0, 0, _optimizer_transient(model, request.sharded(component.sharding)))
     if component.kind is ComponentKind.COMMUNICATION:  # `explorer.composition.gathered_bytes` has what it holds
         return ComponentBytes(0, 0, 0)
     if request.mode == "eval":

@@ -83,14 +83,14 @@ def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, Compone
         elif _policy(component) in alike:
             shares_K[i] = np.mean(alike[_policy(component)])
         elif component.kind is ComponentKind.COMMUNICATION:
-            shares_K[i] = FORWARD_SHARES[table.request.training.sharding]
+            shares_K[i] = FORWARD_SHARES[table.request.sharded(component.sharding).training.sharding]
         else:
             shares_K[i] = 1 / 4 if component.recompute is BlockRecompute.FULL else 1 / 3
     return shares_K
 
 
 def _policy(component: Component) -> tuple[object, ...]:
-    return (component.kind, component.recompute, component.bta_tile is not None)
+    return (component.kind, component.recompute, component.bta_tile is not None, component.sharding)
 
 
 def _kin(component: Component) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 from explorer.composition import FRAGMENTATION, MARGIN_BYTES
 from explorer.footprint import predict_component_bytes
 from explorer.hardware import HardwareSpec
-from explorer.table import Floats, SpaceTable
+from explorer.table import Floats, Ints, SpaceTable
 
 
 def predict_component_table(table: SpaceTable) -> Floats:
@@ -25,7 +25,9 @@ def predict_memory(table: SpaceTable, hardware: HardwareSpec, *, activation_shar
     return required_table(table, activation_share * (saved + transient), hardware)
 
 
-def required_table(table: SpaceTable, activations: Floats, hardware: HardwareSpec) -> Floats:
-    """Required bytes of candidates with these activation bytes at the peak, of any shape."""
-    peak = table.static.total + activations
+def required_table(
+    table: SpaceTable, activations: Floats, hardware: HardwareSpec, rows: Ints | slice = slice(None)
+) -> Floats:
+    """Required bytes of candidates with these activation bytes at the peak; the last axis is that of the rows."""
+    peak = table.static_bytes_C[rows] + activations
     return np.asarray(peak * (1 + FRAGMENTATION) + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])

@@ -70,8 +70,9 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
     }
     if measurement.outcome is Outcome.OK and trial.tokens_per_second is None:
         traffic = next(m for m in measurement.components if m.component.kind is ComponentKind.COMMUNICATION)
+        named = "" if traffic.component.sharding is None else f" with sharding {traffic.component.sharding}"
         message = (
-            f"Trial {trial.number}: what devices exchange of gradients and parameters takes "
+            f"Trial {trial.number}: what devices exchange of gradients and parameters{named} takes "
             f"{1e3 * traffic.device_seconds:.1f} ms for the whole model by itself; computation beside it loses "
             f"{traffic.slowdown or 0.0:.0%} of that time ({seconds:.1f} s)"
         )

@@ -71,7 +71,7 @@ def explain_nothing_fits(
     """Why no candidate fits, and the first of the remedies that there are."""
     limit = memory_limit(request, report.hardware)
     smallest = smallest_requirement(request, report, model)
-    static = static_parts(model, request).total
+    static = min(static_parts(model, request.sharded(level)).total for level in request.sharding_choices)
     why = (
         f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, "
         f"and the smallest candidate is predicted to need {smallest / GIB:.2f} GiB"
@@ -95,7 +95,7 @@ def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: Mod
     space = _smallest_space(request, report, model)
     table = SpaceTable(space.candidates, model, request)
     saved, transient = table.activation_bytes(*predict_component_table(table))
-    return table.static.total + round(float(np.min(saved + transient)))
+    return round(float(np.min(table.static_bytes_C + saved + transient)))
 
 
 def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> LegalSpace:
@@ -164,16 +164,16 @@ def _sharings(request: ExplorationRequest, report: DeviceReport) -> Iterator[_Ch
 
 def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
     """More devices alone help where training state is divided over them."""
-    if request.mode == "train" and request.training.sharding is not Sharding.NONE:
+    if request.mode == "train" and request.highest_sharding is not Sharding.NONE:
         for count in COUNTS:
             if count > request.num_devices:
-                yield _over(request, f"num_devices {count}", count, request.training.sharding)
+                yield _over(request, f"num_devices {count}", count)
 
 
 def _shardings(request: ExplorationRequest) -> Iterator[_Change]:
     if request.mode == "train" and request.num_devices > 1:
         for sharding in SHARDINGS:
-            if sharding.level > request.training.sharding.level:
+            if sharding.level > request.highest_sharding.level:
                 yield _over(request, f"sharding {sharding}", request.num_devices, sharding)
 
 
@@ -195,10 +195,13 @@ def _together(request: ExplorationRequest) -> Iterator[_Change]:
         yield _Change(f"{words} and sharding zero3 over {count} devices", {**least, **over.settings})
 
 
-def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding) -> _Change:
+def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> _Change:
+    """So many devices, and another level of sharding if one is named."""
     per_device = max(1, request.batch_size // request.num_devices)
-    training = request.training.model_copy(update={"sharding": sharding})
-    settings = {"num_devices": num_devices, "batch_size": per_device * num_devices, "training": training}
+    settings: dict[str, Any] = {"num_devices": num_devices, "batch_size": per_device * num_devices}
+    if sharding is not None:
+        changed = request.sharded(sharding)
+        settings |= {"training": changed.training, "sharding_levels": changed.sharding_levels}
     return _Change(words, {name: value for name, value in settings.items() if getattr(request, name) != value})
 
 

@@ -138,6 +138,13 @@ class ExplorationRequest(Frozen):
     routing: RoutingSpec = RoutingSpec()
     execution: Literal["eager", "compile"] = "eager"
     training: TrainingSpec = TrainingSpec()
+    sharding_levels: (
+        Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
+    ) = Field(
+        None,
+        description="Levels to choose among in place of training.sharding, `explore` for all; a list or `explore` "
+        "there means the same.",
+    )
     parallelism: ParallelismSpec = ParallelismSpec()
     context_parallel: ContextParallelSpec = ContextParallelSpec()
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
@@ -162,6 +169,20 @@ class ExplorationRequest(Frozen):
             return {**data, "model": {**data["model"], "num_query_groups": groups[0]}, "num_query_groups": groups}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_sharding(cls, data: Any) -> Any:
+        """A list or `explore` in training.sharding leaves a choice."""
+        if not isinstance(data, dict) or not isinstance(data.get("training"), dict):
+            return data
+        training = dict(data["training"])
+        if not isinstance(training.get("sharding"), list | tuple) and training.get("sharding") != "explore":
+            return data
+        if data.get("sharding_levels") is not None:
+            raise ValueError("levels of sharding are given twice, in training.sharding and in sharding_levels")
+        levels = training.pop("sharding")
+        return {**data, "training": training, "sharding_levels": levels}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_sharing()
@@ -172,8 +193,11 @@ class ExplorationRequest(Frozen):
                 raise ValueError("expert_backends given for a model without experts")
         else:
             self.routing.check(self.model.moe)
-        if self.training.sharding is not Sharding.NONE and self.num_devices == 1:
-            raise ValueError(f"sharding '{self.training.sharding}' needs num_devices > 1")
+        if self.sharding_levels is not None and self.training.sharding is not Sharding.NONE:
+            raise ValueError("sharding_levels take the place of training.sharding: give one of them")
+        asked = self.training.sharding if self.sharding_levels is None else self.highest_sharding
+        if asked is not Sharding.NONE and self.num_devices == 1:
+            raise ValueError(f"sharding '{asked}' needs num_devices > 1")
         if set(self.attention_backends or ()) == {"flash"} and not self.flash_attention:
             raise ValueError("attention_backends allows only flash, and flash_attention is false")
         if not self.micro_batch_sizes:
@@ -196,11 +220,12 @@ class ExplorationRequest(Frozen):
                 f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
                 f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
             )
-        if (shared := combinations * len(self.sharings)) > max(MAX_SHARED_COMBINATIONS, combinations):
+        ways, levels = len(self.sharings), len(self.sharding_choices)
+        if (shared := combinations * ways * levels) > max(MAX_SHARED_COMBINATIONS, combinations):
             raise ValueError(
-                f"context_parallel: with {len(self.sharings)} pairs of a size and a layout the space has {shared} "
-                f"combinations; at most {MAX_SHARED_COMBINATIONS} are explored: restrict sizes, layouts, "
-                "micro_batch_size, bta or recompute"
+                f"context_parallel and sharding: with {ways} pairs of a size and a layout and {levels} levels of "
+                f"sharding the space has {shared} combinations; at most {MAX_SHARED_COMBINATIONS} are explored: "
+                "restrict sizes, layouts, sharding_levels, micro_batch_size, bta or recompute"
             )
         if self.mode == "eval" and not self.recompute_policies:
             raise ValueError("recompute must allow 'none' in eval mode: nothing is recomputed without a backward pass")
@@ -324,6 +349,27 @@ class ExplorationRequest(Frozen):
         for size in self.context_parallel_sizes:
             found += [ALONE] if size == 1 else [Sharing(size, layout) for layout in self._layouts_over(size)]
         return tuple(found)
+
+    @property
+    def sharding_choices(self) -> tuple[Sharding | None, ...]:
+        """What `Candidate.sharding` may be: the levels of sharding, lowest first, or null where there is no choice."""
+        if self.sharding_levels is None or self.mode == "eval":
+            return (None,)
+        if self.sharding_levels == "explore":
+            return tuple(Sharding) if self.num_devices > 1 else (Sharding.NONE,)
+        return tuple(level for level in Sharding if level in self.sharding_levels)
+
+    @property
+    def highest_sharding(self) -> Sharding:
+        """The level that leaves a device least of the training state, of those that may be chosen."""
+        return self.sharding_choices[-1] or self.training.sharding
+
+    def sharded(self, level: Sharding | None) -> ExplorationRequest:
+        """This request with one level of sharding, as a candidate or component has it; null for the request's own."""
+        if level is None:
+            return self
+        training = self.training.model_copy(update={"sharding": level})
+        return self.model_copy(update={"training": training, "sharding_levels": None})
 
     def devices_needed(self, available: int | None = None) -> int:
         """Devices that a worker must have to explore this.

@@ -71,12 +71,13 @@ def predict_component_seconds(
         return max(work.flops / peak, work.bytes / bandwidth)
 
     if component.kind is ComponentKind.OPTIMIZER:
-        moved = Work(0.0, _optimizer_bytes(model, request) / request.optimizer_shards)
+        shards = request.sharded(component.sharding).optimizer_shards
+        moved = Work(0.0, _optimizer_bytes(model, request) / shards)
         return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
     if component.kind is ComponentKind.COMMUNICATION:
         link = LINK_BYTES_PER_SECOND[hardware.device_kind]
         host = OPERATIONS[component.kind] * model.num_layers * hardware.launch_seconds
-        return PredictedSeconds(_exchanged_bytes(model, request) / link, host)
+        return PredictedSeconds(_exchanged_bytes(model, request.sharded(component.sharding)) / link, host)
     training = request.mode == "train"
     forward = _forward_work(component, model, request)
     hops = component.context_parallel_size - 1 if component.communicates else 0

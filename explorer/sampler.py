@@ -14,6 +14,7 @@ from optuna.trial import Trial as OptunaTrial
 from explorer.belief import Belief
 from explorer.candidates import Candidate, Recompute
 from explorer.measurements import Measurement, Outcome
+from explorer.training import Sharding
 from explorer.trials import Trial, TrialKind
 
 MEASUREMENT = "measurement"
@@ -27,6 +28,7 @@ DIMENSIONS = (
     "expert_backend",
     "context_parallel_size",
     "context_parallel_layout",
+    "sharding",
 )
 
 
@@ -88,7 +90,7 @@ def to_params(candidate: Candidate) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Recompute) else value
+    return value.value if isinstance(value, Recompute | Sharding) else value
 
 
 def to_candidate(params: dict[str, Any], num_query_groups: int) -> Candidate:

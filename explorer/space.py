@@ -46,6 +46,7 @@ class LegalSpace:
             "expert_backend": values("expert_backend"),
             "context_parallel_size": values("context_parallel_size"),
             "context_parallel_layout": values("context_parallel_layout"),
+            "sharding": [None if level is None else level.value for level in values("sharding")],
         }
 
 
@@ -73,7 +74,9 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
         for tile in request.tiles_for(m):
             for recompute in request.policies_for(tile):
-                for (sharing, attention_backend), expert_backend in product(at_m, experts):
+                for (sharing, attention_backend), expert_backend, sharding in product(
+                    at_m, experts, request.sharding_choices
+                ):
                     candidates.append(
                         Candidate(
                             micro_batch_size=m,
@@ -84,6 +87,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             num_query_groups=model.query_groups,
                             context_parallel_size=sharing.size,
                             context_parallel_layout=sharing.layout,
+                            sharding=sharding,
                         )
                     )
     if not candidates:
@@ -99,7 +103,8 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Mo
     The smallest legal micro-batch (or the requested one) with torch's default attention and the default expert back
     end, untiled, without recomputation; then with selective, then with full recomputation. Each sequence has a device
     to itself, or as few as the request allows; then more of them. Where several share one it is in the plainest layout
-    that is asked for, with torch's default attention if that serves it.
+    that is asked for, with torch's default attention if that serves it. Only if nothing of that fits, the next level of
+    sharding that may be chosen.
     """
     policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL) if request.mode == "train" else (Recompute.NONE,)
     usable = [b.name for b in report.attention_backends if b.usable]
@@ -115,7 +120,9 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Mo
             num_query_groups=model.query_groups,
             context_parallel_size=sharing.size,
             context_parallel_layout=sharing.layout,
+            sharding=sharding,
         )
+        for sharding in request.sharding_choices
         for sharing, backend in plainest.values()
         for recompute in policies
     )

@@ -143,7 +143,11 @@ class Surrogate:
             saved_bytes=saved,
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=backward_peak,
-            slowdown=self.overlap.slowdown if self.overlap and component == self._table.communication else None,
+            slowdown=(
+                float(self.overlap.slowdown_K[column])
+                if self.overlap and component in self._table.communications
+                else None
+            ),
         )
 
     def _condition(self, mine: Mapping[Component, ComponentRuns], scales: dict[str, Scales] | None = None) -> None:
@@ -174,12 +178,13 @@ class Surrogate:
         self.overlap = self._estimate_overlap(mine)
 
     def _estimate_overlap(self, mine: Mapping[Component, ComponentRuns]) -> Overlap | None:
-        communication = self._table.communication
-        if communication is None:
+        if not self._table.communications:
             return None
-        measured = mine[communication].slowdown if communication in mine else None
-        slowdown = ASSUMED_SLOWDOWN if measured is None else measured
-        return Overlap(estimate_forward_shares(self._table, mine), slowdown)
+        slowdown_K = np.zeros(len(self.components))
+        for communication in self._table.communications:
+            measured = mine[communication].slowdown if communication in mine else None
+            slowdown_K[self._column[communication]] = ASSUMED_SLOWDOWN if measured is None else measured
+        return Overlap(estimate_forward_shares(self._table, mine), slowdown_K)
 
     def step_run_std(self, table: SpaceTable, rows: Ints) -> Floats:
         """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""

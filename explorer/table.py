@@ -12,6 +12,7 @@ from explorer.components import Component, Decomposer, Decomposition
 from explorer.composition import gathered_bytes, static_parts
 from explorer.exchange import Exchange, Overlap
 from explorer.models import ModelSpec
+from explorer.recommendations import MemoryParts
 from explorer.requests import ExplorationRequest
 
 Floats = npt.NDArray[np.float64]
@@ -24,8 +25,8 @@ class SpaceTable:
 
     Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
     components of all candidates; every array over K is in its order. `columns_CP` lists those of each candidate, where
-    `used_CP` is set. With `exchanges` every step contains `communication`, what devices exchange of gradients and
-    parameters.
+    `used_CP` is set. With `exchanges` every step contains one of `communications`, what devices exchange of gradients
+    and parameters with each level of sharding. `static_bytes_C` is the training state of each candidate.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class SpaceTable:
             for component in decomposition.components:
                 self.column.setdefault(component, len(self.column))
         self.components = tuple(self.column)
-        self.communication: Component | None = self.decompositions[0].communication
-        self._exchange = Exchange.of(model, request)
+        found = [d.communication for d in self.decompositions if d.communication is not None]
+        self.communications: tuple[Component, ...] = tuple(dict.fromkeys(found))
+        self._communication_C = np.array([self.column[communication] for communication in found])
 
         num_groups = max(len(d.layers) for d in self.decompositions)
         shape = (len(self.candidates), num_groups)
@@ -71,8 +73,7 @@ class SpaceTable:
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
         self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
         self._list_components()
-        self.static = static_parts(model, request)
-        self._gathered = gathered_bytes(model, request)
+        self._list_shardings()
         tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
         self._output_C = tokens_C * model.hidden_size * model.dtype.itemsize
 
@@ -94,6 +95,21 @@ class SpaceTable:
             for group in decomposition.layers:
                 for component in (group.attention, group.ffn):
                     self._runs_CP[i, place[self.column[component]]] += group.count
+
+    def _list_shardings(self) -> None:
+        """The levels of sharding, L at most: what each exchanges, and what it holds in memory."""
+        levels = dict.fromkeys(c.sharding for c in self.candidates)
+        place = {level: i for i, level in enumerate(levels)}
+        self._level_C = np.array([place[c.sharding] for c in self.candidates])
+        requests = [self.request.sharded(level) for level in levels]
+        self._exchanges = [Exchange.of(self.model, request) for request in requests]
+        self._static = [static_parts(self.model, request) for request in requests]
+        self.static_bytes_C: Ints = np.array([parts.total for parts in self._static])[self._level_C]
+        self._gathered_C = np.array([gathered_bytes(self.model, request) for request in requests])[self._level_C]
+
+    def static_parts(self, row: int) -> MemoryParts:
+        """The training state of a candidate."""
+        return self._static[int(self._level_C[row])]
 
     def step_shares(self, seconds_K: Floats, rows: Ints) -> Floats:
         """Share of a micro-step that each of a candidate's components takes, shape (rows, P); the optimizer has none.
@@ -134,22 +150,29 @@ class SpaceTable:
         `micro_step_NC` are the seconds of the rows' micro-steps. Zero where the exchange is not timed; elsewhere
         `overlap` is needed.
         """
-        if self.communication is None:
+        if not self.communications:
             return np.zeros_like(micro_step_NC)
         assert overlap is not None, "traffic passes beside computation"
         blocks_NC = self._sum_blocks(device_NK, rows)
         forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
-        column = self.column[self.communication]
-        traffic_N1, gathered = device_NK[:, [column]], float(overlap.forward_share_K[column])
-        always_NC, once_NC = self._exchange.visible_seconds(
-            gathered * traffic_N1,
-            (1.0 - gathered) * traffic_N1,
-            forward_NC,
-            micro_step_NC - forward_NC,
-            overlap.slowdown,
-        )
         num_micro_steps_C = self.request.device_batch_size * self.sharing_C[rows] / self.micro_batch_C[rows]
-        return np.asarray(num_micro_steps_C * always_NC + once_NC)
+        column_C, level_C = self._communication_C[rows], self._level_C[rows]
+        found_NC = np.empty_like(micro_step_NC)
+        for level, exchange in enumerate(self._exchanges):
+            at = level_C == level
+            if not at.any():
+                continue
+            column = int(column_C[at][0])
+            traffic_N1, gathered = device_NK[:, [column]], float(overlap.forward_share_K[column])
+            always_NC, once_NC = exchange.visible_seconds(
+                gathered * traffic_N1,
+                (1.0 - gathered) * traffic_N1,
+                forward_NC[:, at],
+                (micro_step_NC - forward_NC)[:, at],
+                float(overlap.slowdown_K[column]),
+            )
+            found_NC[:, at] = num_micro_steps_C[at] * always_NC + once_NC
+        return found_NC
 
     def tokens_per_second(
         self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None), overlap: Overlap | None = None
@@ -163,7 +186,7 @@ class SpaceTable:
         micro_step = self.micro_step_seconds(device_NK, host_K, rows)
         step = share / micro_batch * micro_step
         step += self.optimizer_seconds(device_NK, host_K, rows)
-        if self.communication is not None:
+        if self.communications:
             step += self.communication_seconds(device_NK, micro_step, overlap, rows)
         return np.asarray(share * self.model.seq_length / sharing / step)
 
@@ -184,7 +207,7 @@ class SpaceTable:
                 in_ffn = forward_peak_K[self._ffn_CG[:, g]] + self._output_C
                 block = np.maximum(in_attention, in_ffn)
                 highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
-            return np.zeros(len(highest)), np.asarray(highest + self._output_C + self._gathered)
+            return np.zeros(len(highest)), np.asarray(highest + self._output_C + self._gathered_C)
         inside_CG = saved_K[self._attention_CG] + saved_K[self._ffn_CG]
         held_CG = np.where(self._recomputed_CG, self._output_C[:, None], inside_CG)
         saved = saved_K[embedding] + (self._count_CG * held_CG).sum(axis=1)
@@ -199,7 +222,7 @@ class SpaceTable:
             below = saved_K[embedding] + (self._below_CGG[:, g] * held_CG).sum(axis=1)
             at_layer = below + np.maximum(forward, backward)
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
-        over = peak - saved + self._gathered
+        over = peak - saved + self._gathered_C
         step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)

@@ -170,14 +170,15 @@ class VariantSearch:
             self._last_line = render_message(recommendation_event(recommendation))
 
     def _measure_communication(self) -> Iterator[Progress]:
-        """Of all candidates alike, by all devices: first, since nothing leads to expect it, and by itself."""
-        communication = self._table.communication
-        if communication is None or communication in self._belief.measured:
-            return
-        candidate = (*self._ground.bases, *self._table.candidates)[0]
-        row = self._table.row[candidate]
-        if self._belief.is_open(row):
-            yield from self._run(candidate, Suggestion(row, (communication,)))
+        """Of all candidates of a sharding alike, by all devices: first, as nothing leads to expect it, by itself."""
+        for communication in self._table.communications:
+            if communication in self._belief.measured:
+                continue
+            candidates = (*self._ground.bases, *self._table.candidates)
+            candidate = next(c for c in candidates if c.sharding is communication.sharding)
+            row = self._table.row[candidate]
+            if self._belief.is_open(row):
+                yield from self._run(candidate, Suggestion(row, (communication,)))
 
     def _search(self) -> Iterator[Progress]:
         """Keep as many trials in flight as there may be, while they are worth it."""
@@ -277,7 +278,8 @@ class VariantSearch:
         flight = self._flights.pop(plan.number)
         order, candidate, row = flight.order, plan.candidate, flight.order.suggestion.row
         self._belief.learn_trials([(plan.number, measurement)])
-        shared = self._table.communication in plan.components  # by all candidates: it says nothing of this one
+        # By all candidates of a sharding: it says nothing of this one.
+        shared = any(c in self._table.communications for c in plan.components)
         if not shared:
             measurement = self._judge(row, plan.number, measurement)
         ok = measurement.outcome is Outcome.OK

@@ -104,7 +104,7 @@ class SimulatedDevice:
             device *= 1 + self.noise * float(self.rng.standard_normal())
             saved, forward, backward = self.weigh(component, plan.model)
             exchange = component.kind is ComponentKind.COMMUNICATION
-            gathered = FORWARD_SHARES[self.request.training.sharding] if exchange else 1 / 3
+            gathered = self.forward_share(component) if exchange else 1 / 3
             found.append(
                 ComponentMeasurement(
                     component=component,
@@ -133,9 +133,13 @@ class SimulatedDevice:
     def overlap(self, table: SpaceTable) -> Overlap:
         """How the exchange passes beside computation."""
         shares = np.full(len(table.components), 1 / 3)
-        if table.communication is not None:
-            shares[table.column[table.communication]] = FORWARD_SHARES[self.request.training.sharding]
-        return Overlap(shares, self.slowdown)
+        for communication in table.communications:
+            shares[table.column[communication]] = self.forward_share(communication)
+        return Overlap(shares, np.full(len(table.components), self.slowdown))
+
+    def forward_share(self, communication: Component) -> float:
+        """Of what is exchanged, what is gathered in forward."""
+        return FORWARD_SHARES[self.request.sharded(communication.sharding).training.sharding]
 
     def _whole_model(self, plan: TrialPlan) -> Measurement:
         outcome = self.whole_model_outcomes.pop(0) if self.whole_model_outcomes else Outcome.OK

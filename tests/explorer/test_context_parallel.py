@@ -255,7 +255,7 @@ def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) 
 
 def test_state_is_sharded_over_all_devices_whatever_shares_sequences() -> None:
     req = request(training={"sharding": "zero3"})
-    parts = {SpaceTable([candidate(2, s, ly)], req.model, req).static for s, ly in ((1, None), (2, "ring"))}
+    parts = {SpaceTable([candidate(2, s, ly)], req.model, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
     assert len(parts) == 1
     assert req.optimizer_shards == 4
 

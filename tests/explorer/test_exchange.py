@@ -95,23 +95,23 @@ def test_the_first_unit_is_exposed_and_the_last_not_gathered_again(tied: bool) -
 def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -> None:
     req = request(sharding.value)
     table = SpaceTable([candidate(2), candidate(8)], req.model, req, exchanges=True)
-    assert table.communication is not None
+    (communication,) = table.communications
     device = np.full((1, len(table.components)), 0.001)
-    device[0, table.column[table.communication]] = 0.004
+    device[0, table.column[communication]] = 0.004
     shares = np.full(len(table.components), 0.25)
-    shares[table.column[table.communication]] = 0.5
+    shares[table.column[communication]] = 0.5
     host = np.zeros(len(table.components))
     micro = 0.001 * (2 + 2 * 4)
     pieces = [np.array([x]) for x in (0.002, 0.002, 0.25 * micro, 0.75 * micro)]
     shown = Exchange.of(req.model, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
     always, once = (float(x[0]) for x in shown)
     assert (always > 0, once > 0) == (sharding.level >= 2, sharding.level <= 2)
-    found = table.tokens_per_second(device, host, overlap=Overlap(shares, 0.2))[0]
+    found = table.tokens_per_second(device, host, overlap=Overlap(shares, np.full(len(shares), 0.2)))[0]
     for tokens, micro_steps in zip(found, (64 / 4 / 2, 64 / 4 / 8), strict=True):
         step = micro_steps * (micro + always) + once + 0.001
         assert tokens == pytest.approx(16 * 1024 / step)
     plain = SpaceTable([candidate(2)], req.model, req)
-    assert plain.communication is None
+    assert not plain.communications
     assert plain.communication_seconds(device, np.ones((1, 1)), None)[0, 0] == 0.0
 
 

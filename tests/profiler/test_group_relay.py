@@ -208,10 +208,11 @@ def test_devices_that_differ_are_refused() -> None:
 
 
 def test_whole_models_are_merged_and_components_must_match() -> None:
-    def whole(seconds: float, peak: int) -> TrialFinished:
+    def whole(seconds: float, peak: int, communication: float) -> TrialFinished:
         found = WholeModelMeasurement(
             micro_step_seconds=seconds,
             optimizer_seconds=1 / seconds,
+            communication_seconds=communication,
             standard_error_seconds=0.0,
             peak_bytes=peak,
             reserved_bytes=peak,
@@ -220,8 +221,9 @@ def test_whole_models_are_merged_and_components_must_match() -> None:
         result = finished()
         return result.model_copy(update={"measurement": result.measurement.model_copy(update={"whole_model": found})})
 
-    merged = merge_trial([whole(1.0, 30), whole(2.0, 20)]).measurement.whole_model
+    merged = merge_trial([whole(1.0, 30, 3.1), whole(2.0, 20, 0.1)]).measurement.whole_model
     assert merged is not None
+    assert merged.communication_seconds == 0.1, "the first one waited for the second in each of its three micro-steps"
     assert (merged.micro_step_seconds, merged.optimizer_seconds, merged.peak_bytes) == (2.0, 1.0, 30)
     with pytest.raises(AssertionError, match="same components"):
         merge_component([measured(component, 1.0, 1) for component in COMPONENTS])

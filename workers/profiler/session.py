@@ -95,7 +95,9 @@ class Session:
             self._check_execution(self._request)
             if plan.kind is TrialKind.WHOLE_MODEL:
                 self._check_backends(plan)
-                whole_model = run_whole_model(self._bench, plan.model, plan.candidate, self._request, clock)
+                whole_model = run_whole_model(
+                    self._bench, plan.model, plan.candidate, self._request.sharded(plan.candidate.sharding), clock
+                )
             for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
                 failed = component
                 self._send(ComponentStarted(component=component))
@@ -129,6 +131,7 @@ class Session:
     def _measure(
         self, plan: TrialPlan, component: Component, request: ExplorationRequest, clock: PhaseClock
     ) -> ComponentMeasurement:
+        request = request.sharded(component.sharding)
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._bench, plan.model, component, plan.candidate, request, clock)
         if component.kind is ComponentKind.COMMUNICATION:

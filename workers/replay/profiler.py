@@ -16,7 +16,7 @@ from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
 
 PREFIX = "replay:"
-SAME = ("mode", "routing", "execution", "training")
+SAME = ("mode", "routing", "execution", "training", "sharding_levels")
 """Fields of a request that its measurements depend on, beside the model."""
 
 

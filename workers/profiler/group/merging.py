@@ -72,13 +72,11 @@ def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:
 
 
 def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
+    """The slowest rank's micro-step and communication: the others' communication includes their wait for it."""
     slowest = max(found, key=lambda whole: whole.micro_step_seconds)
     return slowest.model_copy(
         update={
             "optimizer_seconds": max(whole.optimizer_seconds for whole in found),
-            "communication_seconds": max(
-                (w.communication_seconds for w in found if w.communication_seconds is not None), default=None
-            ),
             "standard_error_seconds": max(whole.standard_error_seconds for whole in found),
             "peak_bytes": max(whole.peak_bytes for whole in found),
             "reserved_bytes": max(whole.reserved_bytes for whole in found),
