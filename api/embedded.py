@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -119,14 +120,32 @@ class EmbeddedService:
     """An API on a free loopback port and, unless only asked to read, one worker, both on one database.
 
     Entering starts the processes and raises ServiceError, with the end of the log, when they do not come up; leaving
-    ends them. Their logs are deleted unless something went wrong. With `group`, the worker uses its devices together.
+    ends them. Their logs are deleted unless something went wrong.
+
+    Args:
+        database_url: of API and worker.
+        with_worker: whether there is one.
+        device: what the worker owns, as `bexp worker --device` takes it.
+        group: whether it uses its devices together.
+        num_devices: without `device`, of how many GPUs it can make use: it takes the largest of these numbers for which
+            there are enough, and leaves the others alone. Default: one GPU, with `group` all.
     """
 
-    def __init__(self, database_url: str, *, with_worker: bool, device: str | None = None, group: bool = False) -> None:
+    def __init__(
+        self,
+        database_url: str,
+        *,
+        with_worker: bool,
+        device: str | None = None,
+        group: bool = False,
+        num_devices: Sequence[int] = (),
+    ) -> None:
         self._database_url = database_url
         self._with_worker = with_worker
-        self._device = device
-        self._group = group
+        self._worker_options = ["--device", device] if device is not None else []
+        self._worker_options += ["--group"] if group else []
+        if num_devices and device is None:
+            self._worker_options += ["--num-devices", ",".join(map(str, num_devices))]
         self._children: list[Child] = []
         self.url = ""
         self.log_directory = Path()
@@ -176,9 +195,7 @@ class EmbeddedService:
             command += ["with-worker"] if self._with_worker else []
             self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
         if self._with_worker:
-            command = [sys.executable, "-m", "workers", "--jobs-from-stdin"]
-            command += ["--device", self._device] if self._device is not None else []
-            command += ["--group"] if self._group else []
+            command = [sys.executable, "-m", "workers", "--jobs-from-stdin", *self._worker_options]
             self._children.append(self._child("worker", command))
         self._await_api()
 

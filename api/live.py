@@ -99,7 +99,7 @@ class LiveView:
         if self._ended_at is None and self._started_at is not None and self._request is not None:
             left = max(0.0, self._request.budget.max_seconds - self._elapsed())
             head.append(f"  {_clock(self._elapsed())} passed, ")
-            head.append(f"at most {_clock(left)} left to explore" if left > 0 else "comparing and checking")
+            head.append(f"up to about {_clock(left)} left to explore" if left > 0 else "comparing and checking")
         return head
 
     def _bar(self) -> ProgressBar:

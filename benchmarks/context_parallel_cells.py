@@ -18,8 +18,8 @@ from explorer.requests import BTASpec, ExplorationRequest
 from explorer.table import SpaceTable
 from explorer.taints import judge
 from explorer.trials import TrialKind, TrialPlan, count_processes
+from workers.device_profiler import DeviceProfiler
 from workers.profiler.whole_model_trial import LONG_STEP_SECONDS
-from workers.runner import DeviceProfiler
 
 POLICIES = (Recompute.NONE, Recompute.ACTIVATIONS, Recompute.PROJECTIONS, Recompute.FULL)
 """Recomputation, cheapest first."""

@@ -36,11 +36,11 @@ from explorer.space import EmptySpaceError
 from explorer.table import SpaceTable
 from explorer.taints import TAINTED_ATTEMPTS, judge
 from explorer.trials import TrialKind, TrialPlan
+from workers.device_profiler import DeviceProfiler
 from workers.launcher import Profiler, ProfilerError
 from workers.replay.profiler import mismatch
 from workers.replay.recording import Recording, RecordingError, RecordingFile
 from workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
-from workers.runner import DeviceProfiler
 
 NOISE = (
     "Each run of a component builds it anew, in a profiler process that has measured others before it; run 0 goes "

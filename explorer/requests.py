@@ -93,8 +93,14 @@ class ParallelismSpec(Frozen):
 class Budget(Frozen):
     """When the search ends: at the confidence target, or when a limit is reached.
 
-    The base is measured in any case. What the answer is compared with is measured up to twice the limits, and the
-    whole-model check (at most three runs) comes on top.
+    `max_seconds` is of all trials together, earlier leases' included: each counts from when it begins until its result
+    is taken in, with what choosing it and learning from it took. That is no limit of elapsed time. What is no trial
+    (beginning a job, enumerating the space, storing) comes on top; a trial that has begun is not cut short; and of
+    several in flight each counts in full, so that n of them use the seconds up about n times as fast. Variants have
+    equal shares of both limits, and what earlier ones left over.
+
+    The base is measured in any case. Until there is a candidate to recommend, and for what the answer is compared
+    with, twice the limits hold. Whole models (at most four runs a variant) come on top, but for the runner-up.
     """
 
     confidence_target: Annotated[int, Field(ge=1, le=99)] = 95

@@ -21,7 +21,7 @@ from storage.queue import Queue
 from storage.schema import upgrade
 from workers.cluster.fleet import ClusterFleet
 from workers.device_lock import DeviceBusyError
-from workers.device_sets import default_devices, parse_devices
+from workers.device_sets import default_devices, parse_counts, parse_devices
 from workers.devices import visible_devices
 from workers.doctor import main as diagnose
 from workers.launcher import Profiler, ProfilerError
@@ -53,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "devices share sequences; without --device all GPUs; default: one worker a device",
     )
     parser.add_argument(
+        "--num-devices",
+        metavar="N[,N...]",
+        help="without --device: so many GPUs, the most of these numbers that there are; default: one, with --group all",
+    )
+    parser.add_argument(
         "--ray",
         metavar="ADDRESS",
         help="run trials on all devices of a Ray cluster (auto: the one of this host); --device then says what a trial "
@@ -71,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--max-jobs must be at least 1")
     if options.group and options.ray is not None:
         parser.error("--group and --ray exclude each other: on a cluster --device says what a trial needs")
+    if options.num_devices is not None and (options.device is not None or options.ray is not None):
+        parser.error("--num-devices chooses among the GPUs of this host where neither --device nor --ray does")
     if options.command == "doctor":
         return diagnose(options.json)
 
@@ -83,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.ray is not None:
             workers = [_build_cluster_worker(database, options.ray, options.device, job_ids)]
         else:
-            devices = _devices(options.device, settings, group=options.group)
+            devices = _devices(options.device, options.num_devices, settings, group=options.group)
             workers = [_build_worker(database, owned, settings, job_ids) for owned in devices]
     except ValueError as error:
         parser.error(str(error))
@@ -99,10 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         database.dispose()
 
 
-def _devices(given: str | None, settings: Settings, *, group: bool) -> tuple[tuple[str, ...], ...]:
+def _devices(
+    given: str | None, num_devices: str | None, settings: Settings, *, group: bool
+) -> tuple[tuple[str, ...], ...]:
     """The devices of each worker: one, or with `group` all of them in a single worker."""
     if given is None:
-        found = default_devices(visible_devices(settings.environment), group=group)
+        counts = None if num_devices is None else parse_counts(num_devices)
+        found = default_devices(visible_devices(settings.environment), group=group, counts=counts)
     else:
         found = (given,) if given.startswith(PREFIX) else parse_devices(given)
     if group:

@@ -30,7 +30,26 @@ def _parse_part(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in range(first, last + 1))
 
 
-def default_devices(visible: Sequence[str], *, group: bool = False) -> tuple[str, ...]:
-    """The first GPU, all of them for a group, or the CPU of a host without one."""
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`2`, or `1,2,4` for whichever of these numbers of devices there are.
+
+    Raises:
+        ValueError: `text` is something else.
+    """
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"'{text}' is no number of devices, nor several joined by commas")
+    return tuple(map(int, parts))
+
+
+def default_devices(
+    visible: Sequence[str], *, group: bool = False, counts: Sequence[int] | None = None
+) -> tuple[str, ...]:
+    """The first GPU, all of them for a group, or the CPU of a host without one.
+
+    With `counts`, as many GPUs as the largest of these numbers for which there are enough, and one if there is none.
+    """
     gpus = [device for device in visible if device != "cpu"] or ["cpu"]
-    return tuple(gpus) if group else (gpus[0],)
+    if counts is None:
+        return tuple(gpus) if group else (gpus[0],)
+    return tuple(gpus[: max((count for count in counts if count <= len(gpus)), default=1)])

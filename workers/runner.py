@@ -17,7 +17,7 @@ from optuna.exceptions import StorageInternalError
 from explorer.events import EventCode, EventDraft
 from explorer.executors import TrialExecutor
 from explorer.ground import OpenStudy
-from explorer.hardware import DeviceReport, HardwareSpec
+from explorer.hardware import DeviceReport
 from explorer.measurements import Measurement
 from explorer.progress import Progress
 from explorer.requests import ExplorationRequest
@@ -28,6 +28,7 @@ from storage.leases import Claim, HardwareMismatchError, LeaseLostError
 from storage.queue import Queue
 from storage.studies import study_opener
 from workers.accounting import JobAccount
+from workers.device_profiler import DeviceProfiler
 from workers.fleet import Fleet
 from workers.launcher import ProfilerError, ProfilerInterruptedError
 from workers.lease_keeper import Interruption, LeaseKeeper
@@ -41,25 +42,6 @@ DATABASE_TROUBLE = (
 """The database cannot be reached, or is too busy: nothing is wrong with the job."""
 
 _log = logging.getLogger(__name__)
-
-
-class DeviceProfiler(Protocol):
-    """What a job needs of `workers.launcher.Profiler`; see there for what each call raises."""
-
-    @property
-    def restarts(self) -> int: ...  # noqa: D102 - its protocol says it
-
-    def start(self) -> None: ...  # noqa: D102 - its protocol says it
-
-    def hardware(self) -> HardwareSpec: ...  # noqa: D102 - its protocol says it
-
-    def begin(self, request: ExplorationRequest) -> DeviceReport: ...  # noqa: D102 - its protocol says it
-
-    def measure(self, plan: TrialPlan) -> Measurement: ...  # noqa: D102 - its protocol says it
-
-    def interrupt(self) -> None: ...  # noqa: D102 - its protocol says it
-
-    def close(self) -> None: ...  # noqa: D102 - its protocol says it
 
 
 class Explore(Protocol):

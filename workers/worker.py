@@ -13,9 +13,10 @@ from explorer.search import explore
 from storage.leases import Claim
 from storage.queue import Queue
 from storage.workers import WorkerInfo
+from workers.device_profiler import DeviceProfiler
 from workers.launcher import ProfilerError, ProfilerInterruptedError
 from workers.registration import Registration
-from workers.runner import DATABASE_TROUBLE, DeviceProfiler, Explore, run_job
+from workers.runner import DATABASE_TROUBLE, Explore, run_job
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0

@@ -65,17 +65,12 @@ def explore(
 
 def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
     database_url = environment().database_url
-    trains_together = request.num_devices > 1 and request.mode == "train"
-    # What GPUs exchange is measured where there are enough; processes on a CPU would only compete.
-    group = request.devices_needed() > 1 or (trains_together and device is None and request.device_kind != "cpu")
-    kind = None if group and request.device_kind == "cuda" else request.device_kind  # a group is of all GPUs
+    counts = usable_device_counts(request)
+    group = counts[-1] > 1
+    if device is None and (request.device_kind == "cpu" or not group):
+        device = request.device_kind
     with (
-        EmbeddedService(
-            database_url,
-            with_worker=True,
-            device=device or kind,
-            group=group,
-        ) as service,
+        EmbeddedService(database_url, with_worker=True, device=device, group=group, num_devices=counts) as service,
         Client(service.url) as client,
     ):
         job = client.submit(request)
@@ -83,6 +78,16 @@ def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) 
         say(f"exploration {job.id}, kept in {shown_url(database_url)}")
         last = _follow_or_cancel(client, job, service, as_json=as_json)
         return conclude(client, job.id, last, as_json=as_json)
+
+
+def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
+    """Of how many devices a worker can make use for a request, ascending: more or others would lie idle.
+
+    With all of `num_devices` it measures what they exchange, with as many as share a sequence context parallelism, and
+    with fewer than either one device.
+    """
+    steps = (1, *request.context_parallel_sizes, request.num_devices)
+    return tuple(sorted({request.devices_needed(available) for available in steps}))
 
 
 def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_json: bool) -> Event:

@@ -43,7 +43,9 @@ MemoryLimitGiB = Annotated[
 ]
 ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate: forward only.")]
 ExecutionOption = Annotated[Execution | None, typer.Option(help="Eager, or through torch.compile.")]
-MaxSeconds = Annotated[float | None, typer.Option(help="End with the best known after this time.")]
+MaxSeconds = Annotated[
+    float | None, typer.Option(help="End with the best known after this time in trials, summed if several run at once.")
+]
 MaxTrials = Annotated[int | None, typer.Option(help="End with the best known after this many trials.")]
 ConfidenceTarget = Annotated[int | None, typer.Option(help="End when the confidence score reaches this (1 to 99).")]
 Seed = Annotated[int | None, typer.Option(help="Of everything random.")]

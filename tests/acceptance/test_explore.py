@@ -107,3 +107,22 @@ def test_a_device_that_does_not_exist_is_exit_2(machine: Machine) -> None:
     assert command.wait(30) == 2
     assert "device 'cuda:99' does not exist" in machine.err(command)
     assert "usage" not in machine.err(command)
+
+
+@pytest.mark.parametrize(
+    ("options", "owned"),
+    [
+        (("--num-devices", "2"), "rank [01] .* of {cuda:0, cuda:1} "),
+        (("--num-devices", "8"), "the profiler process of cuda:0 "),
+    ],
+)
+def test_of_four_gpus_as_many_are_taken_as_can_be_used(machine: Machine, options: tuple[str, ...], owned: str) -> None:
+    machine.environment["CUDA_VISIBLE_DEVICES"] = "MIG-0,MIG-1,MIG-2,MIG-3"  # which no process can open
+    command = machine.start("explore", machine.configure(), *options)
+    assert command.wait(60) == 3
+    assert re.search(owned, machine.err(command)), machine.err(command)
+
+
+def test_devices_that_are_named_train_together(machine: Machine) -> None:
+    printed = machine.run("explore", machine.configure(num_devices=2), "--device", "cpu,cpu")
+    assert "the exchange of gradients between 2 devices is included in the time" in printed

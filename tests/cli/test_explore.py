@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +11,7 @@ from api.cli import explore
 from api.cli.connection import shown_url
 from api.client import Client, ServiceError
 from api.embedded import EmbeddedService
+from explorer.requests import ExplorationRequest
 from tests.cli.samples import REQUEST
 
 
@@ -50,6 +51,25 @@ def test_a_dead_child_ends_the_watch(service: tuple[str, str], monkeypatch: pyte
         with pytest.raises(ServiceError, match="dead"):
             explore.Watchdog(client, job, cast("EmbeddedService", Service()))()
         client.cancel(job.id)
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"num_devices": 1}, (1,)),
+        ({"num_devices": 2}, (1, 2)),
+        ({"num_devices": 8}, (1, 8)),
+        ({"num_devices": 8, "mode": "eval"}, (1,)),
+        ({"num_devices": 4, "context_parallel": {"sizes": [2]}}, (2, 4)),
+        ({"num_devices": 4, "context_parallel": {"sizes": [1, 4]}}, (4,)),
+        ({"num_devices": 4, "context_parallel": {"sizes": [1, 2]}, "mode": "eval"}, (2,)),
+        ({"num_devices": 4, "context_parallel": {"sizes": "explore"}}, (1, 2, 4)),
+        ({"num_devices": 4, "context_parallel": {"sizes": "explore"}, "mode": "eval"}, (1, 2, 4)),
+    ],
+)
+def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], counts: tuple[int, ...]) -> None:
+    request = ExplorationRequest.model_validate(REQUEST.model_dump() | {"batch_size": 64} | changes)
+    assert explore.usable_device_counts(request) == counts
 
 
 @pytest.mark.parametrize(

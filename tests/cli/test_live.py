@@ -48,7 +48,7 @@ def test_memory_far_below_the_limit_is_drawn_against_itself() -> None:
 def test_remaining_time_counts_down_to_the_budget() -> None:
     started = Event(seq=1, at=datetime.now(UTC), code=EventCode.STARTED, message="started")
     text = render(view_of(started))
-    assert re.search(r"0:0[01] passed, at most 0:(09|10) left", text)
+    assert re.search(r"0:0[01] passed, up to about 0:(09|10) left", text)
     text = render(view_of(event(1, EventCode.STARTED)))
     assert "comparing and checking" in text
     assert "left" not in render(view_of(event(1, EventCode.STARTED), event(2, EventCode.SUCCEEDED)))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.device_sets import default_devices, parse_devices
+from workers.device_sets import default_devices, parse_counts, parse_devices
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,24 @@ def test_a_gpu_is_preferred() -> None:
 def test_a_group_is_of_all_gpus() -> None:
     assert default_devices(("cpu", "cuda:0", "cuda:1"), group=True) == ("cuda:0", "cuda:1")
     assert default_devices(("cpu",), group=True) == ("cpu",)
+
+
+@pytest.mark.parametrize(
+    ("counts", "number"), [((2,), 2), ((1, 4), 4), ((4, 1), 4), ((1, 2, 3, 6), 3), ((1, 8), 1), ((6,), 1), ((1,), 1)]
+)
+@pytest.mark.parametrize("group", [True, False])
+def test_of_several_counts_the_most_that_there_are_is_taken(counts: tuple[int, ...], number: int, group: bool) -> None:
+    visible = ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert default_devices(visible, group=group, counts=counts) == visible[1 : 1 + number]
+    assert default_devices(("cpu",), group=group, counts=counts) == ("cpu",)
+
+
+def test_counts_are_parsed() -> None:
+    assert parse_counts("2") == (2,)
+    assert parse_counts("1,2,16") == (1, 2, 16)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,0", "-1", "1,", "two", "1.5", "\u0661"])
+def test_other_counts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="number of devices"):
+        parse_counts(text)

@@ -99,6 +99,9 @@ def test_a_worker_can_be_told_its_jobs_on_standard_input(
         (["--device", "cpu", "--database-url", "sqlite:////proc/none/bexp.db"], "/proc/none"),
         (["--max-jobs", "none"], "none"),
         (["--max-jobs", "0"], "--max-jobs"),
+        (["--num-devices", "0"], "'0'"),
+        (["--num-devices", "2", "--device", "cpu"], "--num-devices"),
+        (["--num-devices", "2", "--ray", "auto"], "--num-devices"),
     ],
 )
 def test_bad_input_is_a_usage_error_that_names_it(

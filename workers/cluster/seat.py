@@ -8,37 +8,18 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from explorer.hardware import DeviceReport, HardwareSpec
-from explorer.measurements import Measurement
 from explorer.requests import ExplorationRequest
 from explorer.trials import TrialPlan
+from workers.device_profiler import DeviceProfiler
 from workers.launcher import Profiler
 
-
-class SeatProfiler(Protocol):
-    """What a seat needs of `workers.launcher.Profiler`."""
-
-    @property
-    def restarts(self) -> int: ...  # noqa: D102 - its protocol says it
-
-    def start(self) -> None: ...  # noqa: D102 - its protocol says it
-
-    def hardware(self) -> HardwareSpec: ...  # noqa: D102 - its protocol says it
-
-    def begin(self, request: ExplorationRequest) -> DeviceReport: ...  # noqa: D102 - its protocol says it
-
-    def measure(self, plan: TrialPlan) -> Measurement: ...  # noqa: D102 - its protocol says it
-
-    def close(self) -> None: ...  # noqa: D102 - its protocol says it
-
-
-OpenProfiler = Callable[[Sequence[str], Mapping[str, str], Path | None], SeatProfiler]
+OpenProfiler = Callable[[Sequence[str], Mapping[str, str], Path | None], DeviceProfiler]
 """A profiler for devices, with its environment and the directory of its device locks (null: the host's)."""
 
 
-def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> SeatProfiler:
+def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> DeviceProfiler:
     """The real one."""
     return Profiler(devices, environment=environment, lock_directory=locks)
 

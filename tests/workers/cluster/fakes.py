@@ -48,6 +48,9 @@ class FakeSeatProfiler:
             raise RuntimeError("the device is broken")
         return Measurement(candidate=plan.candidate, outcome=outcome, phases=PhaseSeconds(timed=0.01))
 
+    def interrupt(self) -> None:
+        raise AssertionError("an actor is ended, not interrupted")
+
     def close(self) -> None:
         pass
 
