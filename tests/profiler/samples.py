@@ -6,6 +6,7 @@ from explorer.candidates import Candidate, Recompute
 from explorer.components import Component, Decomposer
 from explorer.models import DType, ModelSpec, MoESpec
 from explorer.requests import ExplorationRequest
+from explorer.training import Sharding
 from explorer.trials import TrialKind, TrialPlan
 
 MODEL = ModelSpec(
@@ -32,6 +33,7 @@ def candidate(
     experts: str | None = "grouped_mm",
     layout: str | None = None,
     size: int = 1,
+    sharding: Sharding | None = None,
 ) -> Candidate:
     return Candidate(
         micro_batch_size=micro_batch_size,
@@ -42,6 +44,7 @@ def candidate(
         num_query_groups=2,
         context_parallel_size=size,
         context_parallel_layout=layout,
+        sharding=sharding,
     )
 
 

@@ -95,12 +95,15 @@ def test_every_layout_runs_as_a_component_and_as_a_whole_model(group: Profiler) 
         assert result.whole_model.optimizer_seconds > 0
 
 
+@pytest.mark.parametrize("chosen_among", [None, "explore"])
 @pytest.mark.parametrize("sharding", Sharding)
-def test_ranks_exchange_and_train_together(group: Profiler, sharding: Sharding) -> None:
-    request = REQUEST.model_copy(update={"num_devices": 2, "training": TrainingSpec(sharding=sharding)})
-    group.begin(request)
-    chosen = candidate(1)
-    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=2)
+def test_ranks_exchange_and_train_together(group: Profiler, sharding: Sharding, chosen_among: str | None) -> None:
+    """As the request says, or as the candidate does where the request leaves a choice."""
+    training = TrainingSpec(sharding=sharding if chosen_among is None else Sharding.NONE)
+    group.begin(REQUEST.model_copy(update={"num_devices": 2, "training": training, "sharding_levels": chosen_among}))
+    level = None if chosen_among is None else sharding
+    chosen = candidate(1, sharding=level)
+    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=2, sharding=level)
     result = group.measure(plan(chosen, (component,), num_processes=2))
     assert result.outcome is Outcome.OK, result.reason
     (traffic,) = result.components
@@ -110,7 +113,7 @@ def test_ranks_exchange_and_train_together(group: Profiler, sharding: Sharding) 
     assert traffic.slowdown is not None
     gathered = traffic.forward_device_seconds / traffic.device_seconds
     assert (gathered < 0.05) is (sharding is Sharding.NONE), "parameters are gathered where they are sharded"
-    for together in (chosen, candidate(2, layout="ring", size=2)):
+    for together in (chosen, candidate(2, layout="ring", size=2, sharding=level)):
         result = group.measure(whole_model_plan(together, num_processes=2))
         assert result.outcome is Outcome.OK, result.reason
         assert result.whole_model is not None
