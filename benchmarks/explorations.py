@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default=None, help="cpu, cuda:0, ...; default: what `bexp worker` takes")
     parser.add_argument("--group", action="store_true", help="one worker for all of the devices")
     parser.add_argument("--num-devices", type=int, help="instead of the configurations' own")
+    parser.add_argument("--max-seconds", type=float, help="of the budget, instead of the configurations' own")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
@@ -52,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
                     document = load_document(path.read_text())
                     if options.num_devices is not None:
                         document["num_devices"] = options.num_devices
+                    if options.max_seconds is not None:
+                        document["budget"] = (document.get("budget") or {}) | {"max_seconds": options.max_seconds}
                     request = parse_request(document).model_copy(update={"seed": seed})
                     runs.append(explore(service, client, path.stem, request))
                     found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}

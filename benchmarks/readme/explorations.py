@@ -36,10 +36,16 @@ def explorations_of_devices(results: dict[str, Any], name: str) -> str:
         request, step = run["request"], found["step_seconds"]
         exchange = found["communication_seconds"]
         parts.append(
-            f"{run['name']} on {request['num_devices']} devices ({request['training']['sharding']}): a step takes "
+            f"{run['name']} on {request['num_devices']} devices ({_sharding(request, found)}): a step takes "
             f"{step:.1f} s; {exchange:.1f} s of it ({100 * exchange / step:.1f}%) are exchange that nothing hides."
         )
     return f"{_explorations(name)}\n{' '.join(parts)}\n"
+
+
+def _sharding(request: dict[str, Any], found: dict[str, Any]) -> str:
+    """As recommended, where the request leaves a choice."""
+    chosen = found["candidate"].get("sharding")
+    return str(request["training"]["sharding"]) if chosen is None else f"{chosen}, of all levels"
 
 
 def _explorations(name: str) -> str:
@@ -104,4 +110,7 @@ def _short(candidate: Candidate) -> str:
     parts += [f"recompute {candidate.recompute}"] if candidate.recompute != "none" else []
     parts += [candidate.attention_backend]
     parts += [candidate.expert_backend] if candidate.expert_backend else []
+    if candidate.context_parallel_layout is not None:
+        parts.append(f"{candidate.context_parallel_size} devices a sequence ({candidate.context_parallel_layout})")
+    parts += [candidate.sharding] if candidate.sharding is not None else []
     return ", ".join(parts)
