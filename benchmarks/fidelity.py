@@ -3,8 +3,9 @@
     python -m benchmarks.fidelity examples/llama-3.2-1b.yaml ... --device cuda:0 --out results/NAME.json
 
 For each configuration, candidates over micro-batch, tile and recomputation are measured by component, composed, and
-then run whole: all layers, embedding, loss, two accumulated micro-steps and the optimizer. Errors are
-(composed - whole) / whole.
+then run whole: all layers, embedding, loss, accumulated micro-steps, what devices exchange, and the optimizer. Errors
+are (composed - whole) / whole. On several devices (`--device cuda:0-3`) plain candidates are checked with every level
+of sharding, or with those of `--sharding`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from benchmarks.environment import describe_environment, write_results
 from explorer.answers import check_whole_model
 from explorer.belief import Belief
 from explorer.candidates import Candidate, Recompute
+from explorer.components import Component
+from explorer.exchange import is_exchange_timed
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.hardware import DeviceReport
 from explorer.measurements import Outcome
 from explorer.requests import ExplorationRequest
 from explorer.table import SpaceTable
-from explorer.trials import Trial, TrialKind, TrialPlan
+from explorer.trials import Trial, TrialKind, TrialPlan, count_processes
+from workers.device_sets import parse_devices
 from workers.launcher import Profiler
 
 TIMEOUT_SECONDS = 180.0
@@ -35,14 +39,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Check every configuration and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("configs", nargs="+", type=Path)
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", default="cuda:0", help="one, or as many as train together")
+    parser.add_argument("--sharding", nargs="+", help="levels of it on several devices; default: all")
+    parser.add_argument("--num-layers", type=int, help="of the models, instead of their own")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     for path in options.configs:
-        request = parse_request(load_document(path.read_text()))
-        profiler = Profiler(options.device)
+        document = load_document(path.read_text())
+        devices = parse_devices(options.device)
+        if len(devices) > 1:
+            training = (document.get("training") or {}) | {"sharding": options.sharding or "explore"}
+            document |= {"num_devices": len(devices), "training": training}
+        request = parse_request(document)
+        if options.num_layers is not None:
+            shorter = request.model.model_copy(update={"num_layers": options.num_layers})
+            request = request.model_copy(update={"model": shorter})
+        profiler = Profiler(devices)
         try:
             profiler.start()
             rows += check(path.stem, request, profiler, options.micro_batch_sizes)
@@ -55,16 +69,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def candidates(request: ExplorationRequest, report: DeviceReport, micro_batch_sizes: list[int]) -> list[Candidate]:
-    """Each micro-batch plain; the largest also tiled, with selective, partial and full recomputation."""
+    """Each micro-batch plain, with every level of sharding.
+
+    Where there is one level the largest is also tiled, with selective, partial and full recomputation.
+    """
     model = request.model
     plain = {
         "attention_backend": report.default_attention,
         "expert_backend": report.default_experts,
         "num_query_groups": model.query_groups,
     }
-    found = [Candidate(micro_batch_size=m, **plain) for m in micro_batch_sizes]
+    levels = request.sharding_choices
+    found = [Candidate(micro_batch_size=m, sharding=level, **plain) for level in levels for m in micro_batch_sizes]
     largest = max(micro_batch_sizes)
-    if request.mode == "train":
+    if request.mode == "train" and levels == (None,):
         policies = (Recompute.SELECTIVE, Recompute.PARTIAL_50, Recompute.FULL)
         found += [Candidate(micro_batch_size=largest, recompute=policy, **plain) for policy in policies]
         found.append(Candidate(micro_batch_size=largest, bta_tile=max(1, largest // 4), **plain))
@@ -77,23 +95,19 @@ def check(
     """Measure, compose and run every candidate of one configuration that fits."""
     report = profiler.begin(request)
     chosen = candidates(request, report, micro_batch_sizes)
-    table = SpaceTable(chosen, request.model, request)
+    table = SpaceTable(chosen, request.model, request, exchanges=is_exchange_timed(request, report.hardware))
     belief = Belief(table, chosen, request, report.hardware)
     rows = []
     for row, candidate in enumerate(chosen):
-        plan = TrialPlan(
-            number=row,
-            kind=TrialKind.COMPONENTS,
-            model=request.model,
-            candidate=candidate,
-            components=table.missing(row, belief.surrogate.known_K),
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
-        belief.learn([profiler.measure(plan)])
+        missing = table.missing(row, belief.surrogate.known_K)
+        together = tuple(c for c in missing if c in table.communications)  # by all devices, the others by one
+        for components in (together, tuple(c for c in missing if c not in together)):
+            if components:
+                belief.learn([profiler.measure(_plan(row, candidate, components, request, report))])
         if not (belief.is_known(row) and belief.fits(row)):
             print(f"{name}: {candidate.describe()}: does not fit", flush=True)
             continue
-        whole = profiler.measure(plan.model_copy(update={"kind": TrialKind.WHOLE_MODEL, "components": ()}))
+        whole = profiler.measure(_plan(row, candidate, None, request, report))
         trial = Trial(number=row, kind=TrialKind.WHOLE_MODEL, measurement=whole)
         found = check_whole_model(belief, row, trial)
         seconds = belief.seconds(row)
@@ -106,6 +120,7 @@ def check(
             "composed": {
                 "micro_step_seconds": seconds.micro_step,
                 "optimizer_seconds": seconds.optimizer,
+                "communication_seconds": seconds.communication if table.communications else None,
                 "peak_bytes": belief.bytes(row).peak,
                 "required_bytes": belief.bytes(row).required,
             },
@@ -115,6 +130,26 @@ def check(
         rows.append(entry)
         _print_row(entry)
     return rows
+
+
+def _plan(
+    number: int,
+    candidate: Candidate,
+    components: tuple[Component, ...] | None,
+    request: ExplorationRequest,
+    report: DeviceReport,
+) -> TrialPlan:
+    """Of components, or of the whole model where there are none."""
+    kind = TrialKind.WHOLE_MODEL if components is None else TrialKind.COMPONENTS
+    return TrialPlan(
+        number=number,
+        kind=kind,
+        model=request.model,
+        candidate=candidate,
+        components=components or (),
+        num_processes=count_processes(kind, candidate, components or (), request, report.hardware),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -139,6 +174,8 @@ def _print_row(entry: dict[str, Any]) -> None:
         f"{entry['name']}: {candidate.describe()}: micro-step {1e3 * entry['composed']['micro_step_seconds']:.1f} ms "
         f"composed, {1e3 * whole['micro_step_seconds']:.1f} whole; optimizer "
         f"{1e3 * entry['composed']['optimizer_seconds']:.2f}, {1e3 * whole['optimizer_seconds']:.2f} ms; "
+        f"communication of the step {1e3 * (entry['composed']['communication_seconds'] or 0):.1f}, of the whole model "
+        f"beyond its micro-steps {1e3 * (whole['communication_seconds'] or 0):.1f} ms; "
         f"step {found['step_error']:+.1%}, peak {found['peak_error']:+.1%}",
         flush=True,
     )
