@@ -9,7 +9,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind
+from explorer.components import Component
+from explorer.exchange import is_exchange_timed
 from explorer.frozen import Frozen
 from explorer.hardware import HardwareSpec
 from explorer.measurements import Measurement
@@ -64,11 +65,11 @@ def count_processes(
 ) -> int:
     """How many processes, a device each, run a trial together.
 
-    Components take those that share a sequence of the one that most share; communication takes all devices of the
-    request, which exist where it is a component. A whole model takes all devices of the request, groups with sequences
-    of their own among them, where the profiler has as many; else one such group.
+    Where the profiler has all devices that train together, every trial takes them all: what one of them computes by
+    itself the others compute as well, and a step waits for the slowest. Elsewhere components take those that share a
+    sequence of the one that most share, a whole model one group that shares sequences, or all devices in eval mode.
     """
-    if kind is TrialKind.COMPONENTS and any(c.kind is ComponentKind.COMMUNICATION for c in components):
+    if is_exchange_timed(request, hardware):
         return request.num_devices
     if kind is TrialKind.COMPONENTS:
         return max((c.context_parallel_size for c in components if c.communicates), default=1)

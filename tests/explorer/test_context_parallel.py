@@ -300,15 +300,19 @@ def test_the_search_finds_the_layout_that_the_device_likes(best: str) -> None:
     found = answer.variants[0].recommendation
     assert found is not None
     assert found.candidate.context_parallel_layout == best
-    for plan in plans:
-        if plan.kind is TrialKind.WHOLE_MODEL:
-            assert plan.num_processes == 4
-        else:
-            communicating = [c.context_parallel_size for c in plan.components if c.communicates]
-            communicating += [4 for c in plan.components if c.kind is ComponentKind.COMMUNICATION]
-            assert plan.num_processes == max(communicating, default=1)
+    assert {plan.num_processes for plan in plans} == {4}, "a step waits for the slowest of those that train together"
     assert any("passes between devices are included" in note for note in found.notes)
     assert any("the exchange of gradients between 4 devices is included" in note for note in found.notes)
+
+
+def test_a_profiler_of_a_part_of_the_devices_runs_no_more_than_share_a_sequence() -> None:
+    req = request((2,), model={**MODEL, "seq_length": 65536})
+    _, plans = run(req, SimulatedDevice(req), num_devices=3)
+    for plan in plans:
+        communicating = [c.context_parallel_size for c in plan.components if c.communicates]
+        most = 2 if plan.kind is TrialKind.WHOLE_MODEL else max(communicating, default=1)
+        assert plan.num_processes == most
+    assert {plan.num_processes for plan in plans} == {1, 2}
 
 
 def test_sharing_wins_where_memory_leaves_nothing_else_and_loses_where_it_only_costs() -> None:
