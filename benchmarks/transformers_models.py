@@ -25,7 +25,8 @@ from workers.layers.decoder import parameter_shapes
 from workers.layers.factory import random_tokens
 from workers.layers.routes import device_routes
 from workers.profiler.timing import collector_paused, standard_error
-from workers.profiler.whole_model_trial import MAX_STEPS, MICRO_STEPS, MIN_STEPS, TIMED_SECONDS
+from workers.profiler.training.run import MICRO_STEPS
+from workers.profiler.whole_model_trial import MAX_STEPS, MIN_STEPS, TIMED_SECONDS
 
 EXPERTS = "grouped_mm"
 """Asked of versions that have a choice; the others loop over their experts."""

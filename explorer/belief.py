@@ -162,7 +162,7 @@ class Belief:
         device, host = self.surrogate.device_mean_K[None, :], self.surrogate.host_K
         rows = np.array([row])
         micro_step = self.table.micro_step_seconds(device, host, rows)
-        communication = self.table.communication_seconds(device, micro_step, self.surrogate.overlap, rows)
+        communication = self.table.communication_seconds(device, host, micro_step, self.surrogate.overlap, rows)
         return combine_seconds(
             float(micro_step[0, 0]),
             float(self.table.optimizer_seconds(device, host, rows)[0, 0]),

@@ -54,6 +54,11 @@ class ExchangeUnits:
     layers: tuple[Unit, ...]
     last: Unit | None
 
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return 1 + sum(layer.count for layer in self.layers) + (self.last is not None)
+
     @classmethod
     def of(cls, model: ModelSpec) -> ExchangeUnits:
         """Of `model`."""
@@ -69,15 +74,20 @@ class ExchangeUnits:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How traffic and computation pass at once.
+    """How traffic and computation pass at once, and what the host has to do about it.
 
     `forward_share_K` is the share of each component's device seconds that its forward pass takes (of the traffic: what
     is gathered in forward). `slowdown_K` is, of traffic, the computation that is lost while it passes, in seconds of
     computation for each second that the traffic takes by itself: 0 hides it for nothing, 1 not at all.
+
+    `handling_2K` are the seconds of the host that traffic takes in each micro-step, and once a step more. The host
+    works ahead of the device, unless it `computes` itself.
     """
 
     forward_share_K: Floats  # noqa: N815 - axes are in names
     slowdown_K: Floats  # noqa: N815 - axes are in names
+    handling_2K: Floats  # noqa: N815 - axes are in names
+    computes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ class ComponentMeasurement(Frozen):
 
     Of communication the forward is what is gathered in forward, the backward what is gathered and reduced in backward,
     once for the whole model, with nothing beside it. `slowdown` is what computation beside it loses, in seconds for
-    each second of the traffic; null for other components.
+    each second of the traffic. `host_seconds` is what the host does about it in each micro-step, `host_once_seconds`
+    what it does more in the first and the last of a step, for the whole model. Both are null for other components.
     """
 
     component: Component
@@ -57,6 +58,7 @@ class ComponentMeasurement(Frozen):
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
     slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
+    host_once_seconds: Seconds | None = None
     conditions: Conditions | None = None
 
     @property

@@ -62,6 +62,15 @@ class ComponentRuns:
         found = [r.slowdown for r in self.runs if r.slowdown is not None]
         return float(np.mean(found)) if found else None
 
+    @cached_property
+    def handling(self) -> tuple[float, float]:
+        """Host seconds about communication, in each micro-step and once a step more; 0 of an earlier version's runs."""
+        found = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
+        if not found:
+            return 0.0, 0.0
+        each, once = (float(np.mean(seconds)) for seconds in zip(*found, strict=True))
+        return each, once
+
     @property
     def waits(self) -> bool:
         """Whether host and device have one time, told twice: the block waits, or the host is the device."""

@@ -132,22 +132,23 @@ class Surrogate:
         """What a run of a component is expected to measure."""
         column = self._column[component]
         device = float(self.device_mean_K[column])
+        exchange = self.overlap if component in self._table.communications else None
+        host, once = device if self._host_is_device else float(self.host_K[column]), None
+        if exchange is not None:
+            host, once = (float(seconds) for seconds in exchange.handling_2K[:, column])
         saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
         return ComponentMeasurement(
             component=component,
             device_seconds=device,
-            host_seconds=device if self._host_is_device else float(self.host_K[column]),
+            host_seconds=host,
             forward_device_seconds=device * float(self.overlap.forward_share_K[column]) if self.overlap else 0.0,
             standard_error_seconds=0.0,
             repeats=1,
             saved_bytes=saved,
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=backward_peak,
-            slowdown=(
-                float(self.overlap.slowdown_K[column])
-                if self.overlap and component in self._table.communications
-                else None
-            ),
+            slowdown=float(exchange.slowdown_K[column]) if exchange is not None else None,
+            host_once_seconds=once,
         )
 
     def _condition(self, mine: Mapping[Component, ComponentRuns], scales: dict[str, Scales] | None = None) -> None:
@@ -180,11 +181,13 @@ class Surrogate:
     def _estimate_overlap(self, mine: Mapping[Component, ComponentRuns]) -> Overlap | None:
         if not self._table.communications:
             return None
-        slowdown_K = np.zeros(len(self.components))
+        slowdown_K, handling_2K = np.zeros(len(self.components)), np.zeros((2, len(self.components)))
         for communication in self._table.communications:
-            measured = mine[communication].slowdown if communication in mine else None
-            slowdown_K[self._column[communication]] = ASSUMED_SLOWDOWN if measured is None else measured
-        return Overlap(estimate_forward_shares(self._table, mine), slowdown_K)
+            column, runs = self._column[communication], mine.get(communication)
+            measured = runs.slowdown if runs is not None else None
+            slowdown_K[column] = ASSUMED_SLOWDOWN if measured is None else measured
+            handling_2K[:, column] = runs.handling if runs is not None else 0.0
+        return Overlap(estimate_forward_shares(self._table, mine), slowdown_K, handling_2K, self._host_is_device)
 
     def step_run_std(self, table: SpaceTable, rows: Ints) -> Floats:
         """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""

@@ -143,18 +143,24 @@ class SpaceTable:
         return np.asarray(np.maximum(device_NK[:, columns], host_K[columns]))
 
     def communication_seconds(
-        self, device_NK: Floats, micro_step_NC: Floats, overlap: Overlap | None, rows: Ints | slice = slice(None)
+        self,
+        device_NK: Floats,
+        host_K: Floats,
+        micro_step_NC: Floats,
+        overlap: Overlap | None,
+        rows: Ints | slice = slice(None),
     ) -> Floats:
         """What the exchange of gradients and parameters adds to a whole step, shape (N, C).
 
-        `micro_step_NC` are the seconds of the rows' micro-steps. Zero where the exchange is not timed; elsewhere
-        `overlap` is needed.
+        `micro_step_NC` are the seconds of the rows' micro-steps without it. Zero where the exchange is not timed;
+        elsewhere `overlap` is needed. What the host does about the traffic shows where the device waits for the host.
         """
         if not self.communications:
             return np.zeros_like(micro_step_NC)
         assert overlap is not None, "traffic passes beside computation"
         blocks_NC = self._sum_blocks(device_NK, rows)
         forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
+        issued_NC = np.broadcast_to(self._sum_blocks(host_K[None, :], rows), micro_step_NC.shape)
         num_micro_steps_C = self.request.device_batch_size * self.sharing_C[rows] / self.micro_batch_C[rows]
         column_C, level_C = self._communication_C[rows], self._level_C[rows]
         found_NC = np.empty_like(micro_step_NC)
@@ -164,13 +170,21 @@ class SpaceTable:
                 continue
             column = int(column_C[at][0])
             traffic_N1, gathered = device_NK[:, [column]], float(overlap.forward_share_K[column])
+            plain_NC = micro_step_NC[:, at]
             always_NC, once_NC = exchange.visible_seconds(
                 gathered * traffic_N1,
                 (1.0 - gathered) * traffic_N1,
                 forward_NC[:, at],
-                (micro_step_NC - forward_NC)[:, at],
+                plain_NC - forward_NC[:, at],
                 float(overlap.slowdown_K[column]),
             )
+            each, once = (float(seconds) for seconds in overlap.handling_2K[:, column])
+            if overlap.computes:
+                always_NC, once_NC = always_NC + each, once_NC + once
+            else:
+                handled_NC = np.maximum(plain_NC + always_NC, issued_NC[:, at] + each)
+                last_NC = np.maximum(handled_NC + once_NC, issued_NC[:, at] + each + once)
+                always_NC, once_NC = handled_NC - plain_NC, last_NC - handled_NC
             found_NC[:, at] = num_micro_steps_C[at] * always_NC + once_NC
         return found_NC
 
@@ -187,7 +201,7 @@ class SpaceTable:
         step = share / micro_batch * micro_step
         step += self.optimizer_seconds(device_NK, host_K, rows)
         if self.communications:
-            step += self.communication_seconds(device_NK, micro_step, overlap, rows)
+            step += self.communication_seconds(device_NK, host_K, micro_step, overlap, rows)
         return np.asarray(share * self.model.seq_length / sharing / step)
 
     def activation_bytes(

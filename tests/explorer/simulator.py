@@ -71,6 +71,7 @@ class SimulatedDevice:
         self.layout_speed: dict[str, float] = {}  # of attention whose sequences several devices share
         self.traffic_factor = 1.3  # of gradients and parameters, over what the links lead to expect
         self.slowdown = 0.3
+        self.handling = (0.0, 0.0)  # host seconds about it, in each micro-step and once a step more
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
         self.conditions: Callable[[TrialPlan, Component | None], Conditions | None] = lambda plan, component: None
 
@@ -109,7 +110,7 @@ class SimulatedDevice:
                 ComponentMeasurement(
                     component=component,
                     device_seconds=device,
-                    host_seconds=host,
+                    host_seconds=self.handling[0] if exchange else host,
                     forward_device_seconds=gathered * device,
                     standard_error_seconds=device * self.noise,
                     repeats=10,
@@ -117,6 +118,7 @@ class SimulatedDevice:
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
                     slowdown=self.slowdown if exchange else None,
+                    host_once_seconds=self.handling[1] if exchange else None,
                     conditions=self.conditions(plan, component),
                 )
             )
@@ -135,7 +137,10 @@ class SimulatedDevice:
         shares = np.full(len(table.components), 1 / 3)
         for communication in table.communications:
             shares[table.column[communication]] = self.forward_share(communication)
-        return Overlap(shares, np.full(len(table.components), self.slowdown))
+        handling = np.zeros((2, len(table.components)))
+        for communication in table.communications:
+            handling[:, table.column[communication]] = self.handling
+        return Overlap(shares, np.full(len(table.components), self.slowdown), handling)
 
     def forward_share(self, communication: Component) -> float:
         """Of what is exchanged, what is gathered in forward."""
@@ -151,7 +156,7 @@ class SimulatedDevice:
         pairs = [self.seconds(c, plan.model) for c in table.components]
         device, host = np.array([[d for d, _ in pairs]]), np.array([h for _, h in pairs])
         micro_step = table.micro_step_seconds(device, host)
-        communication = float(table.communication_seconds(device, micro_step, self.overlap(table))[0, 0])
+        communication = float(table.communication_seconds(device, host, micro_step, self.overlap(table))[0, 0])
         step = combine_seconds(
             float(micro_step[0, 0]),
             float(table.optimizer_seconds(device, host)[0, 0]),

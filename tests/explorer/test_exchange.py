@@ -13,11 +13,12 @@ from explorer.candidates import Candidate
 from explorer.components import Component, ComponentKind
 from explorer.exchange import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
 from explorer.ground import survey_variant
-from explorer.measurements import Measurement, Outcome, WholeModelMeasurement
+from explorer.measurements import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from explorer.parameters import count_embedding, count_head, count_parameters
 from explorer.recommendations import Recommendation
 from explorer.requests import ExplorationRequest
 from explorer.roofline import predict_component_seconds
+from explorer.runs import ComponentRuns
 from explorer.search import explore
 from explorer.table import SpaceTable
 from explorer.training import Sharding
@@ -106,13 +107,75 @@ def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -
     shown = Exchange.of(req.model, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
     always, once = (float(x[0]) for x in shown)
     assert (always > 0, once > 0) == (sharding.level >= 2, sharding.level <= 2)
-    found = table.tokens_per_second(device, host, overlap=Overlap(shares, np.full(len(shares), 0.2)))[0]
+    found = table.tokens_per_second(
+        device, host, overlap=Overlap(shares, np.full(len(shares), 0.2), np.zeros((2, len(shares))))
+    )[0]
     for tokens, micro_steps in zip(found, (64 / 4 / 2, 64 / 4 / 8), strict=True):
         step = micro_steps * (micro + always) + once + 0.001
         assert tokens == pytest.approx(16 * 1024 / step)
     plain = SpaceTable([candidate(2)], req.model, req)
     assert not plain.communications
-    assert plain.communication_seconds(device, np.ones((1, 1)), None)[0, 0] == 0.0
+    assert plain.communication_seconds(device, host, np.ones((1, 1)), None)[0, 0] == 0.0
+
+
+def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_computes() -> None:
+    req = request("zero3")
+    table = SpaceTable([candidate(2), candidate(8)], req.model, req, exchanges=True)
+    (communication,) = table.communications
+    number = len(table.components)
+    device_1K, host_K = np.full((1, number), 1e-3), np.full(number, 0.8e-3)
+    micro = table.micro_step_seconds(device_1K, host_K)
+    slowdown = np.full(number, 0.2)
+    nothing = np.zeros((2, number))
+
+    def added(each: float, once: float, *, computes: bool) -> np.ndarray:
+        handling = nothing.copy()
+        handling[:, table.column[communication]] = each, once
+        overlap = Overlap(np.full(number, 0.3), slowdown, handling, computes)
+        return np.asarray(table.communication_seconds(device_1K, host_K, micro, overlap)[0])
+
+    micro_steps = np.array([64 / 4 / 2, 64 / 4 / 8])
+    hidden = added(0.1e-3, 0.1e-3, computes=False)
+    np.testing.assert_allclose(hidden, added(0.0, 0.0, computes=False))
+    np.testing.assert_allclose(added(0.1e-3, 0.2e-3, computes=True), hidden + micro_steps * 0.1e-3 + 0.2e-3)
+    issued = 0.8 * micro[0]  # the host's time of all blocks
+    shown = added(0.1, 0.02, computes=False)
+    np.testing.assert_allclose(shown, micro_steps * (issued + 0.1 - micro[0]) + 0.02)
+
+
+def test_runs_of_an_earlier_version_tell_nothing_of_the_host() -> None:
+    def measured(host: float, once: float | None) -> ComponentMeasurement:
+        component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=1.0,
+            host_seconds=host,
+            host_once_seconds=once,
+            forward_device_seconds=0.0,
+            standard_error_seconds=0.0,
+            repeats=3,
+            saved_bytes=0,
+            forward_peak_bytes=0,
+            backward_peak_bytes=0,
+        )
+
+    assert ComponentRuns((measured(0.5, None),)).handling == (0.0, 0.0)
+    assert ComponentRuns((measured(0.5, None), measured(0.1, 0.2), measured(0.3, 0.4))).handling == pytest.approx(
+        (0.2, 0.3)
+    )
+
+
+def test_what_the_host_does_decides_where_the_device_waits_for_it() -> None:
+    req = request("zero3")
+    device = SimulatedDevice(req, noise=0.0)
+    device.handling = (0.5, 0.0)
+    found, _, _ = run(req, device)
+    assert found is not None
+    assert found.candidate.micro_batch_size == 8
+    assert found.communication_seconds is not None
+    assert found.communication_seconds / found.step_seconds > 0.9
+    assert found.whole_model is not None
+    assert abs(found.whole_model.step_error) < 0.01
 
 
 def test_what_is_exchanged_before_it_is_measured() -> None:

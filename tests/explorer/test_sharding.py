@@ -104,12 +104,12 @@ def test_traffic_slows_each_level_down_as_it_was_measured() -> None:
     ]
     table = SpaceTable(candidates, req.model, req, exchanges=True)
     device_1K, shares = np.full((1, len(table.components)), 1e-3), np.full(len(table.components), 0.3)
-    micro = np.full((1, 2), 1.0)
+    micro, nothing = np.full((1, 2), 1.0), np.zeros((2, len(shares)))
     added = []
     for slowed in table.communications:
         slowdown = np.zeros(len(shares))
         slowdown[table.column[slowed]] = 0.9
-        added.append(table.communication_seconds(device_1K, micro, Overlap(shares, slowdown))[0])
+        added.append(table.communication_seconds(device_1K, nothing[0], micro, Overlap(shares, slowdown, nothing))[0])
     assert added[0][0] > added[1][0]
     assert added[0][1] < added[1][1]
 

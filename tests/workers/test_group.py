@@ -111,6 +111,10 @@ def test_ranks_exchange_and_train_together(group: Profiler, sharding: Sharding, 
     assert traffic.device_seconds > 0
     assert traffic.repeats >= 2
     assert traffic.slowdown is not None
+    assert traffic.host_once_seconds is not None
+    assert traffic.host_seconds < 5.0, "for two layers and the ends of the model"
+    if sharding is Sharding.ZERO3:
+        assert traffic.host_seconds > 1e-4, "hooks gather and reduce in every micro-step"
     gathered = traffic.forward_device_seconds / traffic.device_seconds
     assert (gathered < 0.05) is (sharding is Sharding.NONE), "parameters are gathered where they are sharded"
     for together in (chosen, candidate(2, layout="ring", size=2, sharding=level)):

@@ -20,6 +20,7 @@ from explorer.requests import ExplorationRequest
 from explorer.training import Sharding
 from workers.kernels.dtypes import torch_dtype
 from workers.profiler.bench import Bench
+from workers.profiler.handling import measure_handling
 from workers.profiler.marks import mark_of
 from workers.profiler.phases import PhaseClock
 from workers.profiler.timing import Timing, collector_paused
@@ -140,7 +141,8 @@ def measure_communication(
 ) -> ComponentMeasurement:
     """Seconds of one exchange of the whole model, unit by unit with nothing beside it, and what it slows down.
 
-    Equal layers are timed once. Run by all members of the bench's team at the same time.
+    Beside it what the host does about exchanges, see `workers.profiler.handling`. Equal layers are
+    timed once. Run by all members of the bench's team at the same time.
     """
     members = bench.team.members
     assert members is not None, "an exchange takes more than one process"
@@ -164,10 +166,14 @@ def measure_communication(
             if part is largest:
                 slowdown = _measure_slowdown(bench, model, traffic, timing)
         timings.append((part.unit.count, timing))
+        del traffic
+    with clock.phase("timed"):
+        handling = measure_handling(bench, model, request)
     return ComponentMeasurement(
         component=component,
         device_seconds=sum(count * timing.device_seconds for count, timing in timings),
-        host_seconds=sum(count * timing.host_seconds for count, timing in timings),
+        host_seconds=handling.each,
+        host_once_seconds=handling.once,
         forward_device_seconds=sum(count * timing.forward_device_seconds for count, timing in timings),
         standard_error_seconds=math.hypot(*(count * timing.standard_error_seconds for count, timing in timings)),
         repeats=min(timing.repeats for _, timing in timings),

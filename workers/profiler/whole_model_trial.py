@@ -8,29 +8,20 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from explorer.candidates import Candidate
 from explorer.measurements import WholeModelMeasurement
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
 from explorer.training import Sharding
-from workers.kernels.dtypes import torch_dtype
-from workers.layers.decoder import DecoderModel
-from workers.layers.factory import random_tokens
-from workers.layers.optimizer import TrainingOptimizer, build_optimizer
 from workers.profiler.bench import Bench
 from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.marks import Mark, mark_of
+from workers.profiler.marks import Mark
 from workers.profiler.meters import byte_meter
 from workers.profiler.phases import PhaseClock
-from workers.profiler.rings import find_ring
 from workers.profiler.timing import collector_paused, standard_error
-from workers.profiler.training.choice import data_parallel
+from workers.profiler.training.run import TrainingRun
 
-MICRO_STEPS = 2
-EXCHANGING_MICRO_STEPS = 3
-"""The first, the last, and one between them, whose traffic is that of any other."""
 MIN_STEPS = 3
 MAX_STEPS = 10
 TIMED_SECONDS = 3.0
@@ -38,101 +29,7 @@ LONG_STEP_SECONDS = 5.0
 """A step that takes so long is run once: what a first run adds is a small part of it, as is what repeats vary."""
 
 
-class _Training:
-    """A model with its optimizer and its micro-batches. Eval mode has no optimizer and no backward.
-
-    The processes of a team have the same parameters and train together, sharded as the request says or replicated.
-    Those of a ring share the sequences of a micro-batch, each ring has sequences of its own.
-    """
-
-    def __init__(self, bench: Bench, model: ModelSpec, candidate: Candidate, request: ExplorationRequest) -> None:
-        generator = bench.generator(request.seed)
-        self._bench = bench
-        self._trains = request.mode == "train"
-        self._mark = mark_of(bench.device)
-        team, training = bench.team, request.training
-        self.exchanges = self._trains and team.size > 1
-        self._parallel = data_parallel(
-            team.members if self.exchanges else None,
-            bench.device,
-            training.sharding,
-            torch_dtype(model.dtype),
-            torch_dtype(training.optimizer.gradient_dtype(model.dtype)),
-        )
-        size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
-        ranks = find_ring(bench, model, size, layout, candidate.attention_backend)
-        decoder = DecoderModel(
-            model,
-            candidate,
-            request,
-            bench.device,
-            generator=generator,
-            context_parallel=ranks,
-            take_unit=self._parallel.take,
-        )
-        self._model = self._parallel.wrap(decoder)
-        self.optimizer: TrainingOptimizer | None = None
-        if self._trains:
-            self.optimizer = build_optimizer(decoder.parameters(), training.optimizer, model.dtype)
-        shape = (candidate.micro_batch_size, model.seq_length)
-        ring = team.rank // size
-        drawn = bench.generator(request.seed + 1 + ring) if team.size > 1 else generator
-
-        def tokens() -> Tensor:
-            whole = random_tokens(model, shape, bench.device, drawn)
-            return whole if ranks is None else ranks.shard(whole)
-
-        number = EXCHANGING_MICRO_STEPS if self.exchanges else MICRO_STEPS
-        self._batches: list[tuple[Tensor, Tensor]] = [(tokens(), tokens()) for _ in range(number)]
-
-    def begin(self) -> float:
-        """What a job does before its first step, and a step of one micro-step; returns seconds of a whole one."""
-        seconds: list[float] = []
-
-        def micro_step() -> None:
-            self._bench.synchronize()
-            started = time.perf_counter()
-            self._micro_step(len(self._batches) - 1)
-            self._bench.synchronize()
-            seconds.append(time.perf_counter() - started)
-
-        if self.optimizer is not None:
-            self._parallel.prepare(self.optimizer, micro_step)  # may run some, and leave gradients
-        if not seconds:
-            micro_step()
-        self._update()
-        return seconds[-1] * len(self._batches)
-
-    def step(self) -> list[Mark]:
-        """One step; returns the moments before each micro-step, before the optimizer, and after it."""
-        marks = [self._mark()]
-        for i in range(len(self._batches)):
-            self._micro_step(i)
-            marks.append(self._mark())
-        self._update()
-        return [*marks, self._mark()]
-
-    def finish(self) -> None:
-        """After the last step."""
-        self._bench.synchronize()
-        self._parallel.finish()
-
-    def _update(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def _micro_step(self, number: int) -> None:
-        tokens, targets = self._batches[number]
-        with self._parallel.micro_step(is_last=number == len(self._batches) - 1):
-            with torch.set_grad_enabled(self._trains):
-                loss = self._model(tokens, targets)
-            if self._trains:
-                (loss / len(self._batches)).backward()
-            del loss
-
-
-def _step_seconds(bench: Bench, training: _Training) -> float:
+def _step_seconds(bench: Bench, training: TrainingRun) -> float:
     started = time.perf_counter()
     training.step()
     bench.synchronize()
@@ -179,7 +76,7 @@ def run_whole_model(
     cuda = bench.device.type == "cuda"
     with byte_meter(bench.device, ()) as meter:
         with clock.phase("build"):
-            training = _Training(bench, model, candidate, request)
+            training = TrainingRun(bench, model, candidate, request)
         with clock.phase("warm_up"):
             (step_seconds,) = bench.team.largest(training.begin())
             is_long = cuda and step_seconds > LONG_STEP_SECONDS

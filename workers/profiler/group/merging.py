@@ -50,6 +50,9 @@ def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasureme
             "saved_bytes": max(measured.saved_bytes for measured in found),
             "forward_peak_bytes": max(measured.forward_peak_bytes for measured in found),
             "backward_peak_bytes": max(measured.backward_peak_bytes for measured in found),
+            "host_once_seconds": max(
+                (m.host_once_seconds for m in found if m.host_once_seconds is not None), default=None
+            ),
             "slowdown": max((m.slowdown for m in found if m.slowdown is not None), default=None),
         }
     )
