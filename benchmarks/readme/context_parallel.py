@@ -53,10 +53,11 @@ def steps(results: Row, name: str) -> str:
     columns = sorted({(row["size"], row["layout"] or "alone") for row in rows})
     several = len({size for size, _ in columns}) > 1
     batch = "one sequence" if setup["batch_size"] == 1 else f"{setup['batch_size']} sequences"
+    sizes = f"--sizes {' '.join(map(str, setup['sizes']))} " if len(setup["sizes"]) > 1 else ""
     say = [
         f"Whole training steps of {results['config']} ({layers} layers) on {number} devices, {batch} a step, "
         "micro-batch 1: seconds of a step, thousand tokens/s and device, and in brackets the speed over `ring` "
-        f"(`python -m benchmarks.context_parallel_step examples/{results['config']}.yaml --num-devices {number} --out "
+        f"(`python -m benchmarks.context_parallel_step examples/{results['config']}.yaml --num-devices {number} {sizes}--out "
         f"benchmarks/results/{name}.json`):\n\n",
         table(
             [

@@ -82,6 +82,7 @@ OPTIONAL: dict[str, Callable[[], str]] = {
     "cluster": cluster,
     "context-parallel": _of_all(attention, "h200x4-context-parallel", "h200x8-context-parallel"),
     "context-parallel-step": _of_all(steps, "h200x4-context-parallel-step", "h200x8-context-parallel-step"),
+    "context-parallel-sizes": _of_all(steps, "h200x4-context-parallel-sizes"),
     "goals": goals,
     "strategies": _of(strategies, "h200-replay"),
     "reliability": _of(reliability, "h200-replay"),

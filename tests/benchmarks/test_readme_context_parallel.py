@@ -71,7 +71,7 @@ def _steps(*runs: dict[str, Any], chosen: str | None = "striped", **more: Any) -
         "environment": ENVIRONMENT,
         "device": "a card",
         "config": "small",
-        "setup": {"num_devices": 4, "num_layers": 16, "batch_size": 1},
+        "setup": {"num_devices": 4, "num_layers": 16, "batch_size": 1, "sizes": [4]},
         "cells": [cell],
         "left_out": [],
     } | more
