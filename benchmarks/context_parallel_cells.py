@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from benchmarks.context_parallel_search import SharedComponents, search
 from benchmarks.context_parallel_summary import RAN, Row, key_of, key_of_candidate, seconds_once_a_step, summarize
 from explorer.candidates import Candidate, Recompute
+from explorer.choices import BTASpec
 from explorer.composition import combine_seconds, memory_limit
 from explorer.context_parallel import Sharing
 from explorer.hardware import DeviceReport
 from explorer.measurements import Outcome
 from explorer.memory import predict_memory
-from explorer.requests import BTASpec, ExplorationRequest
+from explorer.requests import ExplorationRequest
 from explorer.table import SpaceTable
 from explorer.taints import judge
 from explorer.trials import TrialKind, TrialPlan, count_processes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from explorer.budget import Budget
 from explorer.candidates import Candidate
 from explorer.measurements import Outcome
-from explorer.requests import Budget
 from explorer.taints import TAINTED_ATTEMPTS
 from explorer.trials import Trial, TrialKind
 

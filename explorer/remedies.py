@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from explorer.candidates import Recompute
+from explorer.choices import BTASpec
 from explorer.composition import GIB, memory_limit, required_bytes, static_parts
 from explorer.dimensions import divisors
 from explorer.hardware import DeviceReport
 from explorer.memory import predict_component_table
 from explorer.models import ModelSpec
 from explorer.recommendations import Remedy, RemedyKind
-from explorer.requests import BTASpec, ExplorationRequest
+from explorer.requests import ExplorationRequest
 from explorer.space import EmptySpaceError, LegalSpace, enumerate_candidates
 from explorer.table import SpaceTable
 from explorer.training import Sharding

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
+from explorer.budget import Budget
 from explorer.candidates import Recompute, recomputed_layers
+from explorer.choices import (
+    MAX_MICRO_BATCH_SIZE,
+    BackendName,
+    BTASpec,
+    Count,
+    ExploreRange,
+    MicroBatch,
+    MicroBatchChoice,
+    ParallelismSpec,
+)
 from explorer.context_parallel import ALONE, LAYOUTS, ContextParallelSpec, Sharing, refuse_layout
 from explorer.dimensions import LADDER, divisors, ladder_between, tiles_of
 from explorer.frozen import Frozen
@@ -14,106 +25,16 @@ from explorer.models import ModelSpec
 from explorer.routing import RoutingSpec
 from explorer.training import Sharding, TrainingSpec
 
-MAX_MICRO_BATCH_SIZE = 256
 MAX_NUM_QUERY_GROUPS_VARIANTS = 8
 MAX_COMBINATIONS = 3072  # of micro-batch, tile and recomputation; back ends multiply them by about ten
 MAX_SHARED_COMBINATIONS = 2 * MAX_COMBINATIONS  # the same, times the ways in which devices share sequences
-
-Count = Annotated[int, Field(ge=1, le=1 << 20)]
-MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
-BackendName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-
-
-class MicroBatchRange(Frozen):
-    """Bounds of an exploration; both ends belong to the space."""
-
-    min: MicroBatch = 1
-    max: MicroBatch = MAX_MICRO_BATCH_SIZE
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.min > self.max:
-            raise ValueError(f"min ({self.min}) exceeds max ({self.max})")
-        return self
-
-
-class ExploreRange(Frozen):
-    """`{explore: {min: 2, max: 64}}`: like `explore`, within bounds and regardless of the effective batch."""
-
-    explore: MicroBatchRange
-
-
-MicroBatchChoice = (
-    Literal["explore", "auto"]
-    | ExploreRange
-    | MicroBatch
-    | Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)]
-)
-
-
-class BTASpec(Frozen):
-    """Batch tiling on attention: which tiles may be tried.
-
-    `enable` true excludes untiled attention, false excludes tiling, null explores both. `max_tile` caps the tile and
-    must divide batch_size. `tiles` restricts tiling to the listed sizes.
-    """
-
-    enable: bool | None = None
-    max_tile: MicroBatch | None = None
-    tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.enable is False and (self.tiles is not None or self.max_tile is not None):
-            raise ValueError("tiles and max_tile have no meaning when enable is false")
-        return self
-
-
-class ParallelismSpec(Frozen):
-    """Sizes of model parallelism. Only 1 is supported: anything else is refused rather than ignored.
-
-    Context parallelism is a dimension of the space: see `ExplorationRequest.context_parallel`.
-    """
-
-    tensor_parallel_size: Count = 1
-    pipeline_parallel_size: Count = 1
-    expert_parallel_size: Count = 1
-    context_parallel_size: Count = 1
-
-    @field_validator("*")
-    @classmethod
-    def _only_one(cls, size: int, info: ValidationInfo) -> int:
-        if size != 1 and info.field_name == "context_parallel_size":
-            raise ValueError("sizes other than 1 are not supported here: give context_parallel.sizes")
-        if size != 1:
-            raise ValueError("sizes other than 1 are not supported yet")
-        return size
-
-
-class Budget(Frozen):
-    """When the search ends: at the confidence target, or when a limit is reached.
-
-    `max_seconds` is of all trials together, earlier leases' included: each counts from when it begins until its result
-    is taken in, with what choosing it and learning from it took. That is no limit of elapsed time. What is no trial
-    (beginning a job, enumerating the space, storing) comes on top; a trial that has begun is not cut short; and of
-    several in flight each counts in full, so that n of them use the seconds up about n times as fast. Variants have
-    equal shares of both limits, and what earlier ones left over.
-
-    The base is measured in any case. Until there is a candidate to recommend, and for what the answer is compared
-    with, twice the limits hold. Whole models (at most four runs a variant) come on top, but for the runner-up.
-    """
-
-    confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
-    max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
-    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
 
 
 class ExplorationRequest(Frozen):
     """An exploration to run.
 
-    A dimension that is left out is explored in full, but for context parallelism, which is explored where it is asked
-    for. `batch_size` is the effective batch over all devices; it weighs the optimizer's share of a step, and `auto` and
+    A dimension that is left out is explored in full, but for context parallelism and sharding, which are explored where
+    that is asked for. `batch_size` is the effective batch over all devices; it weighs the optimizer's share of a step, and `auto` and
     `bta.max_tile` refer to it.
 
     The devices are num_devices / c groups of c devices, c being the context-parallel size. A group processes a

@@ -57,8 +57,8 @@ def steps(results: Row, name: str) -> str:
     say = [
         f"Whole training steps of {results['config']} ({layers} layers) on {number} devices, {batch} a step, "
         "micro-batch 1: seconds of a step, thousand tokens/s and device, and in brackets the speed over `ring` "
-        f"(`python -m benchmarks.context_parallel_step examples/{results['config']}.yaml --num-devices {number} {sizes}--out "
-        f"benchmarks/results/{name}.json`):\n\n",
+        f"(`python -m benchmarks.context_parallel_step examples/{results['config']}.yaml --num-devices {number} "
+        f"{sizes}--out benchmarks/results/{name}.json`):\n\n",
         table(
             [
                 "tokens",

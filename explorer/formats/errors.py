@@ -9,8 +9,9 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from explorer.choices import MAX_MICRO_BATCH_SIZE
 from explorer.formats.document import Location, Problem
-from explorer.requests import MAX_MICRO_BATCH_SIZE, ExplorationRequest
+from explorer.requests import ExplorationRequest
 
 MICRO_BATCH_RULE = (
     "must be 'explore', 'auto', {explore: {min, max}}, a whole number from 1 to "

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from explorer.requests import ExplorationRequest, ExploreRange
+from explorer.choices import ExploreRange
+from explorer.requests import ExplorationRequest
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,

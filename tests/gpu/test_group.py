@@ -117,6 +117,10 @@ def test_traffic_on_two_devices(group: Profiler, sharding: Sharding) -> None:
     assert (found.forward_device_seconds < 0.1 * found.device_seconds) is (sharding is Sharding.NONE)
     assert found.slowdown is not None
     assert found.slowdown < 1.0, "nothing passes beside computation"
+    assert found.host_once_seconds is not None
+    assert found.host_seconds < 0.1, "of the host, for a model of few layers"
+    if sharding is Sharding.ZERO3:
+        assert found.host_seconds > 1e-4 * units.number, "hooks gather and reduce every unit in every micro-step"
 
 
 @pytest.mark.parametrize("gradients", [None, DType.FLOAT32])

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from explorer.budget import Budget
 from explorer.candidates import Recompute
+from explorer.choices import BTASpec
 from explorer.context_parallel import ContextParallelSpec
 from explorer.models import ModelSpec
-from explorer.requests import BTASpec, Budget, ExplorationRequest
+from explorer.requests import ExplorationRequest
 from explorer.trials import TrialKind
 from storage.database import Database
 from storage.events import read_events

@@ -15,9 +15,11 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
+from explorer.budget import Budget
 from explorer.candidates import Recompute
+from explorer.choices import BTASpec
 from explorer.models import ModelSpec
-from explorer.requests import BTASpec, Budget, ExplorationRequest
+from explorer.requests import ExplorationRequest
 from explorer.trials import Trial
 from storage.database import Database
 from storage.events import read_events

@@ -73,6 +73,7 @@ def _miniature(model: ModelSpec) -> ModelSpec:
         "num_attention_heads": HEADS,
         "num_query_groups": HEADS if model.query_groups == model.num_attention_heads else 1,
         "head_dim": WIDTH // HEADS,
+        "rotary_fraction": 1.0,
         "vocab_size": WORDS,
         "seq_length": TOKENS,
         "max_position_embeddings": None,
