@@ -34,8 +34,8 @@ class ExplorationRequest(Frozen):
     """An exploration to run.
 
     A dimension that is left out is explored in full, but for context parallelism and sharding, which are explored where
-    that is asked for. `batch_size` is the effective batch over all devices; it weighs the optimizer's share of a step, and `auto` and
-    `bta.max_tile` refer to it.
+    that is asked for. `batch_size` is the effective batch over all devices; it weighs the optimizer's share of a step,
+    and `auto` and `bta.max_tile` refer to it.
 
     The devices are num_devices / c groups of c devices, c being the context-parallel size. A group processes a
     micro-batch at a time, each of its devices 1 / c of every sequence; the groups are data-parallel. So the effective
