@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from explorer.exchange import ExchangeUnits
 from explorer.footprint import FLOAT32_BYTES
 from explorer.hardware import HardwareSpec
-from explorer.models import LayerKind, ModelSpec
-from explorer.parameters import count_embedding, count_head, count_layer, count_parameters
+from explorer.models import ModelSpec
+from explorer.parameters import count_parameters
 from explorer.recommendations import MemoryParts
 from explorer.requests import ExplorationRequest
 
@@ -113,21 +114,35 @@ def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
     return min(round(request.memory_limit_gib * GIB), most)
 
 
-def gathered_bytes(model: ModelSpec, request: ExplorationRequest) -> int:
-    """What sharded training holds whole for a moment, as torch's fully_shard does.
+@dataclass(frozen=True, slots=True)
+class GatheredBytes:
+    """What sharded training holds whole for a moment: while the head runs, and while a layer does."""
 
-    With ZeRO-1 the buffer from which a layer's gradients are reduced. From ZeRO-2 on these gradients as well, in the
-    format of the parameters, and the buffer of the layer before, whose reduction has not ended. With ZeRO-3 also the
+    at_head: int
+    at_layer: int
+
+
+def gathered_bytes(model: ModelSpec, request: ExplorationRequest) -> GatheredBytes:
+    """As torch's fully_shard does (Zhao et al., 2023, arXiv:2304.11277).
+
+    At a layer: with ZeRO-1 the buffer from which its gradients are reduced. From ZeRO-2 on these gradients as well, in
+    the format of the parameters, and the buffer of the unit before, whose reduction has not ended. With ZeRO-3 also the
     parameters of a layer and the share from which they are gathered: of the one that runs, or of the next, by the time
     that the first has been let go of.
+
+    At the head, where backward begins, nothing is being reduced: there are its own gradients, from ZeRO-2 on, and its
+    parameters, with ZeRO-3. Of a matrix that is tied to the embedding the gradients wait for those of the embedding.
     """
     level = request.training.sharding.level
     if request.mode == "eval" or level < 1:
-        return 0
-    layers = [count_layer(model, kind) for kind in LayerKind if model.count_layers(kind)]
-    largest = max(*layers, count_embedding(model), count_head(model))
-    buffer = largest * request.training.optimizer.gradient_dtype(model.dtype).itemsize
-    whole = largest * model.dtype.itemsize
+        return GatheredBytes(0, 0)
+    units = ExchangeUnits.of(model)
+    head, layer = (units.last or units.first).num_parameters, max(unit.num_parameters for unit in units.layers)
+    item, buffered = model.dtype.itemsize, request.training.optimizer.gradient_dtype(model.dtype).itemsize
     if level == 1:
-        return buffer
-    return 2 * buffer + whole + (whole + -(-whole // request.num_devices) if level >= 3 else 0)
+        return GatheredBytes(head * item if units.last is None else 0, layer * buffered)
+    reduced = (layer + max(layer, head)) * buffered + layer * item
+    if level == 2:
+        return GatheredBytes(head * item, reduced)
+    whole = layer * item
+    return GatheredBytes(2 * head * item, reduced + whole + -(-whole // request.num_devices))

@@ -105,7 +105,9 @@ class SpaceTable:
         self._exchanges = [Exchange.of(self.model, request) for request in requests]
         self._static = [static_parts(self.model, request) for request in requests]
         self.static_bytes_C: Ints = np.array([parts.total for parts in self._static])[self._level_C]
-        self._gathered_C = np.array([gathered_bytes(self.model, request) for request in requests])[self._level_C]
+        gathered = [gathered_bytes(self.model, request) for request in requests]
+        self._gathered_head_C = np.array([found.at_head for found in gathered])[self._level_C]
+        self._gathered_layer_C = np.array([found.at_layer for found in gathered])[self._level_C]
 
     def static_parts(self, row: int) -> MemoryParts:
         """The training state of a candidate."""
@@ -221,11 +223,11 @@ class SpaceTable:
                 in_ffn = forward_peak_K[self._ffn_CG[:, g]] + self._output_C
                 block = np.maximum(in_attention, in_ffn)
                 highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
-            return np.zeros(len(highest)), np.asarray(highest + self._output_C + self._gathered_C)
+            return np.zeros(len(highest)), np.asarray(highest + self._output_C)
         inside_CG = saved_K[self._attention_CG] + saved_K[self._ffn_CG]
         held_CG = np.where(self._recomputed_CG, self._output_C[:, None], inside_CG)
         saved = saved_K[embedding] + (self._count_CG * held_CG).sum(axis=1)
-        peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head])
+        peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head]) + self._gathered_head_C
         for g in range(self._count_CG.shape[1]):
             attention, ffn = self._attention_CG[:, g], self._ffn_CG[:, g]
             forward = np.maximum(forward_peak_K[attention], saved_K[attention] + forward_peak_K[ffn])
@@ -234,9 +236,9 @@ class SpaceTable:
             )
             # Of equal layers the last has most below it.
             below = saved_K[embedding] + (self._below_CGG[:, g] * held_CG).sum(axis=1)
-            at_layer = below + np.maximum(forward, backward)
+            at_layer = below + np.maximum(forward, backward) + self._gathered_layer_C
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
-        over = peak - saved + self._gathered_C
+        over = peak - saved
         step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)

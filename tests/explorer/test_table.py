@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from explorer.candidates import Candidate, Recompute, recomputed_layers
-from explorer.components import Component
+from explorer.components import Component, ComponentKind
+from explorer.composition import gathered_bytes
 from explorer.models import LayerKind
+from explorer.parameters import count_embedding, count_head
 from explorer.requests import ExplorationRequest
 from explorer.table import SpaceTable
 
@@ -110,6 +112,22 @@ def test_a_host_that_falls_behind_over_the_whole_pass_decides_its_time() -> None
     assert table.micro_step_seconds(device, host)[0, 0] == pytest.approx(16 * 0.002)
     host[table.column[table.decompositions[0].head]] = 0.0
     assert table.micro_step_seconds(device, host)[0, 0] == pytest.approx(15 * 0.002)
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_gathered_counts_where_it_is_gathered(sharding: str, tied: bool) -> None:
+    model = {**MODEL, "vocab_size": 5000, "tie_embeddings": tied}
+    req = request(num_devices=5, training={"sharding": sharding}, model=model)
+    gathered = gathered_bytes(req.model, req)
+    table, plain = (SpaceTable([candidate()], req.model, r) for r in (req, request(model=model)))
+    head = (count_head(req.model) + (count_embedding(req.model) if tied else 0)) * 2
+    assert gathered.at_head == {"zero1": head if tied else 0, "zero2": head, "zero3": 2 * head}[sharding]
+    for kind, found in ((ComponentKind.HEAD, gathered.at_head), (ComponentKind.MOE_FFN, gathered.at_layer)):
+        sizes = np.array([1e9 if component.kind is kind else 1.0 for component in table.components])
+        saved = np.ones(len(table.components))
+        peaks = [np.add(*t.activation_bytes(saved, sizes, sizes))[0] for t in (table, plain)]
+        assert peaks[0] - peaks[1] == pytest.approx(found)
 
 
 def test_sharded_gradients_still_exist_whole_for_a_layer() -> None:

@@ -47,12 +47,14 @@ class Replicated:
     def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
         """Exchange twice, since the first backward tells the order in which the buckets are built anew.
 
-        Gradients are dropped before each, so that none is ever in an old bucket, or in none, and in a new one.
+        Gradients are dropped before each, so that none is ever in an old bucket, or in none, and in a new one. The old
+        buckets are no part of a step.
         """
         for _ in range(2):
             for parameter in optimizer.parameters:
                 parameter.grad = None
             micro_step()
+        self._let_go()
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Keep gradients to this process in all but the last."""
@@ -61,9 +63,13 @@ class Replicated:
         return context
 
     def finish(self) -> None:
-        """NCCL's process group holds the buckets, since nobody waits for their reduction as such.
+        """Free the buckets."""
+        self._let_go()
 
-        It lets go of them when a collective begins after its watchdog has seen them reduced.
+    def _let_go(self) -> None:
+        """NCCL's process group holds what it has reduced, since nobody waits for the reduction of a bucket as such.
+
+        It lets go of it when a collective begins after its watchdog has seen that it has ended.
         """
         if dist.get_backend(self._members) == "nccl":
             time.sleep(WATCHDOG_SECONDS)
