@@ -74,7 +74,8 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         message = (
             f"Trial {trial.number}: what devices exchange of gradients and parameters{named} takes "
             f"{1e3 * traffic.device_seconds:.1f} ms for the whole model by itself; computation beside it loses "
-            f"{traffic.slowdown or 0.0:.0%} of that time ({seconds:.1f} s)"
+            f"{traffic.slowdown or 0.0:.0%} of that time, and the host is busy with it for "
+            f"{1e3 * traffic.host_seconds:.1f} ms of each micro-step ({seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.OK:

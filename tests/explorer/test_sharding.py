@@ -154,6 +154,14 @@ def test_memory_decides_what_may_be_chosen() -> None:
     assert any("memory assumes zero3 over 4 devices" in note for note in found.notes)
 
 
+def test_levels_that_were_compared_without_their_traffic_say_so() -> None:
+    said = "levels of sharding were compared without what they exchange"
+    for req, is_said in ((choosing(), True), (choosing(["zero2"]), False), (request("zero2"), False)):
+        found, reason, _ = run(req, SimulatedDevice(req), num_devices=2)
+        assert found is not None, reason
+        assert any(said in note for note in found.notes) is is_said
+
+
 def test_the_base_is_the_lowest_level_that_fits() -> None:
     req = choosing(["zero3", "zero1"])
     bases = base_candidates(req, report(experts=False, num_devices=4), req.model)
