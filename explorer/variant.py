@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from optuna.trial import Trial as OptunaTrial
-
-from explorer.acquisition import Suggestion, split
+from explorer.acquisition import Suggestion
 from explorer.answers import (
     References,
     best_stock,
@@ -20,14 +16,13 @@ from explorer.answers import (
 )
 from explorer.candidates import Candidate
 from explorer.comparisons import next_comparison
-from explorer.components import Component
-from explorer.composition import GIB, memory_limit
+from explorer.composition import memory_limit
 from explorer.events import EventDraft, recommendation_event, render_message
-from explorer.executors import executor_of
+from explorer.flights import Flights, Landing
 from explorer.ground import OpenStudy, SurveyVariant, prepare, survey_variant
 from explorer.hardware import DeviceReport
 from explorer.ledger import Ledger
-from explorer.measurements import Measurement, Outcome
+from explorer.measurements import Outcome
 from explorer.models import ModelSpec
 from explorer.narration import (
     answer_changed_event,
@@ -41,32 +36,10 @@ from explorer.recommendations import Recommendation, Remedy
 from explorer.remedies import explain_nothing_fits, find_remedies, smallest_requirement
 from explorer.requests import ExplorationRequest
 from explorer.sampler import frozen_trial, tell, to_candidate
-from explorer.taints import judge
-from explorer.trials import Measure, Trial, TrialKind, TrialPlan, count_processes
+from explorer.trials import Measure, Trial, TrialKind
 from explorer.whole_models import NextCheck, WholeModels
 
 MOST_COMPARISONS = 6  # each measures what another needs, or learns that it cannot be
-WHOLE_MODEL_TIMEOUT_FACTOR = 3  # a whole model builds all its layers
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A trial to begin: of a suggestion, or of a part of it."""
-
-    candidate: Candidate
-    suggestion: Suggestion
-    asked: OptunaTrial | None = None
-    suggest_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """An order in flight, and what was believed of its candidate when it began."""
-
-    order: _Order
-    predicted_peak_bytes: int
-    predicted_tokens_per_second: float
-    started: float
 
 
 class VariantSearch:
@@ -95,9 +68,7 @@ class VariantSearch:
         self._index = index
         self._request = request
         self._report = report
-        self._executor = executor_of(measure)
-        self._flights: dict[int, _Flight] = {}
-        self._due: deque[_Order] = deque()
+        self._measure = measure
         self._ledger = ledger
         self._open_study = open_study
         self._clock = clock
@@ -115,14 +86,18 @@ class VariantSearch:
             return
         self._ground = ground
         self._table, self._belief = ground.table, ground.belief
+        self._flights = Flights(
+            self._index, self._request, self._report, self._measure, self._ledger, ground, self._clock
+        )
         self._base: Candidate | None = None
         self._last_line = ""
         self._whole_models = WholeModels(self._belief, self._ledger, self._index)
         yield from self._find_base()
         past = self._ledger.trials_of(self.model.query_groups)
         if past and past[-1].kind is TrialKind.COMPONENTS:  # it may have been the last before a resume
-            self._order_tainted(past[-1])
-            yield from self._land_all()
+            self._flights.repeat_tainted(past[-1])
+            for landing in self._flights.land_all():
+                yield from self._take_in(landing)
         while True:
             before = self._ledger.next_number
             yield from self._search()
@@ -183,16 +158,15 @@ class VariantSearch:
     def _search(self) -> Iterator[Progress]:
         """Keep as many trials in flight as there may be, while they are worth it."""
         while True:
-            while len(self._flights) < self._executor.capacity and self._begin_next():
+            while self._flights.has_room and self._begin_next():
                 pass
             if not self._flights:
                 return
-            yield from self._land()
+            yield from self._take_in(self._flights.land())
 
     def _begin_next(self) -> bool:
         """Begin an order that is due, else what the study suggests; returns whether there was anything."""
-        if self._due:
-            self._begin(self._due.popleft())
+        if self._flights.begin_due():
             return True
         if self._is_settled():
             return False
@@ -203,9 +177,8 @@ class VariantSearch:
         asked = self._ground.study.ask(self._ground.distributions)
         candidate = to_candidate(asked.params, self.model.query_groups)
         assert candidate == self._table.candidates[suggestion.row], "the study and the search share one belief"
-        self._order(candidate, suggestion, asked, self._clock() - started)
-        self._begin(self._due.popleft())
-        return True
+        self._flights.order(candidate, suggestion, asked, self._clock() - started)
+        return self._flights.begin_due()
 
     def _is_settled(self) -> bool:
         """Whether nothing new is to be searched for, whatever would be suggested."""
@@ -233,109 +206,28 @@ class VariantSearch:
         """Measure what is suggested of a candidate, by default all that is missing, with nothing else in flight."""
         row = self._table.row[candidate]
         missing = self._table.missing(row, self._belief.surrogate.known_K)
-        self._order(candidate, suggestion or Suggestion(row, missing))
-        yield from self._land_all()
+        self._flights.order(candidate, suggestion or Suggestion(row, missing))
+        for landing in self._flights.land_all():
+            yield from self._take_in(landing)
 
-    def _order(
-        self,
-        candidate: Candidate,
-        suggestion: Suggestion,
-        asked: OptunaTrial | None = None,
-        suggest_seconds: float = 0.0,
-    ) -> None:
-        """Share the components out among the trials that may be in flight, so that each has about as much to do."""
-        most = max(1, min(self._executor.capacity, self._ledger.trials_left(self._index)))
-        for part in split(suggestion, most, self._table, self._belief.surrogate):
-            self._due.append(_Order(candidate, part, asked, suggest_seconds))
-            asked, suggest_seconds = None, 0.0
-
-    def _begin(self, order: _Order) -> None:
-        row, suggestion = order.suggestion.row, order.suggestion
-        started = self._clock()
-        plan = self._plan(order.candidate, TrialKind.COMPONENTS, suggestion.components)
-        self._flights[plan.number] = _Flight(
-            order=order,
-            predicted_peak_bytes=self._belief.bytes(row).peak,
-            predicted_tokens_per_second=self._belief.seconds(row).tokens_per_second,
-            started=started,
-        )
-        self._ledger.begin(plan.number)
-        self._belief.expect(plan.number, suggestion)
-        self._executor.submit(plan.model_copy(update={"again": suggestion.again}))
-
-    def _land_all(self) -> Iterator[Progress]:
-        """Begin what is due and wait until nothing is in flight, repeats of what was tainted included."""
-        while self._flights or self._due:
-            while self._due and len(self._flights) < self._executor.capacity:
-                self._begin(self._due.popleft())
-            yield from self._land()
-
-    def _land(self) -> Iterator[Progress]:
-        """Wait for the next trial of those in flight, and learn from it."""
-        plan, measurement = self._executor.wait()
-        measured = self._clock()
-        measurement = judge(measurement)
-        flight = self._flights.pop(plan.number)
-        order, candidate, row = flight.order, plan.candidate, flight.order.suggestion.row
-        self._belief.learn_trials([(plan.number, measurement)])
-        # By all candidates of a sharding: it says nothing of this one.
-        shared = any(c in self._table.communications for c in plan.components)
-        if not shared:
-            measurement = self._judge(row, plan.number, measurement)
-        ok = measurement.outcome is Outcome.OK
-        trial = Trial(
-            number=plan.number,
-            kind=TrialKind.COMPONENTS,
-            measurement=measurement,
-            predicted_peak_bytes=flight.predicted_peak_bytes,
-            measured_peak_bytes=self._belief.bytes(row).peak if self._belief.is_known(row) else None,
-            predicted_tokens_per_second=flight.predicted_tokens_per_second,
-            tokens_per_second=self._belief.seconds(row).tokens_per_second if ok and not shared else None,
-            suggest_seconds=order.suggest_seconds + self._clock() - measured,
-            seconds=measured - flight.started,
-        )
-        self._ledger.add(trial)
-        events = [trial_event(trial, order.suggestion, measured - flight.started)]
+    def _take_in(self, landing: Landing) -> Iterator[Progress]:
+        """Tell of a trial that has ended; the study learns of it when it is stored."""
+        trial, order, row = landing.trial, landing.order, landing.order.suggestion.row
+        events = [trial_event(trial, order.suggestion, trial.seconds)]
+        ok, candidate = trial.measurement.outcome is Outcome.OK, trial.candidate
         if self._base is None and ok and candidate in self._ground.bases and self._belief.is_known(row):
             self._base = candidate
             events.append(base_event(candidate, is_plainest=candidate == self._ground.plainest))
-        self._order_tainted(trial)
         yield self._progress(trial, events)
         if order.asked is not None:
             tell(self._ground.study, order.asked, trial)
         else:
             self._ground.study.add_trial(frozen_trial(trial, self._ground.distributions))
 
-    def _order_tainted(self, trial: Trial) -> None:
-        """Have measured again what was timed on a shared or throttled device; each run may be followed by another."""
-        suggestion = self._belief.to_repeat(trial.measurement)
-        if suggestion is not None:
-            self._due.append(_Order(trial.candidate, suggestion))
-
-    def _judge(self, row: int, number: int, measurement: Measurement) -> Measurement:
-        """A candidate whose measured parts add up to more than the limit is out of memory, though each part ran."""
-        if measurement.outcome is not Outcome.OK or self._belief.fits(row) or self._is_awaited(row):
-            return measurement
-        found, limit = self._belief.bytes(row), self._belief.limit_bytes
-        reason = (
-            f"a step needs {found.required / GIB:.2f} GiB, {found.peak / GIB:.2f} of it allocated; "
-            f"the limit is {limit / GIB:.2f} GiB"
-        )
-        judged = measurement.model_copy(update={"outcome": Outcome.OUT_OF_MEMORY, "reason": reason})
-        self._belief.learn_trials([(number, judged)])
-        return judged
-
-    def _is_awaited(self, row: int) -> bool:
-        """Whether anything of a candidate is in flight or due."""
-        orders = (*(flight.order for flight in self._flights.values()), *self._due)
-        components = self._table.decompositions[row].components
-        return any(component in components for order in orders for component in order.suggestion.components)
-
     def _run_whole_model(self, check: NextCheck) -> Iterator[Progress]:
         row = self._table.row[check.candidate]
         recommended = self._recommended()
-        started = self._clock()
-        measurement = judge(self._executor(self._plan(check.candidate, TrialKind.WHOLE_MODEL, ())))
+        measurement, seconds = self._flights.run_whole(check.candidate)
         whole = measurement.whole_model
         trial = Trial(
             number=self._ledger.next_number,
@@ -345,7 +237,7 @@ class VariantSearch:
             measured_peak_bytes=whole.peak_bytes if whole else None,
             predicted_tokens_per_second=self._belief.seconds(row).tokens_per_second,
             tokens_per_second=whole_model_tokens_per_second(self._belief, check.candidate, whole) if whole else None,
-            seconds=self._clock() - started,
+            seconds=seconds,
         )
         self._ledger.add(trial)
         found = check_whole_model(self._belief, row, trial)
@@ -355,18 +247,6 @@ class VariantSearch:
         if recommended is not None and answer is not None and answer != recommended:
             events.append(answer_changed_event(recommended, answer))
         yield self._progress(trial, events)
-
-    def _plan(self, candidate: Candidate, kind: TrialKind, components: tuple[Component, ...]) -> TrialPlan:
-        timeout = self._request.budget.trial_timeout_seconds
-        return TrialPlan(
-            number=self._ledger.next_number,
-            kind=kind,
-            model=self.model,
-            candidate=candidate,
-            components=components,
-            num_processes=count_processes(kind, candidate, components, self._request, self._report.hardware),
-            timeout_seconds=timeout * (WHOLE_MODEL_TIMEOUT_FACTOR if kind is TrialKind.WHOLE_MODEL else 1),
-        )
 
     # -- what is handed out --------------------------------------------------------------------------------------
 
