@@ -235,7 +235,10 @@ def _communication_notes(belief: Belief, candidate: Candidate, seconds: StepSeco
     shared = candidate.context_parallel_size > 1
     if not belief.table.communications:
         what = "other communication" if shared else "communication"
-        return (f"{what} between devices is not included in the time",)
+        note = f"{what} between devices is not included in the time"
+        if len(request.sharding_choices) > 1:
+            note += f", in which levels of sharding differ most: a worker with {request.num_devices} devices measures it"
+        return (note,)
     sharding = request.sharded(candidate.sharding).training.sharding
     what = "gradients" if sharding is Sharding.NONE else "gradients and parameters"
     taken, share = 1e3 * seconds.communication, seconds.communication / seconds.step

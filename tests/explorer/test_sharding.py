@@ -135,6 +135,15 @@ def test_an_exploration_chooses_the_level(factor: float) -> None:
     assert f"sharding={found.candidate.sharding}" in found.candidate.describe()
 
 
+def test_levels_that_were_compared_without_what_they_exchange_are_said_to_be() -> None:
+    for levels in ("explore", ["zero1"]):
+        found, reason, _ = run(choosing(levels), SimulatedDevice(choosing(levels)), num_devices=1)
+        assert found is not None, reason
+        assert found.communication_seconds is None
+        (note,) = (note for note in found.notes if "communication between devices is not included" in note)
+        assert ("levels of sharding differ most: a worker with 4 devices measures it" in note) is (levels == "explore")
+
+
 def test_memory_decides_what_may_be_chosen() -> None:
     free = choosing()
     rep = report(experts=False, num_devices=4)
