@@ -237,7 +237,7 @@ def _communication_notes(belief: Belief, candidate: Candidate, seconds: StepSeco
         what = "other communication" if shared else "communication"
         note = f"{what} between devices is not included in the time"
         if len(request.sharding_choices) > 1:
-            note += f", in which levels of sharding differ most: a worker with {request.num_devices} devices measures it"
+            note += f", in which levels of sharding differ: a worker with {request.num_devices} devices measures it"
         return (note,)
     sharding = request.sharded(candidate.sharding).training.sharding
     what = "gradients" if sharding is Sharding.NONE else "gradients and parameters"

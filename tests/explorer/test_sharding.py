@@ -141,7 +141,7 @@ def test_levels_that_were_compared_without_what_they_exchange_are_said_to_be() -
         assert found is not None, reason
         assert found.communication_seconds is None
         (note,) = (note for note in found.notes if "communication between devices is not included" in note)
-        assert ("levels of sharding differ most: a worker with 4 devices measures it" in note) is (levels == "explore")
+        assert ("levels of sharding differ: a worker with 4 devices measures it" in note) is (levels == "explore")
 
 
 def test_memory_decides_what_may_be_chosen() -> None:
