@@ -100,7 +100,7 @@ def check(
     rows = []
     for row, candidate in enumerate(chosen):
         missing = table.missing(row, belief.surrogate.known_K)
-        together = tuple(c for c in missing if c in table.communications)  # by all devices, the others by one
+        together = tuple(c for c in missing if c in table.communications)  # by themselves, as in an exploration
         for components in (together, tuple(c for c in missing if c not in together)):
             if components:
                 belief.learn([profiler.measure(_plan(row, candidate, components, request, report))])

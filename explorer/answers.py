@@ -235,9 +235,7 @@ def _communication_notes(belief: Belief, candidate: Candidate, seconds: StepSeco
     shared = candidate.context_parallel_size > 1
     if not belief.table.communications:
         what = "other communication" if shared else "communication"
-        several = len(request.sharding_choices) > 1
-        compared = "; levels of sharding were compared without what they exchange" if several else ""
-        return (f"{what} between devices is not included in the time{compared}",)
+        return (f"{what} between devices is not included in the time",)
     sharding = request.sharded(candidate.sharding).training.sharding
     what = "gradients" if sharding is Sharding.NONE else "gradients and parameters"
     taken, share = 1e3 * seconds.communication, seconds.communication / seconds.step

@@ -303,9 +303,12 @@ class ExplorationRequest(Frozen):
 
         As many as the largest of the listed sizes. `explore` takes what there is, two that can share at least;
         `available` says how many that was, so that a resumed exploration finds as many as it began with. One that began
-        with all its devices needs them all: what they exchange is part of what it learns.
+        with all its devices needs them all: what they exchange is part of what it learns. So does one that is to choose
+        a level of sharding, since the levels differ by what they exchange.
         """
         sizes = self.context_parallel_sizes
+        if len(self.sharding_choices) > 1:
+            return self.num_devices
         if available is not None and self.mode == "train" and available >= self.num_devices:
             return self.num_devices
         if self.context_parallel.sizes != "explore":

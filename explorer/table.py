@@ -162,7 +162,8 @@ class SpaceTable:
         assert overlap is not None, "traffic passes beside computation"
         blocks_NC = self._sum_blocks(device_NK, rows)
         forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
-        issued_NC = np.broadcast_to(self._sum_blocks(host_K[None, :], rows), micro_step_NC.shape)
+        # Nobody issues work ahead of a block that waits for the device.
+        issued_NC = self._sum_blocks(np.where(host_K > 0, host_K, device_NK), rows)
         num_micro_steps_C = self.request.device_batch_size * self.sharing_C[rows] / self.micro_batch_C[rows]
         column_C, level_C = self._communication_C[rows], self._level_C[rows]
         found_NC = np.empty_like(micro_step_NC)

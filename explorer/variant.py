@@ -147,7 +147,8 @@ class VariantSearch:
     def _measure_communication(self) -> Iterator[Progress]:
         """Of all candidates of a sharding alike, by all devices: first, as nothing leads to expect it, by itself."""
         for communication in self._table.communications:
-            if communication in self._belief.measured:
+            known = self._belief.measured.get(communication)
+            if known is not None and known.host_once_seconds is not None:  # earlier versions left out the host
                 continue
             candidates = (*self._ground.bases, *self._table.candidates)
             candidate = next(c for c in candidates if c.sharding is communication.sharding)

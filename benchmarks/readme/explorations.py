@@ -45,7 +45,7 @@ def explorations_of_devices(results: dict[str, Any], name: str) -> str:
 def _sharding(request: dict[str, Any], found: dict[str, Any]) -> str:
     """As recommended, where the request leaves a choice."""
     chosen = found["candidate"].get("sharding")
-    return str(request["training"]["sharding"]) if chosen is None else f"{chosen}, of all levels"
+    return str(request["training"]["sharding"]) if chosen is None else f"{chosen}, as recommended"
 
 
 def _explorations(name: str) -> str:

@@ -282,6 +282,26 @@ def test_a_resumed_exploration_does_not_exchange_again() -> None:
     assert resumed.step_seconds == pytest.approx(found.step_seconds)
 
 
+def test_an_exploration_of_before_the_host_was_timed_exchanges_again() -> None:
+    req = request("zero1")
+    first = SimulatedDevice(req, noise=0.0)
+    first.handling = (0.0, 0.3)
+    found, _, trials = run(req, first)
+
+    def without_host(trial: Trial) -> Trial:
+        parts = [c.model_copy(update={"host_once_seconds": None}) for c in trial.measurement.components]
+        return trial.model_copy(
+            update={"measurement": trial.measurement.model_copy(update={"components": tuple(parts)})}
+        )
+
+    again = SimulatedDevice(req, noise=0.0)
+    again.handling = first.handling
+    resumed, _, _ = run(req, again, history=tuple(map(without_host, trials[:3])))
+    assert [exchanges_in(plan) for plan in again.plans].count(True) == 1
+    assert resumed is not None and found is not None
+    assert resumed.step_seconds == pytest.approx(found.step_seconds)
+
+
 def test_an_exploration_of_before_the_exchange_was_timed_goes_on() -> None:
     req = request()
     _, _, trials = run(req, SimulatedDevice(req, noise=0.0), num_devices=1)

@@ -154,12 +154,11 @@ def test_memory_decides_what_may_be_chosen() -> None:
     assert any("memory assumes zero3 over 4 devices" in note for note in found.notes)
 
 
-def test_levels_that_were_compared_without_their_traffic_say_so() -> None:
-    said = "levels of sharding were compared without what they exchange"
-    for req, is_said in ((choosing(), True), (choosing(["zero2"]), False), (request("zero2"), False)):
-        found, reason, _ = run(req, SimulatedDevice(req), num_devices=2)
-        assert found is not None, reason
-        assert any(said in note for note in found.notes) is is_said
+def test_a_choice_needs_all_devices_that_exchange() -> None:
+    assert [choosing().devices_needed(n) for n in (None, 1, 4, 8)] == [4, 4, 4, 4]
+    assert choosing(["zero2"]).devices_needed() == request("zero2").devices_needed() == 1
+    assert choosing(mode="eval").devices_needed() == 1
+    assert choosing(num_devices=1, batch_size=8).devices_needed() == 1
 
 
 def test_the_base_is_the_lowest_level_that_fits() -> None:

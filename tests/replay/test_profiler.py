@@ -19,6 +19,7 @@ from storage.trials import read_trials
 from tests.replay.samples import MODEL, recording, request, table_of
 from workers.launcher import ProfilerInterruptedError
 from workers.replay.profiler import ReplayProfiler, mismatch
+from workers.replay.recording import Recording
 from workers.runner import JobEnd, run_job
 from workers.worker import Worker
 
@@ -39,6 +40,10 @@ def path(tmp_path: Path) -> Path:
         ({"mode": "eval", "recompute": ["none"]}, "recorded with mode train, not eval"),
         ({"training": {"loss": {"kind": "full"}}}, "recorded with training {}, not .*full"),
         ({"micro_batch_size": [2, 3, 16]}, "lacks components of the micro-batch sizes 3"),
+        (
+            {"num_devices": 4, "training": {"sharding": "explore"}},
+            "recorded with one level of sharding, not a choice of sharding among none, zero1, zero2, zero3",
+        ),
     ],
 )
 def test_a_job_that_the_table_cannot_answer_is_told_why(changes: dict[str, Any], message: str, path: Path) -> None:
@@ -66,6 +71,22 @@ def test_a_job_that_the_table_cannot_answer_is_told_why(changes: dict[str, Any],
 )
 def test_a_job_may_differ_in_what_no_measurement_depends_on(changes: dict[str, Any]) -> None:
     assert mismatch(request(**changes), recording()) is None
+
+
+def test_what_a_table_of_several_levels_of_sharding_answers() -> None:
+    def choosing(levels: Any, num_devices: int = 4) -> ExplorationRequest:
+        return request(num_devices=num_devices, training={"sharding": levels})
+
+    table = recording()
+    header = table.header.model_copy(update={"request": choosing(["none", "zero3"])})
+    table = Recording(header, [row for rows in table.components.values() for row in rows])
+    assert "among none, zero3, not one level" in str(
+        mismatch(choosing("zero3").model_copy(update={"training": header.request.training}), table)
+    )
+    assert "among none, zero3, not a choice of sharding among zero2" in str(mismatch(choosing(["zero2"]), table))
+    assert "training on 4 devices, not 8" in str(mismatch(choosing(["zero3"], 8), table))
+    for levels in (["zero3", "none"], ["none"], ["zero3"]):
+        assert "recorded with" not in str(mismatch(choosing(levels), table))
 
 
 def test_the_device_says_that_it_is_replayed(path: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from explorer.exchange import is_exchange_timed
 from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.measurements import Measurement
 from explorer.models import ModelSpec
 from explorer.requests import ExplorationRequest
 from explorer.space import EmptySpaceError
+from explorer.training import Sharding
 from explorer.trials import TrialPlan
 from workers.launcher import ProfilerError, ProfilerInterruptedError
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
 
 PREFIX = "replay:"
-SAME = ("mode", "routing", "execution", "training", "sharding_levels")
+SAME = ("mode", "routing", "execution", "training")
 """Fields of a request that its measurements depend on, beside the model."""
 
 
@@ -100,8 +102,11 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
     for field in SAME:
         if getattr(request, field) != getattr(recorded, field):
             return f"{table} was recorded with {field} {_short(recorded, field)}, not {_short(request, field)}"
-    if request.optimizer_shards != recorded.optimizer_shards:
-        return f"{table} was recorded with the optimizer over {recorded.optimizer_shards} devices"
+    if not set(request.sharding_choices) <= set(recorded.sharding_choices):
+        return f"{table} was recorded with {_levels(recorded)}, not {_levels(request)}"
+    counts = request.highest_sharding is not Sharding.NONE or is_exchange_timed(request, header.report.hardware)
+    if counts and request.num_devices != recorded.num_devices:
+        return f"{table} was recorded for training on {recorded.num_devices} devices, not {request.num_devices}"
     for model in request.variants():
         try:
             missing = recording.missing_sizes(request, model)
@@ -122,6 +127,12 @@ def _differences(recorded: ModelSpec, asked: ModelSpec) -> str:
     """`num_layers 16 instead of 8`, for every field that differs."""
     fields = [name for name in ModelSpec.model_fields if getattr(recorded, name) != getattr(asked, name)]
     return ", ".join(f"{name} {getattr(recorded, name)} instead of {getattr(asked, name)}" for name in fields)
+
+
+def _levels(request: ExplorationRequest) -> str:
+    """What may be chosen, in words."""
+    levels = [level for level in request.sharding_choices if level is not None]
+    return f"a choice of sharding among {', '.join(levels)}" if levels else "one level of sharding"
 
 
 def _short(request: ExplorationRequest, field: str) -> str:

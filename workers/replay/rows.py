@@ -70,6 +70,7 @@ class ComponentFigures(Frozen):
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
     slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
+    host_once_seconds: Seconds | None = None
 
 
 class ComponentRow(Frozen):
