@@ -47,9 +47,15 @@ def default_devices(
 ) -> tuple[str, ...]:
     """The first GPU, all of them for a group, or the CPU of a host without one.
 
-    With `counts`, as many GPUs as the largest of these numbers for which there are enough, and one if there is none.
+    With `counts`, as many as the largest of these numbers for which there are enough.
+
+    Raises:
+        ValueError: there are fewer than the smallest of `counts`.
     """
     gpus = [device for device in visible if device != "cpu"] or ["cpu"]
     if counts is None:
         return tuple(gpus) if group else (gpus[0],)
-    return tuple(gpus[: max((count for count in counts if count <= len(gpus)), default=1)])
+    enough = [count for count in counts if count <= len(gpus)]
+    if not enough:
+        raise ValueError(f"{min(counts)} devices are needed, and there is {', '.join(gpus)} here")
+    return tuple(gpus[: max(enough)])

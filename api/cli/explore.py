@@ -76,7 +76,7 @@ def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) 
         job = client.submit(request)
         service.adopt(job.id)
         say(f"exploration {job.id}, kept in {shown_url(database_url)}")
-        last = _follow_or_cancel(client, job, service, as_json=as_json)
+        last = _follow_or_cancel(client, job, service, counts[0], as_json=as_json)
         return conclude(client, job.id, last, as_json=as_json)
 
 
@@ -90,9 +90,9 @@ def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
     return tuple(sorted({request.devices_needed(available) for available in steps}))
 
 
-def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_json: bool) -> Event:
+def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, needed: int, *, as_json: bool) -> Event:
     try:
-        return follow(client, job, to_stderr=as_json, check=Watchdog(client, job, service))
+        return follow(client, job, to_stderr=as_json, check=Watchdog(client, job, service, needed))
     except BaseException:
         # Nobody else will run it: whatever stopped the command stops the exploration.
         with suppress(ProblemError, ServiceError):
@@ -101,12 +101,13 @@ def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, *, as_
 
 
 class Watchdog:
-    """Sees to it that the children live, and says once why a job does not start."""
+    """Sees to it that the children live, and says once why a job does not start, which needs `num_devices`."""
 
-    def __init__(self, client: Client, job: Job, service: EmbeddedService) -> None:
+    def __init__(self, client: Client, job: Job, service: EmbeddedService, num_devices: int = 1) -> None:
         self._client = client
         self._job_id = job.id
         self._service = service
+        self._num_devices = num_devices
         self._speak_at = time.monotonic() + START_SECONDS
 
     def __call__(self) -> None:
@@ -116,7 +117,8 @@ class Watchdog:
             return
         self._speak_at = float("inf")
         if self._client.get(self._job_id).state == "queued":
-            say(f"not started after {START_SECONDS:.0f} s; the worker says: {self._service.last_words()}")
+            needs = f"; it needs a worker with {self._num_devices} devices" if self._num_devices > 1 else ""
+            say(f"not started after {START_SECONDS:.0f} s{needs}; the worker says: {self._service.last_words()}")
 
 
 def _cancel(client: Client, job_id: str) -> None:

@@ -109,6 +109,13 @@ def test_a_device_that_does_not_exist_is_exit_2(machine: Machine) -> None:
     assert "usage" not in machine.err(command)
 
 
+def test_a_choice_of_sharding_that_the_host_has_too_few_devices_for_ends_at_once(machine: Machine) -> None:
+    config = machine.configure(num_devices=4, training={"sharding": "explore"}, device_kind=None)
+    command = machine.start("explore", config)
+    assert command.wait(60) == 2
+    assert "4 devices are needed, and there is " in machine.err(command)
+
+
 @pytest.mark.parametrize(
     ("options", "owned"),
     [

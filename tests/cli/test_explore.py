@@ -25,20 +25,25 @@ class Service:
         return "cpu is in use"
 
 
+@pytest.mark.parametrize(("needed", "said"), [(1, ""), (4, "; it needs a worker with 4 devices")])
 def test_a_job_that_does_not_start_is_explained_once(
-    service: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    service: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    needed: int,
+    said: str,
 ) -> None:
     monkeypatch.setattr(explore, "START_SECONDS", 0.05)
     with Client(service[0]) as client:
         job = client.submit(REQUEST)
-        watchdog = explore.Watchdog(client, job, cast("EmbeddedService", Service()))
+        watchdog = explore.Watchdog(client, job, cast("EmbeddedService", Service()), needed)
         watchdog()
         assert capsys.readouterr().err == ""
         time.sleep(0.1)
         watchdog()
         watchdog()
         client.cancel(job.id)
-    assert capsys.readouterr().err == "not started after 0 s; the worker says: cpu is in use\n"
+    assert capsys.readouterr().err == f"not started after 0 s{said}; the worker says: cpu is in use\n"
 
 
 def test_a_dead_child_ends_the_watch(service: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +64,7 @@ def test_a_dead_child_ends_the_watch(service: tuple[str, str], monkeypatch: pyte
         ({"num_devices": 1}, (1,)),
         ({"num_devices": 2}, (1, 2)),
         ({"num_devices": 8}, (1, 8)),
+        ({"num_devices": 8, "training": {"sharding": "explore"}}, (8,)),
         ({"num_devices": 8, "mode": "eval"}, (1,)),
         ({"num_devices": 4, "context_parallel": {"sizes": [2]}}, (2, 4)),
         ({"num_devices": 4, "context_parallel": {"sizes": [1, 4]}}, (4,)),

@@ -40,13 +40,15 @@ def test_a_group_is_of_all_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "number"), [((2,), 2), ((1, 4), 4), ((4, 1), 4), ((1, 2, 3, 6), 3), ((1, 8), 1), ((6,), 1), ((1,), 1)]
+    ("counts", "number"), [((2,), 2), ((1, 4), 4), ((4, 1), 4), ((1, 2, 3, 6), 3), ((1, 8), 1), ((1,), 1)]
 )
 @pytest.mark.parametrize("group", [True, False])
 def test_of_several_counts_the_most_that_there_are_is_taken(counts: tuple[int, ...], number: int, group: bool) -> None:
     visible = ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3")
     assert default_devices(visible, group=group, counts=counts) == visible[1 : 1 + number]
-    assert default_devices(("cpu",), group=group, counts=counts) == ("cpu",)
+    assert default_devices(("cpu",), group=group, counts=(*counts, 1)) == ("cpu",)
+    with pytest.raises(ValueError, match="6 devices are needed, and there is cuda:0"):
+        default_devices(visible, group=group, counts=(6, 8))
 
 
 def test_counts_are_parsed() -> None:
