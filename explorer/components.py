@@ -111,6 +111,11 @@ class Component(Frozen):
         return self.context_parallel_layout is not None
 
     @property
+    def is_joint(self) -> bool:
+        """Whether no process can run it by itself: it shares sequences with others, or exchanges with them."""
+        return self.communicates or self.kind is ComponentKind.COMMUNICATION
+
+    @property
     def key(self) -> str:
         """Canonical text, unique within a job."""
         parts = [f"m={self.micro_batch_size}"] if self.micro_batch_size else []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from explorer.components import Component
+from explorer.components import Component, ComponentKind
 from explorer.frozen import Frozen
 from explorer.hardware import HardwareSpec
 from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
@@ -68,13 +68,18 @@ def measured(component: Component, seconds: float, size: int) -> ComponentMeasur
 
 
 def finished(
-    *components: ComponentMeasurement, outcome: Outcome = Outcome.OK, reason: str | None = None, **fields: Any
+    *components: ComponentMeasurement,
+    outcome: Outcome = Outcome.OK,
+    reason: str | None = None,
+    failed_component: Component | None = None,
+    **fields: Any,
 ) -> TrialFinished:
     measurement = Measurement(
         candidate=candidate(),
         outcome=outcome,
         reason=reason,
         components=components,
+        failed_component=failed_component,
         phases=PhaseSeconds(timed=fields.get("seconds", 1.0)),
     )
     return TrialFinished(measurement=measurement, **({"seconds": 1.0} | fields))
@@ -145,6 +150,17 @@ def test_one_ranks_exhaustion_is_the_trials_and_nobody_waits_for_the_others() ->
     assert result.measurement.reason == "rank 1 (cuda:1): no more"
     assert result.poisoned
     assert len(result.measurement.components) == 1, "what all ranks have measured is kept"
+
+
+def test_exhaustion_of_all_ranks_by_themselves_leaves_the_group_as_it_was() -> None:
+    block, joint = COMPONENTS[0], Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
+    for failed, others, is_poisoned in ((block, True, False), (block, False, True), (joint, True, True)):
+        each = finished(outcome=Outcome.OUT_OF_MEMORY, reason="no more", failed_component=failed)
+        (result,) = heard([(rank, each) for rank in ((0, 1) if others else (0,))])
+        assert isinstance(result, TrialFinished)
+        assert result.measurement.outcome is Outcome.OUT_OF_MEMORY
+        assert result.measurement.failed_component == failed
+        assert result.poisoned is is_poisoned
 
 
 @pytest.mark.parametrize("exhausted_first", [True, False])

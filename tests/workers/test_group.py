@@ -166,6 +166,25 @@ def test_one_rank_that_runs_out_of_memory_ends_the_trial_once_and_the_next_works
     assert works(group)
 
 
+def test_ranks_that_run_out_of_memory_by_themselves_go_on(group: Profiler) -> None:
+    group.begin(REQUEST)
+    assert works(group)
+    restarts, before = group.restarts, processes(group)
+    limits = [process.rlimit(psutil.RLIMIT_DATA) for process in before[1:]]
+    for process in before[1:]:
+        small = process.memory_info().rss + (48 << 20)
+        process.rlimit(psutil.RLIMIT_DATA, (small, limits[0][1]))
+    chosen = candidate(64)
+    result = group.measure(plan(chosen, components_of(chosen, LARGE)[1:2], model=LARGE, num_processes=2))
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    assert result.failed_component is not None
+    for process, limit in zip(before[1:], limits, strict=True):
+        process.rlimit(psutil.RLIMIT_DATA, limit)
+    assert works(group)
+    assert group.restarts == restarts
+    assert processes(group) == before
+
+
 def test_a_killed_rank_is_a_crash_that_names_it_and_is_not_started_again(group: Profiler) -> None:
     group.begin(REQUEST)
     assert works(group)

@@ -107,7 +107,8 @@ class Session:
         except Exception as error:  # noqa: BLE001 - whatever a candidate's kernels raise is the trial's outcome
             outcome, reason = classify(error)
         poisoned = outcome is not Outcome.OK
-        if poisoned and self._bench.team.size > 1:
+        by_itself = outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint
+        if poisoned and self._bench.team.size > 1 and not by_itself:
             # Not a word to the device: if it is in the middle of an operation with the others, this process would hang.
             poisoned = outcome is not Outcome.UNSUPPORTED
         elif poisoned:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from explorer.components import Component, ComponentKind
+from explorer.components import Component
 from explorer.trials import TrialPlan
 from workers.kernels.context_parallel.attention import ContextParallel
 from workers.profiler.failures import UnsupportedTrialError
@@ -54,8 +54,7 @@ class Alone:
 
     def meeting(self, component: Component) -> Meeting | None:
         """Nobody to wait for."""
-        alone = not component.communicates and component.kind is not ComponentKind.COMMUNICATION
-        assert alone, "a process alone runs nothing that communicates"
+        assert not component.is_joint, "a process alone runs nothing that communicates"
         return None
 
 

@@ -44,7 +44,8 @@ class Relay:
 
     The ranks' agreement on a trial's outcome is made here, of what each has put on the board: every rank's success, or
     the failure of one. No rank learns of it, since after a failure of a trial that several run none is of any use: some
-    wait for others in the middle of an operation.
+    wait for others in the middle of an operation. Only where memory runs out on all of them, in a block that each
+    computes by itself, they go on.
     """
 
     def __init__(self, board: Board, devices: Sequence[str], send: Callable[[Frozen], None]) -> None:
@@ -136,7 +137,7 @@ class _Trial:
                 assert isinstance(reply, TrialFinished), f"rank {rank} answered out of turn: {reply.type}"
                 self._finished[rank] = reply
                 outcome = reply.measurement.outcome
-                if outcome is Outcome.OUT_OF_MEMORY:
+                if outcome is Outcome.OUT_OF_MEMORY and not _by_itself(reply):
                     break
                 if outcome is not Outcome.OK and deadline is None:
                     self._first_failed = rank
@@ -153,7 +154,8 @@ class _Trial:
     def _conclude(self) -> TrialFinished:
         outcomes = {finished.measurement.outcome for finished in self._finished.values()}
         together = len(self._finished) == self._num_ranks and len(outcomes) == 1
-        if together and (self._num_ranks == 1 or outcomes <= {Outcome.OK, Outcome.UNSUPPORTED}):
+        harmless = outcomes <= {Outcome.OK, Outcome.UNSUPPORTED} or all(map(_by_itself, self._finished.values()))
+        if together and (self._num_ranks == 1 or harmless):
             return merge_trial([self._finished[rank] for rank in sorted(self._finished)])
         rank, finished = self._decisive()
         reason = f"rank {rank} ({self._devices[rank]}): {finished.measurement.reason}"
@@ -167,3 +169,14 @@ class _Trial:
                 return rank, finished
         assert self._first_failed is not None
         return self._first_failed, self._finished[self._first_failed]
+
+
+def _by_itself(finished: TrialFinished) -> bool:
+    """Whether memory ran out in a block that each rank computes for itself: no other waits for it within one.
+
+    All ranks have the same to compute, so that they come to it together; one that does not would wait for the others'
+    word on how often to repeat.
+    """
+    found = finished.measurement
+    failed = found.failed_component
+    return found.outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint
