@@ -99,16 +99,18 @@ class ExplorationRequest(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _lift_sharding(cls, data: Any) -> Any:
-        """A list or `explore` in training.sharding leaves a choice."""
+        """A list or `explore` in training.sharding leaves a choice. What is no level stays where it is refused."""
         if not isinstance(data, dict) or not isinstance(data.get("training"), dict):
             return data
         training = dict(data["training"])
-        if not isinstance(training.get("sharding"), list | tuple) and training.get("sharding") != "explore":
+        asked = training.get("sharding")
+        levels = isinstance(asked, list | tuple) and asked and all(level in list(Sharding) for level in asked)
+        if not levels and asked != "explore":
             return data
         if data.get("sharding_levels") is not None:
             raise ValueError("levels of sharding are given twice, in training.sharding and in sharding_levels")
-        levels = training.pop("sharding")
-        return {**data, "training": training, "sharding_levels": levels}
+        del training["sharding"]
+        return {**data, "training": training, "sharding_levels": asked}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from explorer.choices import MAX_MICRO_BATCH_SIZE
 from explorer.formats.document import Location, Problem
 from explorer.requests import ExplorationRequest
+from explorer.training import Sharding
 
 MICRO_BATCH_RULE = (
     "must be 'explore', 'auto', {explore: {min, max}}, a whole number from 1 to "
@@ -19,6 +20,12 @@ MICRO_BATCH_RULE = (
 )
 SIZES = ("context_parallel", "sizes")
 SIZES_RULE = "must be 'explore' or a list of 1 to 16 whole numbers from 1 to 4096"
+
+SHARDING = ("training", "sharding")
+LEVELS = ("sharding_levels",)
+_NAMES = ", ".join(f"'{level}'" for level in Sharding)
+SHARDING_RULE = f"must be one of {_NAMES}, a list of them, or 'explore'"
+LEVELS_RULE = f"must be a list of {_NAMES}, or 'explore'"
 
 
 def explain(error: ValidationError, sources: Mapping[Location, Location]) -> list[Problem]:
@@ -47,6 +54,10 @@ def _simplify(detail: ErrorDetails) -> tuple[Location, str]:
         location = ("num_devices", *location[1:])
     if location[:2] == SIZES:
         return SIZES, SIZES_RULE
+    if location == SHARDING:
+        return SHARDING, SHARDING_RULE
+    if location[:1] == LEVELS:
+        return LEVELS, LEVELS_RULE
     if location[:1] != ("micro_batch_size",):
         return location, message
     if location[1:3] == ("ExploreRange", "explore") and detail["type"] != "missing":

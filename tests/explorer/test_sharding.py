@@ -50,7 +50,8 @@ def test_a_list_in_training_is_a_choice() -> None:
         ({"training": {"sharding": ["none", "zero3"]}, "num_devices": 1}, "'zero3' needs num_devices > 1"),
         ({"training": {"sharding": "explore"}, "sharding_levels": ["none"]}, "given twice"),
         ({"training": {"sharding": "zero1"}, "sharding_levels": ["none"]}, "give one of them"),
-        ({"training": {"sharding": []}}, "at least 1 item"),
+        ({"training": {"sharding": []}}, "training.sharding"),
+        ({"sharding_levels": []}, "at least 1 item"),
         ({"training": {"sharding": ["zero4"]}}, "zero4"),
         (
             {
