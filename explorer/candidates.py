@@ -64,8 +64,8 @@ class Candidate(Frozen):
 
     `bta_tile` is the number of sequences of an attention tile, null for no tiling. `expert_backend` is null for a
     model without experts. `context_parallel_size` devices share each sequence, `context_parallel_layout` says which
-    of them holds which tokens; null if each sequence has a device to itself. `sharding` is null where the request
-    leaves no choice of it.
+    of them holds which tokens; null if each sequence has a device to itself. `sharding` is null unless the
+    request has `sharding_levels`.
     """
 
     micro_batch_size: Annotated[int, Field(ge=1)]
@@ -76,7 +76,7 @@ class Candidate(Frozen):
     num_query_groups: Annotated[int, Field(ge=1)] = Field(description="Of the model variant this candidate is for.")
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
-    sharding: Sharding | None = Field(None, description="Null where the request has one level: training.sharding.")
+    sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
 
     @model_validator(mode="after")
     def _layout_of_several(self) -> Self:

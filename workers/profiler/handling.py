@@ -21,6 +21,7 @@ from workers.profiler.training.run import EXCHANGING_MICRO_STEPS, TrainingRun
 
 NUM_LAYERS = 4
 WIDTH, HEADS, TOKENS, WORDS = 64, 2, 16, 64
+"""Of the miniature; a head is then 32 wide, whatever part of it the model rotates."""
 STEPS = 5
 
 
