@@ -30,6 +30,7 @@ RUN if [ -n "${TORCH}" ]; then sed --in-place "s/^torch==.*/${TORCH}/" constrain
 ARG EXTRAS=
 
 COPY pyproject.toml README.md ./
+COPY bexp ./bexp
 COPY explorer ./explorer
 COPY storage ./storage
 COPY workers ./workers

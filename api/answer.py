@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from explorer.candidates import Candidate
-from explorer.recommendations import (
+from explorer.cost_model.step import MemoryParts
+from explorer.records.recommendation import (
     Alternative,
     Answer,
-    MemoryParts,
     Recommendation,
     Remedy,
     RunnerUpCheck,
     VariantAnswer,
     WholeModelCheck,
 )
-from explorer.requests import ExplorationRequest
+from explorer.spec.candidate import Candidate
+from explorer.spec.request import ExplorationRequest
 
 LABEL_WIDTH = 18
 

@@ -18,7 +18,7 @@ from api.problems import Problem, install_problem_handlers
 from api.routes import explorations, logs, monitoring, results, schemas
 from api.service import run_service
 from api.settings import ServiceSettings
-from explorer.requests import ExplorationRequest
+from explorer.spec.request import ExplorationRequest
 
 DESCRIPTION = """\
 Submit the configuration of a language model; workers profile what a trainer can choose - micro-batch size, batch \

@@ -14,10 +14,10 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from api.settings import is_loopback
-from explorer.events import Event
-from explorer.recommendations import Answer, Recommendation
-from explorer.requests import ExplorationRequest
-from explorer.trials import Trial
+from explorer.records.event import Event
+from explorer.records.recommendation import Answer, Recommendation
+from explorer.records.trial import Trial
+from explorer.spec.request import ExplorationRequest
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from api.problems import MEDIA_TYPE, Problem
 from api.resources import Links
-from explorer.candidates import Candidate
-from explorer.events import Event as LogEvent
-from explorer.events import EventCode, EventDraft, recommendation_event, render_line
-from explorer.measurements import Measurement, Outcome
-from explorer.recommendations import MemoryParts, Recommendation
-from explorer.requests import ExplorationRequest
-from explorer.trials import Trial, TrialKind
+from explorer.cost_model.step import MemoryParts
+from explorer.records.event import Event as LogEvent
+from explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Trial, TrialKind
+from explorer.spec.candidate import Candidate
+from explorer.spec.request import ExplorationRequest
 
 JOB_ID = "9f1c2d3e4a5b46c7"
 CREATED_AT = "2026-01-15T19:39:12Z"

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from api.answer import bytes_text, memory_parts
-from explorer.events import Event, EventCode
-from explorer.recommendations import Recommendation
-from explorer.requests import ExplorationRequest
+from explorer.records.event import Event, EventCode
+from explorer.records.recommendation import Recommendation
+from explorer.spec.request import ExplorationRequest
 
 MAX_CHART_ROWS = 12
 SMALLEST_SHARE = 0.1

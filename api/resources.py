@@ -7,11 +7,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field
 
-from explorer.events import Event
-from explorer.hardware import DeviceReport
-from explorer.recommendations import Answer, Recommendation
-from explorer.requests import ExplorationRequest
-from explorer.trials import Trial
+from explorer.records.event import Event
+from explorer.records.recommendation import Answer, Recommendation
+from explorer.records.trial import Trial
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 from storage.jobs import Job, JobState
 
 NextCursor = Annotated[str | None, Field(description="Ask again with it for what follows; null: nothing does yet.")]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from anyio.to_thread import run_sync
 from sqlalchemy.exc import DBAPIError
 
-from explorer.events import Event
+from explorer.records.event import Event
 from storage.database import Database
 from storage.events import read_events
 

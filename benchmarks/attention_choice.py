@@ -26,14 +26,14 @@ import torch
 
 from benchmarks.attention_timing import Shape, block_pass, core_pass, time_back_ends
 from benchmarks.environment import describe_environment, write_results
-from explorer.components import Component, ComponentKind
-from explorer.hardware import DeviceReport
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.search import explore
-from explorer.trials import Measure, TrialPlan
-from workers.launcher import Profiler
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from explorer.records.trial import Measure, TrialPlan
+from explorer.search.explore import explore
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from workers.process.profiler import Profiler
 
 SEQ_LENGTHS = (8192, 512, 32768, 2048, 16384, 1024, 4096)
 """In an order in which a run that is cut short has seen short and long ones."""

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from explorer.components import Component, ComponentKind
-from explorer.measurements import Outcome
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from workers.kernels.attention import attention_backend
-from workers.kernels.dtypes import torch_dtype
-from workers.layers.factory import build_block
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.dtypes import torch_dtype
+from bexp.measure.timing import standard_error
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.records.measurement import Outcome
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
 from workers.profiler.failures import classify
-from workers.profiler.timing import standard_error
+from workers.targets.reference.factory import build_block
 
 LOST, HOPELESS = 1.25, 2.0
 """Over the fastest's median after `MIN_ROUNDS`, and after the first: such a contender is timed no more."""

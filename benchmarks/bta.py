@@ -28,15 +28,15 @@ import numpy as np
 from benchmarks.bta_composition import LIMITS_GIB, best_candidates
 from benchmarks.continuation import begin, load_similar
 from benchmarks.environment import describe_environment, write_results
-from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind
-from explorer.hardware import DeviceReport
-from explorer.measurements import ComponentMeasurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.space import enumerate_candidates
-from explorer.table import SpaceTable
-from explorer.trials import TrialKind, TrialPlan
-from workers.launcher import Profiler
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.records.measurement import ComponentMeasurement, Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from workers.process.profiler import Profiler
 
 NUM_EXPERTS = (8, 16, 32, 64, 128)
 TOP_K = (1, 2, 4, 8)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from explorer.belief import Belief
-from explorer.candidates import Candidate, Recompute
-from explorer.components import Component
-from explorer.hardware import DeviceReport
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.search import explore
-from explorer.table import SpaceTable
-from explorer.trials import TrialPlan
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from explorer.records.trial import TrialPlan
+from explorer.search.explore import explore
+from explorer.search.search_state import Belief
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 
 LIMITS_GIB = (40, 80, 132)
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from explorer.candidates import Candidate
-from explorer.components import Component
-from explorer.executors import TrialExecutor
-from explorer.measurements import Outcome
-from explorer.requests import ExplorationRequest
-from explorer.space import enumerate_candidates
-from explorer.table import SpaceTable
-from explorer.trials import TrialKind, TrialPlan
-from workers.cluster.fleet import ClusterFleet
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.records.measurement import Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.trial_scheduler import TrialExecutor
+from explorer.spec.candidate import Candidate
+from explorer.spec.request import ExplorationRequest
+from workers.ray.pool import ClusterFleet
 
 ROOT = Path(__file__).parent.parent
 MOST_OVERHEAD_SECONDS, LEAST_SPEED_UP = 0.1, 1.7

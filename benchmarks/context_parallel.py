@@ -33,10 +33,10 @@ from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, o
 from benchmarks.context_parallel_peers import PEERS, describe_peer
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
-from workers.kernels.context_parallel.attention import ContextParallel
-from workers.kernels.context_parallel.blocks import block_attention
-from workers.kernels.context_parallel.layouts import LAYOUTS
-from workers.kernels.context_parallel.ring import ring_group
+from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.context_parallel.blocks import block_attention
+from bexp.kernels.context_parallel.layouts import LAYOUTS
+from bexp.kernels.context_parallel.ring import ring_group
 
 SEQ_LENGTHS = {"cuda": (16384, 32768, 65536, 131072, 262144), "cpu": (256, 512)}
 CHECKED_LENGTH = {"cuda": 2048, "cpu": 128}

@@ -8,19 +8,17 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.context_parallel_search import SharedComponents, search
 from benchmarks.context_parallel_summary import RAN, Row, key_of, key_of_candidate, seconds_once_a_step, summarize
-from explorer.candidates import Candidate, Recompute
-from explorer.choices import BTASpec
-from explorer.composition import combine_seconds, memory_limit
-from explorer.context_parallel import Sharing
-from explorer.hardware import DeviceReport
-from explorer.measurements import Outcome
-from explorer.memory import predict_memory
-from explorer.requests import ExplorationRequest
-from explorer.table import SpaceTable
-from explorer.taints import judge
-from explorer.trials import TrialKind, TrialPlan, count_processes
-from workers.device_profiler import DeviceProfiler
-from workers.profiler.whole_model_trial import LONG_STEP_SECONDS
+from explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from explorer.cost_model.step import combine_seconds, memory_limit
+from explorer.records.measurement import Outcome, judge
+from explorer.records.trial import TrialKind, TrialPlan, count_processes
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.context_parallel import Sharing
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.options import BTASpec
+from explorer.spec.request import ExplorationRequest
+from workers.process.interface import DeviceProfiler
+from workers.profiler.trials.whole_model import LONG_STEP_SECONDS
 
 POLICIES = (Recompute.NONE, Recompute.ACTIVATIONS, Recompute.PROJECTIONS, Recompute.FULL)
 """Recomputation, cheapest first."""

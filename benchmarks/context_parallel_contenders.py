@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.context_parallel_peers import peer_attention
-from workers.kernels.attention import attention_backend
-from workers.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.context_parallel.attention import ContextParallel
 
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.kernels.context_parallel.blocks import block_attention
+from bexp.kernels.context_parallel.blocks import block_attention
 
 PACKAGE, KERNELS, INTERFACE = "ring_flash_attn", "flash_attn", "flash_attn.flash_attn_interface"
 VARIANTS = {

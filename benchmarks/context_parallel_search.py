@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from explorer.components import Component
-from explorer.hardware import DeviceReport
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.search import explore
-from explorer.trials import Measure, Trial, TrialKind, TrialPlan
+from explorer.cost_model.components import Component
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from explorer.search.explore import explore
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 
 
 class SharedComponents:

@@ -27,7 +27,7 @@ from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from workers.launcher import Profiler
+from workers.process.profiler import Profiler
 
 SEQ_LENGTHS = (16384, 32768, 65536, 131072, 262144)
 

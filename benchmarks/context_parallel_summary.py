@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from explorer.candidates import Candidate
+from explorer.spec.candidate import Candidate
 
 RAN = frozenset({"ok", "tainted"})
 """Outcomes with a time; tainted ones count only where there is nothing else."""

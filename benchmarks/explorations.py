@@ -20,11 +20,11 @@ from typing import Any
 from api.client import Client, Job, Result
 from api.embedded import EmbeddedService
 from benchmarks.environment import describe_environment, write_results
-from explorer.events import Event, EventCode, render_line
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.requests import ExplorationRequest
-from explorer.trials import Trial, TrialKind
+from explorer.records.event import Event, EventCode, render_line
+from explorer.records.trial import Trial, TrialKind
+from explorer.spec.request import ExplorationRequest
 
 SURE = 90
 """A confidence that runs with different targets can be compared at."""

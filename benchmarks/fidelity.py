@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from explorer.answers import check_whole_model
-from explorer.belief import Belief
-from explorer.candidates import Candidate, Recompute
-from explorer.components import Component
-from explorer.exchange import is_exchange_timed
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.collectives import is_exchange_timed
+from explorer.cost_model.components import Component
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.hardware import DeviceReport
-from explorer.measurements import Outcome
-from explorer.requests import ExplorationRequest
-from explorer.table import SpaceTable
-from explorer.trials import Trial, TrialKind, TrialPlan, count_processes
-from workers.device_sets import parse_devices
-from workers.launcher import Profiler
+from explorer.records.measurement import Outcome
+from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
+from explorer.search.report import check_whole_model
+from explorer.search.search_state import Belief
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from workers.devices.selection import parse_devices
+from workers.process.profiler import Profiler
 
 TIMEOUT_SECONDS = 180.0
 

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.experts import cublas_grouped, loop, triton_gemm
-from workers.kernels.experts.block_sparse import BLOCK, SDD
-from workers.kernels.experts.block_topology import block_topology
-from workers.kernels.experts.hopper import gemm as hopper_gemm
-from workers.kernels.experts.rows import Rows
+from bexp.kernels.experts import loop, triton_gemm
+from bexp.kernels.experts.comparisons import cublas_grouped
+from bexp.kernels.experts.comparisons.block_sparse import BLOCK, SDD
+from bexp.kernels.experts.comparisons.block_topology import block_topology
+from bexp.kernels.experts.hopper import gemm as hopper_gemm
+from bexp.kernels.experts.rows import Rows
 
 
 @dataclass(frozen=True)

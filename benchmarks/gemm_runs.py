@@ -18,14 +18,14 @@ from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, Operands, Pr
 from benchmarks.isolation import Spoilt
 from benchmarks.kernels import poisoned
 from benchmarks.projected_errors import Reference, is_within, projected_errors, reference
-from explorer.measurements import Outcome
-from explorer.models import DType, ModelSpec, MoESpec
-from workers.kernels.dtypes import torch_dtype
-from workers.kernels.experts.registry import expert_backend
-from workers.profiler.cuda_timing import CudaTimer
+from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.experts.registry import expert_backend
+from bexp.measure.cuda_timing import CudaTimer
+from bexp.measure.timing import BlockTimer, HostTimer, TimingBudget
+from explorer.records.measurement import Outcome
+from explorer.spec.model import DType, ModelSpec, MoESpec
 from workers.profiler.failures import classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
-from workers.profiler.timing import BlockTimer, HostTimer, TimingBudget
 
 TOLERANCES = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 1e-5}
 """Largest relative error in norm; float16's is bfloat16's times the ratio of their rounding errors, rounded up."""

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gemm_contenders import Problem, problem
-from workers.kernels.experts import triton_gemm
-from workers.kernels.experts.hopper import gemm as hopper_gemm
-from workers.kernels.experts.hopper import tiles as hopper
-from workers.kernels.experts.hopper.tiles import WIDE, HopperTiles
-from workers.kernels.experts.triton_gemm import LARGE, LOW, SHALLOW, SQUARE, Tiles
-from workers.kernels.triton_support import triton_failure
-from workers.profiler.cuda_timing import CudaTimer
+from bexp.kernels.experts import triton_gemm
+from bexp.kernels.experts.hopper import gemm as hopper_gemm
+from bexp.kernels.experts.hopper import tiles as hopper
+from bexp.kernels.experts.hopper.tiles import WIDE, HopperTiles
+from bexp.kernels.experts.triton_gemm import LARGE, LOW, SHALLOW, SQUARE, Tiles
+from bexp.kernels.triton_support import triton_failure
+from bexp.measure.cuda_timing import CudaTimer
 
 TOLERANCE = 1e-2
 MOST_PROCESSES = 12

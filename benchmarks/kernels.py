@@ -30,12 +30,12 @@ from benchmarks.environment import describe_environment, write_results
 from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, Problem, errors, problem
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
-from explorer.hardware import HardwareSpec
-from explorer.models import DType
-from workers.profiler.cuda_timing import CudaTimer
+from bexp.measure.cuda_timing import CudaTimer
+from bexp.measure.timing import TimingBudget
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.model import DType
 from workers.profiler.failures import classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
-from workers.profiler.timing import TimingBudget
 
 K, N = 2048, 1024
 EXPERTS = (8, 64, 128)

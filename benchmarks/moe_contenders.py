@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from explorer.components import BlockRecompute
-from explorer.models import ModelSpec, MoESpec
-from explorer.routing import RoutingSpec
-from workers.kernels.activations import Activation
-from workers.kernels.experts.backend import ExpertFFN
-from workers.kernels.experts.registry import expert_backend, expert_support
-from workers.layers.compilation import compiled
-from workers.layers.ffn_block import DenseFFN
-from workers.layers.mlp import MLP
-from workers.layers.moe_block import MoEFFN
-from workers.layers.routes import device_routes
-from workers.layers.weights import Weights
+from bexp.kernels.activations import Activation
+from bexp.kernels.experts.backend import ExpertFFN
+from bexp.kernels.experts.registry import expert_backend, expert_support
+from explorer.cost_model.components import BlockRecompute
+from explorer.spec.model import ModelSpec, MoESpec
+from explorer.spec.routing import RoutingSpec
+from workers.targets.reference.compilation import compiled
+from workers.targets.reference.ffn_block import DenseFFN
+from workers.targets.reference.mlp import MLP
+from workers.targets.reference.moe_block import MoEFFN
+from workers.targets.reference.routes import device_routes
+from workers.targets.reference.weights import Weights
 
 HIDDEN, WIDTH = 2048, 1408
 DENSE = ("dense eager", "dense compile")

@@ -37,10 +37,10 @@ from benchmarks.moe_contenders import (
     layer_block,
     layer_model,
 )
-from workers.profiler.cuda_timing import CudaTimer
-from workers.profiler.passes import BlockPasses
-from workers.profiler.timing import TimingBudget
-from workers.profiler.weighing import weigh
+from bexp.measure.cuda_timing import CudaTimer
+from bexp.measure.memory import weigh
+from bexp.measure.passes import BlockPasses
+from bexp.measure.timing import TimingBudget
 
 SEQ_LENGTH = 2048
 TOLERANCE = 1e-2

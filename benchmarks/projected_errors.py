@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gemm_contenders import Operands, Problem
-from workers.kernels.experts.block_sparse import BLOCK
+from bexp.kernels.experts.comparisons.block_sparse import BLOCK
 
 NUM_VECTORS = 8
 _CHUNK_NUMBERS = 1 << 26

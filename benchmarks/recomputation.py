@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import describe_environment, write_results
-from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind, Decomposition
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component, ComponentKind, Decomposition
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.hardware import DeviceReport
-from explorer.measurements import ComponentMeasurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.table import SpaceTable
-from explorer.trials import Measure, TrialKind, TrialPlan
-from workers.launcher import Profiler
+from explorer.records.measurement import ComponentMeasurement, Outcome
+from explorer.records.trial import Measure, TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from workers.process.profiler import Profiler
 
 TIMEOUT_SECONDS = 120.0
 MIB = 1 << 20

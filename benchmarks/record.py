@@ -23,21 +23,20 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
-from explorer.components import Component
-from explorer.failures import at_least
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.search_space import EmptySpaceError
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.hardware import HardwareSpec
-from explorer.measurements import Measurement, Outcome
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.roofline import predict_component_seconds
-from explorer.space import EmptySpaceError
-from explorer.table import SpaceTable
-from explorer.taints import TAINTED_ATTEMPTS, judge
-from explorer.trials import TrialKind, TrialPlan
-from workers.device_profiler import DeviceProfiler
-from workers.launcher import Profiler, ProfilerError
+from explorer.records.measurement import TAINTED_ATTEMPTS, Measurement, Outcome, judge
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.feasibility import at_least
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from workers.process.interface import DeviceProfiler
+from workers.process.profiler import Profiler, ProfilerError
 from workers.replay.profiler import mismatch
 from workers.replay.recording import Recording, RecordingError, RecordingFile
 from workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow

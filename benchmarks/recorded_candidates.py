@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from explorer.components import Component
-from explorer.composition import memory_limit
-from explorer.hardware import HardwareSpec
-from explorer.measurements import ComponentMeasurement
-from explorer.memory import required_table
-from explorer.table import Floats, Ints, SpaceTable
+from explorer.cost_model.candidate_table import Floats, Ints, SpaceTable, required_table
+from explorer.cost_model.components import Component
+from explorer.cost_model.step import memory_limit
+from explorer.records.measurement import ComponentMeasurement
+from explorer.spec.hardware import HardwareSpec
 from workers.replay.recording import Recording
 
 Mask = npt.NDArray[np.bool_]

@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, known_rows
-from explorer.composition import combine_seconds
-from explorer.measurements import WholeModelMeasurement
+from explorer.cost_model.step import combine_seconds
+from explorer.records.measurement import WholeModelMeasurement
 from workers.replay.recording import Recording, RecordingError
 
 

@@ -11,13 +11,13 @@ import zlib
 
 import numpy as np
 
-from explorer.candidates import Candidate
-from explorer.components import BlockRecompute, Component, ComponentKind
-from explorer.footprint import predict_component_bytes
-from explorer.hardware import HardwareSpec
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.roofline import predict_component_seconds
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
 
 ATTENTION = {"cudnn": 0.62, "flash": 0.5, "efficient": 0.28, "math": 0.4}
 EXPERTS = {

@@ -21,16 +21,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
-from explorer.components import Component
-from explorer.composition import memory_limit
+from explorer.cost_model.candidate_table import SpaceTable, required_table
+from explorer.cost_model.components import Component
+from explorer.cost_model.step import memory_limit
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec
-from explorer.measurements import Outcome, PhaseSeconds, WholeModelMeasurement
-from explorer.memory import required_table
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.table import SpaceTable
+from explorer.records.measurement import Outcome, PhaseSeconds, WholeModelMeasurement
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
 from workers.replay.recording import Recording
 from workers.replay.rows import ComponentFigures, ComponentRow, RecordingHeader, WholeModelRow, encode_row
 

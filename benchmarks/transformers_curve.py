@@ -38,19 +38,19 @@ from benchmarks.environment import describe_environment, write_results
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.recorded_candidates import arrays_of
 from benchmarks.transformers_models import EXPERTS, time_training
-from explorer.candidates import Candidate
-from explorer.components import Component
-from explorer.composition import combine_seconds
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component
+from explorer.cost_model.step import combine_seconds
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.hardware import DeviceReport
-from explorer.measurements import ComponentMeasurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.table import SpaceTable
-from explorer.training import LossSpec, OptimizerSpec, TrainingSpec
-from explorer.trials import TrialKind, TrialPlan
-from workers.launcher import CHILD_DEFAULTS, Profiler
-from workers.layers.routes import device_routes
+from explorer.records.measurement import ComponentMeasurement, Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import LossSpec, OptimizerSpec, TrainingSpec
+from workers.process.profiler import CHILD_DEFAULTS, Profiler
+from workers.targets.reference.routes import device_routes
 
 CONFIGS = (Path("examples/llama-3.2-1b.yaml"), Path("examples/olmoe-1b-7b.yaml"))
 TRAINING = TrainingSpec(optimizer=OptimizerSpec(master_dtype=None), loss=LossSpec(kind="full"))

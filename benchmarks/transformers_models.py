@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.isolation import Spoilt
-from explorer.models import ModelSpec
-from explorer.routing import RoutingSpec
-from workers.kernels.dtypes import torch_dtype
-from workers.layers.decoder import parameter_shapes
-from workers.layers.factory import random_tokens
-from workers.layers.routes import device_routes
-from workers.profiler.timing import collector_paused, standard_error
+from bexp.kernels.dtypes import torch_dtype
+from bexp.measure.timing import collector_paused, standard_error
+from explorer.spec.model import ModelSpec
+from explorer.spec.routing import RoutingSpec
 from workers.profiler.training.run import MICRO_STEPS
-from workers.profiler.whole_model_trial import MAX_STEPS, MIN_STEPS, TIMED_SECONDS
+from workers.profiler.trials.whole_model import MAX_STEPS, MIN_STEPS, TIMED_SECONDS
+from workers.targets.reference.decoder import parameter_shapes
+from workers.targets.reference.factory import random_tokens
+from workers.targets.reference.routes import device_routes
 
 EXPERTS = "grouped_mm"
 """Asked of versions that have a choice; the others loop over their experts."""

@@ -35,8 +35,8 @@ from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, Case
 from benchmarks.gemm_contenders import BASELINES, OURS
 from benchmarks.gemm_runs import TOLERANCES, TOO_LARGE, WRONG, Run, contenders, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
-from explorer.measurements import Outcome
-from explorer.models import DType
+from explorer.records.measurement import Outcome
+from explorer.spec.model import DType
 
 LIMIT_BYTES = 16 << 30
 SECONDS, QUICK_SECONDS = 150.0, 60.0

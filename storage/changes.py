@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from explorer.events import EventCode, EventDraft
+from explorer.records.event import EventCode, EventDraft
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import JobState

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from explorer.events import Event, EventCode, EventDraft
+from explorer.records.event import Event, EventCode, EventDraft
 from storage.database import Database
 from storage.tables import events
 

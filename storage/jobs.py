@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from pydantic import BaseModel, ValidationError
 
-from explorer.hardware import DeviceReport
-from explorer.recommendations import Answer, Recommendation
-from explorer.requests import ExplorationRequest
+from explorer.records.recommendation import Answer, Recommendation
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.tables import jobs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from explorer.requests import ExplorationRequest
-from explorer.trials import Trial
+from explorer.records.trial import Trial
+from explorer.spec.request import ExplorationRequest
 from storage.jobs import Job
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
-from explorer.events import EventCode, EventDraft
-from explorer.hardware import DeviceReport
-from explorer.progress import Progress
-from explorer.recommendations import Answer
-from explorer.requests import ExplorationRequest
-from explorer.trials import Trial
+from explorer.records.event import EventCode, EventDraft, Progress
+from explorer.records.recommendation import Answer
+from explorer.records.trial import Trial
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
 from storage.database import Database
 from storage.events import insert_events

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
-from explorer.measurements import Outcome
+from explorer.records.measurement import Outcome
 from storage.database import Database
 from storage.jobs import JobState
 from storage.tables import jobs, trials

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from explorer.trials import Trial
+from explorer.records.trial import Trial
 from storage.database import Database
 from storage.tables import trials
 

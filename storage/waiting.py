@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
-from explorer.hardware import DeviceReport
+from explorer.spec.hardware import DeviceReport
 from storage.database import Database
 from storage.tables import jobs
 from storage.workers import WorkerInfo, select_workers

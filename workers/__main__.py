@@ -15,20 +15,20 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from explorer.search import explore
+from explorer.search.explore import explore
 from storage.database import Database, open_database
 from storage.queue import Queue
 from storage.schema import upgrade
-from workers.cluster.fleet import ClusterFleet
-from workers.device_lock import DeviceBusyError
-from workers.device_sets import default_devices, parse_counts, parse_devices
-from workers.devices import visible_devices
+from workers.devices.discovery import visible_devices
+from workers.devices.lock import DeviceBusyError
+from workers.devices.selection import default_devices, parse_counts, parse_devices
 from workers.doctor import main as diagnose
-from workers.launcher import Profiler, ProfilerError
+from workers.jobs.runner import DATABASE_TROUBLE
+from workers.jobs.worker import Worker
+from workers.process.profiler import Profiler, ProfilerError
+from workers.ray.pool import ClusterFleet
 from workers.replay.profiler import PREFIX, ReplayProfiler
-from workers.runner import DATABASE_TROUBLE
 from workers.settings import Settings, read_settings
-from workers.worker import Worker
 
 SERVICE_FAILED = 3
 """The exit status when the database or a device cannot be used; 2 is wrong usage, as argparse has it."""

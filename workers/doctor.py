@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.table import Table
 
-from explorer.frozen import Frozen
-from explorer.hardware import BackendSupport, DeviceReport
-from explorer.models import ModelSpec, MoESpec
-from explorer.requests import ExplorationRequest
-from workers.device_lock import DeviceBusyError
-from workers.devices import visible_devices, why_no_gpu
-from workers.launcher import Profiler, ProfilerError
+from explorer.spec.base import Frozen
+from explorer.spec.hardware import BackendSupport, DeviceReport
+from explorer.spec.model import ModelSpec, MoESpec
+from explorer.spec.request import ExplorationRequest
+from workers.devices.discovery import visible_devices, why_no_gpu
+from workers.devices.lock import DeviceBusyError
+from workers.process.profiler import Profiler, ProfilerError
 from workers.profiler.compilation import missing_compiler
 
 LOCK_TIMEOUT_SECONDS = 2.0

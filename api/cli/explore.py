@@ -15,8 +15,8 @@ from api.cli.following import follow
 from api.cli.results import conclude
 from api.client import Client, Job, ProblemError, ServiceError
 from api.embedded import EmbeddedService
-from explorer.events import Event
-from explorer.requests import ExplorationRequest
+from explorer.records.event import Event
+from explorer.spec.request import ExplorationRequest
 
 CANCEL_SECONDS = 5.0
 START_SECONDS = 10.0

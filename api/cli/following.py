@@ -19,7 +19,7 @@ from api.cli.errors import say
 from api.client import Client, Job
 from api.live import LiveView
 from api.run_log import RunLog, log_path
-from explorer.events import Event, EventCode, render_line
+from explorer.records.event import Event, EventCode, render_line
 
 TICK_SECONDS = 0.2
 

@@ -11,7 +11,7 @@ import typer
 from api.cli.errors import CommandError, ExitCode
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.requests import ExplorationRequest
+from explorer.spec.request import ExplorationRequest
 
 
 class Mode(StrEnum):

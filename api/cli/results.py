@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from api.answer import render_answer, render_recommendation
 from api.cli.errors import ExitCode, say
 from api.client import Client, Job
-from explorer.events import Event, EventCode
+from explorer.records.event import Event, EventCode
 
 
 def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> ExitCode:

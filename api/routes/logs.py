@@ -17,7 +17,7 @@ from api.problems import invalid_parameter
 from api.resources import EventPage, exploration_path
 from api.routes.explorations import JobIdDep
 from api.service import Service, ServiceDep
-from explorer.events import Event, render_line
+from explorer.records.event import Event, render_line
 from storage.events import read_events
 from storage.jobs import get_job
 

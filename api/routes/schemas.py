@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from api import examples
 from api.negotiation import accepts_json
-from explorer.requests import ExplorationRequest
+from explorer.spec.request import ExplorationRequest
 
 router = APIRouter(prefix="/v1", tags=["explorations"], dependencies=[Depends(accepts_json)])
 

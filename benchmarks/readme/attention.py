@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.readme.results import left_out, measured_on, table
-from explorer.candidates import Candidate
+from explorer.spec.candidate import Candidate
 
 _MEANS = ("plain", "tiled", "explored")
 

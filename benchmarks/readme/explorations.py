@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.readme.results import load, measured_on
-from explorer.candidates import Candidate
+from explorer.spec.candidate import Candidate
 
 SHOWN_CODES = ("BEXP102", "BEXP202", "BEXP203", "BEXP401")
 

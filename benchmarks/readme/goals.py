@@ -31,7 +31,7 @@ CONFIDENT_SECONDS = {"cerebras-gpt-1.3b": 60.0, "llama-3.2-1b": 60.0, "olmoe-1b-
 """By the model's name; the last one with 8 layers."""
 SHORT_LAYERS = {"qwen3-30b-a3b": 8}
 SHOWN_RIVALS = 4
-DETERMINISM = "tests/replay/test_search.py"
+DETERMINISM = "tests/workers/replay/test_search.py"
 
 
 def goals() -> str:

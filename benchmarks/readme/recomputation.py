@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.readme.results import measured_on, table
-from explorer.candidates import Candidate
+from explorer.spec.candidate import Candidate
 
 
 def recomputation(results: dict[str, Any], name: str) -> str:

@@ -8,12 +8,12 @@ import numpy as np
 
 from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
 from benchmarks.replay.ground_truth import GroundTruth
-from explorer.candidates import Candidate
-from explorer.components import Component
-from explorer.composition import memory_limit
-from explorer.measurements import ComponentMeasurement, Outcome
-from explorer.memory import required_table
-from explorer.trials import TrialKind, TrialPlan
+from explorer.cost_model.candidate_table import required_table
+from explorer.cost_model.components import Component
+from explorer.cost_model.step import memory_limit
+from explorer.records.measurement import ComponentMeasurement, Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
 from workers.replay.device import RecordedDevice, VirtualClock
 
 

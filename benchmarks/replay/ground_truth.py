@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_second, fitting_rows
-from explorer.candidates import Candidate
-from explorer.components import Component
-from explorer.composition import combine_seconds
-from explorer.ground import Survey
-from explorer.hardware import DeviceReport
-from explorer.measurements import Outcome
-from explorer.requests import ExplorationRequest
-from explorer.table import Floats, SpaceTable
+from explorer.cost_model.candidate_table import Floats, SpaceTable
+from explorer.cost_model.components import Component
+from explorer.cost_model.step import combine_seconds
+from explorer.records.measurement import Outcome
+from explorer.search.setup import Survey
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 from workers.replay.recording import Recording, RecordingError
 
 

@@ -15,12 +15,12 @@ from benchmarks.replay import samplers, strategies
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.strategies import Strategy
-from explorer.candidates import Candidate
-from explorer.events import EventCode
-from explorer.measurements import Outcome
-from explorer.recommendations import Recommendation
-from explorer.search import explore
-from explorer.trials import Measure, TrialKind
+from explorer.records.event import EventCode
+from explorer.records.measurement import Outcome
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Measure, TrialKind
+from explorer.search.explore import explore
+from explorer.spec.candidate import Candidate
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.devices import RecordedDevices
 

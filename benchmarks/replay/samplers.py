@@ -11,7 +11,7 @@ from optuna.trial import Trial
 
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
-from explorer.candidates import Candidate, Recompute
+from explorer.spec.candidate import Candidate, Recompute
 
 NUM_TRIALS = 50
 """They have no rule to stop by: this many, as DeepSpeed's model-based tuner takes by default."""

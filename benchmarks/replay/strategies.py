@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
-from explorer.candidates import Candidate, Recompute
+from explorer.spec.candidate import Candidate, Recompute
 
 Strategy = Callable[[TrialBench, int], Candidate | None]
 """Tries candidates on a bench with a seed; returns the one that it would train with."""

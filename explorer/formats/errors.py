@@ -9,10 +9,10 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from explorer.choices import MAX_MICRO_BATCH_SIZE
 from explorer.formats.document import Location, Problem
-from explorer.requests import ExplorationRequest
-from explorer.training import Sharding
+from explorer.spec.options import MAX_MICRO_BATCH_SIZE
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
 
 MICRO_BATCH_RULE = (
     "must be 'explore', 'auto', {explore: {min, max}}, a whole number from 1 to "

@@ -13,7 +13,7 @@ from explorer.formats.errors import explain, relocate
 from explorer.formats.huggingface import translate_config
 from explorer.formats.translation import Translation
 from explorer.formats.vision import refuse_vision
-from explorer.requests import ExplorationRequest
+from explorer.spec.request import ExplorationRequest
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50

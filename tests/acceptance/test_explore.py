@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from explorer.requests import ExplorationRequest
+from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.jobs import JobState, get_job
 from storage.queue import Queue

@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy as sa
 
 from api.client import Client
-from explorer.events import EventCode, render_line
+from explorer.records.event import EventCode, render_line
 from storage.database import open_database
 from storage.tables import jobs
 from tests.acceptance.conftest import Machine, await_gone, profilers_of, wait_for

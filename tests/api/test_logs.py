@@ -15,8 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from api.settings import ServiceSettings
-from explorer.events import Event, EventCode, EventDraft, recommendation_event
-from explorer.progress import Progress
+from explorer.records.event import Event, EventCode, EventDraft, Progress, recommendation_event
 from storage.events import read_events
 from storage.jobs import Job, JobState
 from storage.leases import Lease

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from fastapi.testclient import TestClient
 
-from explorer.measurements import Outcome
-from explorer.recommendations import Answer, Recommendation, Remedy, RemedyKind, VariantAnswer
-from explorer.trials import Trial
+from explorer.records.measurement import Outcome
+from explorer.records.recommendation import Answer, Recommendation, Remedy, RemedyKind, VariantAnswer
+from explorer.records.trial import Trial
 from storage.jobs import Job, JobState
 from storage.leases import Lease
 from storage.queue import Queue

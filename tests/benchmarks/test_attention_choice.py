@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.attention_choice import Cell, SharedMeasure, main, pick, summary, verdict
 from benchmarks.attention_timing import MAX_ROUNDS, MIN_ROUNDS, block_pass, core_pass, time_back_ends, time_in_turns
-from explorer.components import ComponentKind
-from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
-from explorer.models import DType
-from explorer.trials import TrialPlan
+from explorer.cost_model.components import ComponentKind
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from explorer.records.trial import TrialPlan
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from explorer.spec.model import DType
 
 CPU = torch.device("cpu")
 REPORT = DeviceReport(

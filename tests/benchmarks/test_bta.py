@@ -11,11 +11,11 @@ from benchmarks import bta
 from benchmarks.continuation import begin
 from benchmarks.environment import write_results
 from benchmarks.readme.results import load
-from explorer.components import ComponentKind
-from explorer.hardware import DeviceReport, HardwareSpec
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.trials import TrialPlan
+from explorer.cost_model.components import ComponentKind
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from explorer.records.trial import TrialPlan
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.cluster import REQUEST, run_trials, tiny_plans
-from explorer.requests import ExplorationRequest
-from explorer.space import enumerate_candidates
-from explorer.table import SpaceTable
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.search.test_trial_scheduler import Several
 from tests.explorer.simulator import SimulatedDevice, report
-from tests.explorer.test_in_flight import Several
 
 
 def test_all_trials_run_with_as_many_in_flight_as_asked_for() -> None:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.context_parallel import compare
 from benchmarks.context_parallel_contenders import draw
 from benchmarks.context_parallel_peers import PEERS
-from workers.kernels.context_parallel.layouts import LAYOUTS
+from bexp.kernels.context_parallel.layouts import LAYOUTS
 
 
 def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -9,13 +9,13 @@ import pytest
 from benchmarks import context_parallel_step
 from benchmarks.context_parallel_cells import Setup
 from benchmarks.context_parallel_summary import seconds_once_a_step
-from explorer.components import ComponentKind
+from explorer.cost_model.components import ComponentKind
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.hardware import DeviceReport, HardwareSpec
-from explorer.measurements import Measurement, Outcome, PhaseSeconds
-from explorer.requests import ExplorationRequest
-from explorer.trials import TrialKind, TrialPlan
+from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
 CONFIG = """

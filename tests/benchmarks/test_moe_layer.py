@@ -10,7 +10,7 @@ import torch
 from benchmarks import moe_layer
 from benchmarks.moe_layer import Bench
 from benchmarks.readme.results import load
-from workers.profiler.cuda_timing import CudaTimer
+from bexp.measure.cuda_timing import CudaTimer
 
 SECONDS = {"dense eager": 1.0, "dense compile": 0.8, "fast": 1.5, "slow": 9.0, "fast compile": 1.2}
 

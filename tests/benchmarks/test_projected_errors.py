@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gemm_contenders import BASELINES, GemmPasses, Operands, Problem, errors, problem
 from benchmarks.projected_errors import is_within, projected_errors, reference
-from workers.kernels.experts.block_sparse import BLOCK
+from bexp.kernels.experts.comparisons.block_sparse import BLOCK
 
 CPU = torch.device("cpu")
 COUNTS = (50, 0, 90, 20)

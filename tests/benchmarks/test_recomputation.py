@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks.recomputation import candidates, compose, experts_of, main, measure
-from explorer.components import Component
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.table import SpaceTable
-from explorer.trials import TrialPlan
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from explorer.records.trial import TrialPlan
+from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

@@ -7,14 +7,13 @@ import pytest
 
 from benchmarks.record import Recorder, main, open_table, take_over
 from benchmarks.replay.ground_truth import GroundTruth
-from explorer.components import Component, ComponentKind
-from explorer.conditions import Conditions
-from explorer.hardware import DeviceReport, HardwareSpec
-from explorer.measurements import Measurement, Outcome
-from explorer.requests import ExplorationRequest
-from explorer.table import SpaceTable
-from explorer.trials import TrialKind, TrialPlan
-from tests.replay.samples import recording, request, table_of
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.records.measurement import Conditions, Measurement, Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.request import ExplorationRequest
+from tests.workers.replay.samples import recording, request, table_of
 from workers.replay.device import RecordedDevice
 from workers.replay.recording import Recording, RecordingError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recorded_fidelity
-from explorer.measurements import Outcome
-from tests.replay import samples
+from explorer.records.measurement import Outcome
+from tests.workers.replay import samples
 from workers.replay.rows import encode_row
 
 

@@ -14,8 +14,8 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, run_ours, run_strategy
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
-from explorer.measurements import Outcome
-from tests.replay.samples import recording, table_of
+from explorer.records.measurement import Outcome
+from tests.workers.replay.samples import recording, table_of
 from workers.replay.rows import WholeModelRow
 
 

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import run_ours
 from benchmarks.simulated_tables import DEVICES, h200_report, simulate
-from explorer.measurements import Outcome
-from tests.replay.samples import request
+from explorer.records.measurement import Outcome
+from tests.workers.replay.samples import request
 from workers.replay.recording import Recording
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.simulated_tables import h200_report
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.ground import survey_variant
+from explorer.search.setup import survey_variant
 
 TABLES = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "tables").glob("*.yaml"))
 

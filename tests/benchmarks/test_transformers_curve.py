@@ -13,13 +13,13 @@ from benchmarks import transformers_curve, transformers_models
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.transformers_curve import Curve, main, prepare
 from benchmarks.transformers_models import build, config_of, expert_loads, impose_routes, time_training
-from explorer.measurements import Measurement, Outcome
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.routing import RoutingSpec
-from explorer.trials import TrialKind, TrialPlan
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.routing import RoutingSpec
 from tests.explorer.simulator import SimulatedDevice, report
-from workers.launcher import CHILD_DEFAULTS
+from workers.process.profiler import CHILD_DEFAULTS
 
 DENSE: dict[str, Any] = {
     "name": "tiny",

@@ -18,7 +18,7 @@ from benchmarks.gemm_runs import Run, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.readme.results import load
 from benchmarks.variable_gemm import DTYPES, LIMIT_BYTES, main, remaining, summary, tasks
-from explorer.models import DType
+from explorer.spec.model import DType
 
 SMALL = Case(64, 1024, 512, 8, 3).shrunk(1024)
 

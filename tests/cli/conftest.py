@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from api.cli import app
 from api.embedded import EmbeddedService
-from explorer.events import EventCode, EventDraft
-from explorer.progress import Progress
-from explorer.recommendations import Answer
+from explorer.records.event import EventCode, EventDraft, Progress
+from explorer.records.recommendation import Answer
 from storage.database import Database
 from storage.jobs import JobState
 from storage.queue import Queue

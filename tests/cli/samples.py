@@ -5,19 +5,19 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from explorer.candidates import Candidate
-from explorer.events import Event, EventCode
-from explorer.measurements import Outcome, WholeModelMeasurement
-from explorer.recommendations import (
+from explorer.cost_model.step import MemoryParts
+from explorer.records.event import Event, EventCode
+from explorer.records.measurement import Outcome, WholeModelMeasurement
+from explorer.records.recommendation import (
     Alternative,
     Answer,
-    MemoryParts,
     Recommendation,
     RunnerUpCheck,
     VariantAnswer,
     WholeModelCheck,
 )
-from explorer.requests import ExplorationRequest
+from explorer.spec.candidate import Candidate
+from explorer.spec.request import ExplorationRequest
 
 GIB = 1 << 30
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from api.answer import bytes_text, render_answer, render_recommendation
-from explorer.measurements import Outcome
-from explorer.recommendations import Answer, Remedy, RemedyKind, RunnerUpCheck, VariantAnswer
+from explorer.records.measurement import Outcome
+from explorer.records.recommendation import Answer, Remedy, RemedyKind, RunnerUpCheck, VariantAnswer
 from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST
 
 

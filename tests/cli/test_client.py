@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from api.client import Client, ProblemError, ServiceError
-from explorer.events import EventCode
+from explorer.records.event import EventCode
 from tests.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
 from tests.contracts.samples import make_trial
 

@@ -15,7 +15,7 @@ import pytest
 
 from api.client import Client, ServiceError
 from api.embedded import Child, EmbeddedService
-from explorer.events import EventCode
+from explorer.records.event import EventCode
 from storage.database import Database
 from storage.jobs import JobState, get_job
 from tests.cli.samples import REQUEST
@@ -24,7 +24,7 @@ COMMAND = """
 import os, sys, time
 from api.client import Client
 from api.embedded import EmbeddedService
-from explorer.requests import ExplorationRequest
+from explorer.spec.request import ExplorationRequest
 with EmbeddedService(sys.argv[1], with_worker=False) as service, Client(service.url) as client:
     job = client.submit(ExplorationRequest.model_validate_json(sys.stdin.read()))
     service.adopt(job.id)

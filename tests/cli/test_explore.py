@@ -11,7 +11,7 @@ from api.cli import explore
 from api.cli.connection import shown_url
 from api.client import Client, ServiceError
 from api.embedded import EmbeddedService
-from explorer.requests import ExplorationRequest
+from explorer.spec.request import ExplorationRequest
 from tests.cli.samples import REQUEST
 
 

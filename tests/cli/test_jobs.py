@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from explorer.events import EventCode
-from explorer.recommendations import Answer, VariantAnswer
+from explorer.records.event import EventCode
+from explorer.records.recommendation import Answer, VariantAnswer
 from storage.jobs import JobState
 from storage.queue import Queue
 from tests.cli.conftest import Run

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from rich.console import Console
 
 from api.live import LiveView
-from explorer.events import Event, EventCode
+from explorer.records.event import Event, EventCode
 from tests.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from api.run_log import RunLog, log_path
-from explorer.events import render_line
+from explorer.records.event import render_line
 from tests.cli.samples import EVENTS
 
 LINES = [render_line(event) for event in EVENTS]

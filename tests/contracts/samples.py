@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind
-from explorer.events import EventCode, EventDraft
-from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome
-from explorer.models import DType, ModelSpec
-from explorer.progress import Progress
-from explorer.recommendations import MemoryParts, Recommendation
-from explorer.requests import ExplorationRequest
-from explorer.trials import Trial, TrialKind
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.step import MemoryParts
+from explorer.records.event import EventCode, EventDraft, Progress
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Trial, TrialKind
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from explorer.spec.model import DType, ModelSpec
+from explorer.spec.request import ExplorationRequest
 
 MODEL = ModelSpec(
     name="tiny", num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, vocab_size=64, seq_length=16

@@ -12,11 +12,10 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from explorer.context_parallel import ContextParallelSpec
-from explorer.events import EventCode, EventDraft
-from explorer.progress import Progress
-from explorer.recommendations import Answer, VariantAnswer
-from explorer.trials import Trial
+from explorer.records.event import EventCode, EventDraft, Progress
+from explorer.records.recommendation import Answer, VariantAnswer
+from explorer.records.trial import Trial
+from explorer.spec.context_parallel import ContextParallelSpec
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs

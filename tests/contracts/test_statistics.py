@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from explorer.measurements import Outcome
-from explorer.progress import Progress
+from explorer.records.event import Progress
+from explorer.records.measurement import Outcome
 from storage.database import Database
 from storage.jobs import JobState
 from storage.queue import Queue

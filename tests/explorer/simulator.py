@@ -7,19 +7,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind
-from explorer.composition import combine_seconds
-from explorer.conditions import Conditions
-from explorer.exchange import FORWARD_SHARES, Overlap
-from explorer.footprint import predict_component_bytes
-from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
-from explorer.models import DType, ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.roofline import predict_component_seconds
-from explorer.table import SpaceTable
-from explorer.trials import TrialKind, TrialPlan
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.collectives import FORWARD_SHARES, Overlap
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.step import combine_seconds
+from explorer.records.measurement import (
+    ComponentMeasurement,
+    Conditions,
+    Measurement,
+    Outcome,
+    PhaseSeconds,
+    WholeModelMeasurement,
+)
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from explorer.spec.model import DType, ModelSpec
+from explorer.spec.request import ExplorationRequest
 
 GIB = 2**30
 ATTENTION_SPEED = {"cudnn": 0.8, "flash": 0.55, "efficient": 0.3, "math": 0.5}

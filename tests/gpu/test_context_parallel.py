@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import references
-from tests.kernels.context_parallel_ranks import attention
-from tests.kernels.thread_ring import run_ranks
-from workers.kernels.context_parallel.blocks import block_attention
-from workers.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
-from workers.kernels.context_parallel.ring import Ring
-from workers.kernels.context_parallel.ring_attention import RingAttention
+from bexp.kernels.context_parallel.blocks import block_attention
+from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
+from bexp.kernels.context_parallel.ring import Ring
+from bexp.kernels.context_parallel.ring_attention import RingAttention
+from tests.bexp.kernels import references
+from tests.bexp.kernels.context_parallel_ranks import attention
+from tests.bexp.kernels.thread_ring import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.expert_reference import expert_ffn
+from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.fused.backend import FUSED
+from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN
+from bexp.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
+from bexp.kernels.experts.registry import expert_support
+from tests.bexp.kernels import expert_cases, references
 from tests.gpu.test_kernels import model
-from tests.kernels import expert_cases, references
-from workers.kernels.experts.backend import ExpertBackend
-from workers.kernels.experts.fused.backend import FUSED
-from workers.kernels.experts.fused.hopper.support import has_hopper_kernels
-from workers.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN
-from workers.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
-from workers.kernels.experts.registry import expert_support
 
 CUDA = torch.device("cuda")
 
@@ -47,7 +47,7 @@ def tiles_of(path: str) -> FusedTiles | None:
 
 def backend(path: str) -> ExpertBackend:
     """The fused experts on that path."""
-    from workers.kernels.experts.fused.function import fused_ffn  # needs Triton
+    from bexp.kernels.experts.fused.function import fused_ffn  # needs Triton
 
     if path.startswith("hopper") and not has_hopper_kernels(CUDA):
         pytest.skip("no Hopper, or another Gluon")

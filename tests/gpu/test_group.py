@@ -10,17 +10,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind, Decomposer
-from explorer.exchange import ExchangeUnits
-from explorer.measurements import Measurement, Outcome
-from explorer.models import DType
-from explorer.requests import ExplorationRequest
-from explorer.training import OptimizerSpec, Sharding, TrainingSpec
-from explorer.trials import TrialKind, TrialPlan
+from explorer.cost_model.collectives import ExchangeUnits
+from explorer.cost_model.components import Component, ComponentKind, Decomposer
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import DType
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
 from tests.gpu.test_profiler import MODEL, REQUEST
-from workers.devices import visible_devices
-from workers.launcher import Profiler
+from workers.devices.discovery import visible_devices
+from workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,

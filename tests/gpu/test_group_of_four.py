@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from explorer.measurements import Outcome
+from explorer.records.measurement import Outcome
 from tests.gpu.test_group import run
 from tests.gpu.test_profiler import REQUEST
-from workers.devices import visible_devices
-from workers.launcher import Profiler
+from workers.devices.discovery import visible_devices
+from workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,17 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from explorer.models import DType, ModelSpec, MoESpec
-from tests.kernels import expert_cases, gemm_cases
-from tests.kernels.gemm_cases import GemmCase
-from tests.kernels.references import relative_error
-from workers.kernels.experts.block_sparse import dsd, sdd, transposed_dsd
-from workers.kernels.experts.block_topology import block_topology
-from workers.kernels.experts.cublas_grouped import CublasGemm
-from workers.kernels.experts.hopper import gemm as hopper
-from workers.kernels.experts.hopper import tiles as hopper_tiles
-from workers.kernels.experts.registry import expert_backend, expert_support
-from workers.kernels.experts.triton_gemm import (
+from bexp.kernels.experts.comparisons.block_sparse import dsd, sdd, transposed_dsd
+from bexp.kernels.experts.comparisons.block_topology import block_topology
+from bexp.kernels.experts.comparisons.cublas_grouped import CublasGemm
+from bexp.kernels.experts.hopper import gemm as hopper
+from bexp.kernels.experts.hopper import tiles as hopper_tiles
+from bexp.kernels.experts.registry import expert_backend, expert_support
+from bexp.kernels.experts.triton_gemm import (
     LARGE,
     LOW,
     SHALLOW,
@@ -30,6 +26,10 @@ from workers.kernels.experts.triton_gemm import (
     multiply_rows,
     sum_over_rows,
 )
+from explorer.spec.model import DType, ModelSpec, MoESpec
+from tests.bexp.kernels import expert_cases, gemm_cases
+from tests.bexp.kernels.gemm_cases import GemmCase
+from tests.bexp.kernels.references import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

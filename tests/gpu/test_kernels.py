@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from explorer.models import DType, ModelSpec, MoESpec
-from tests.kernels import expert_cases, references
-from workers.kernels.activations import Activation, activate
-from workers.kernels.attention import attention_backend, attention_support, default_attention_backend
-from workers.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
+from bexp.kernels.activations import Activation, activate
+from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
+from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
+from explorer.spec.model import DType, ModelSpec, MoESpec
+from tests.bexp.kernels import expert_cases, references
 
 pytestmark = [
     pytest.mark.gpu,

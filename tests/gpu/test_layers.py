@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from explorer.candidates import Candidate
-from explorer.components import BlockRecompute
-from explorer.models import DType, ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.training import OptimizerSpec
-from tests.kernels.references import relative_error
-from tests.layers import references
-from tests.layers.models import outcome, shake, small_model, small_moe
-from workers.kernels.attention import attention_backend
-from workers.layers.attention_block import AttentionBlock
-from workers.layers.decoder import DecoderModel
-from workers.layers.factory import random_tokens
-from workers.layers.head import Head
-from workers.layers.optimizer import TrainingOptimizer
+from bexp.kernels.attention import attention_backend
+from explorer.cost_model.components import BlockRecompute
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import DType, ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import OptimizerSpec
+from tests.bexp.kernels.references import relative_error
+from tests.workers.targets import references
+from tests.workers.targets.models import outcome, shake, small_model, small_moe
+from workers.targets.reference.attention_block import AttentionBlock
+from workers.targets.reference.decoder import DecoderModel
+from workers.targets.reference.factory import random_tokens
+from workers.targets.reference.head import Head
+from workers.targets.reference.optimizer import TrainingOptimizer
 
 pytestmark = [
     pytest.mark.gpu,

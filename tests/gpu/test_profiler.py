@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from explorer.candidates import Candidate
-from explorer.components import Component, ComponentKind, Decomposer
-from explorer.measurements import Outcome
-from explorer.models import DType, ModelSpec, MoESpec
-from explorer.parameters import count_parameters
-from explorer.requests import ExplorationRequest
-from explorer.trials import TrialKind, TrialPlan
-from workers.devices import visible_devices
-from workers.launcher import Profiler
+from explorer.cost_model.components import Component, ComponentKind, Decomposer
+from explorer.cost_model.parameters import count_parameters
+from explorer.records.measurement import Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import DType, ModelSpec, MoESpec
+from explorer.spec.request import ExplorationRequest
+from workers.devices.discovery import visible_devices
+from workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,

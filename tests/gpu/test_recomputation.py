@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from explorer.components import BlockRecompute, Component, ComponentKind
-from explorer.footprint import predict_component_bytes
-from explorer.models import ModelSpec, MoESpec
-from explorer.requests import ExplorationRequest
-from tests.kernels.references import relative_error
-from tests.layers.models import outcome, shake
-from workers.kernels.attention import attention_backend
-from workers.kernels.experts.registry import expert_backend
-from workers.layers.factory import build_block, example_inputs
-from workers.profiler.passes import BlockPasses
-from workers.profiler.weighing import Weight, weigh
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.experts.registry import expert_backend
+from bexp.measure.memory import Weight, weigh
+from bexp.measure.passes import BlockPasses
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.spec.model import ModelSpec, MoESpec
+from explorer.spec.request import ExplorationRequest
+from tests.bexp.kernels.references import relative_error
+from tests.workers.targets.models import outcome, shake
+from workers.targets.reference.factory import build_block, example_inputs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -115,7 +115,7 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
 
 def test_every_package_is_copied() -> None:
     copied = " ".join(find(STAGES[1], "COPY"))
-    for package in ("explorer", "storage", "workers", "api"):
+    for package in ("bexp", "explorer", "storage", "workers", "api"):
         assert f"{package} ./{package}" in copied
 
 

@@ -31,7 +31,7 @@ from tests.packaging.deployments import (
     read_objects,
     seconds,
 )
-from workers.device_sets import parse_devices
+from workers.devices.selection import parse_devices
 from workers.settings import read_settings
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from explorer.events import EventCode, EventDraft
-from explorer.ground import OpenStudy
-from explorer.hardware import DeviceReport, HardwareSpec
-from explorer.measurements import Measurement, Outcome, PhaseSeconds
-from explorer.progress import Progress
-from explorer.recommendations import Answer, VariantAnswer
-from explorer.requests import ExplorationRequest
-from explorer.trials import Measure, Trial, TrialKind, TrialPlan
+from explorer.records.event import EventCode, EventDraft, Progress
+from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from explorer.records.recommendation import Answer, VariantAnswer
+from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from explorer.search.setup import OpenStudy
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.request import ExplorationRequest
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
-from workers.launcher import ProfilerError, ProfilerInterruptedError
+from workers.process.profiler import ProfilerError, ProfilerInterruptedError
 
 NUM_TRIALS = 3
 

@@ -7,14 +7,14 @@ import pytest
 
 from workers import doctor
 from workers.doctor import Diagnosis, diagnose
-from workers.launcher import ProfilerError
+from workers.process.profiler import ProfilerError
 
 
 @pytest.fixture(autouse=True)
 def a_host_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without GPUs, and with device locks that no other process here holds."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("workers.devices._gpu_uuids", list)
+    monkeypatch.setattr("workers.devices.discovery._gpu_uuids", list)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -46,6 +46,6 @@ def test_a_device_that_cannot_be_used_says_why(
     def fail(self: object) -> None:
         raise ProfilerError("the driver is too old")
 
-    monkeypatch.setattr("workers.launcher.Profiler.start", fail)
+    monkeypatch.setattr("workers.process.profiler.Profiler.start", fail)
     assert doctor.main(json_output=False) == 1
     assert "the driver is too old" in capsys.readouterr().out

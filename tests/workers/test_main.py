@@ -17,8 +17,8 @@ from storage.queue import Queue
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 from workers.__main__ import SERVICE_FAILED, main, serve_workers
-from workers.launcher import ProfilerError
-from workers.worker import Worker
+from workers.jobs.worker import Worker
+from workers.process.profiler import ProfilerError
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""`python -m workers.profiler`: started by `workers.launcher`, never by hand."""
+"""`python -m workers.profiler`: started by `workers.process.profiler`, never by hand."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import socket
 from functools import partial
 
-from explorer.frozen import Frozen
+from explorer.spec.base import Frozen
+from workers.process.protocol import Hello, Refused, encode
 from workers.profiler.lifeline import die_with_parent, read_orders
-from workers.protocol import Hello, Refused, encode
 
 
 def main() -> int:
@@ -32,12 +32,12 @@ def main() -> int:
     # torch takes seconds to import: only now that this process cannot be left behind.
     import torch  # noqa: PLC0415 - it brings torch, or comes after it
 
+    from bexp.measure.device_monitor import Surroundings  # noqa: PLC0415 - it brings torch, or comes after it
+    from bexp.measure.gpu_processes import TenantWatch  # noqa: PLC0415 - it brings torch, or comes after it
+    from bexp.measure.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.bench import Bench  # noqa: PLC0415 - it brings torch, or comes after it
-    from workers.profiler.conditions import Surroundings  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.hardware import used_bytes  # noqa: PLC0415 - it brings torch, or comes after it
-    from workers.profiler.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.session import Session  # noqa: PLC0415 - it brings torch, or comes after it
-    from workers.profiler.tenants import TenantWatch  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.settings import read_settings  # noqa: PLC0415 - it brings torch, or comes after it
 
     device = torch.device(arguments.device)

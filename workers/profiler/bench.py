@@ -7,11 +7,11 @@ import sys
 
 import torch
 
-from workers.profiler import host
-from workers.profiler.conditions import Surroundings
-from workers.profiler.cuda_timing import CudaTimer
+from bexp.measure import host_limits as host
+from bexp.measure.cuda_timing import CudaTimer
+from bexp.measure.device_monitor import Surroundings
+from bexp.measure.timing import BlockTimer, HostTimer
 from workers.profiler.team import ALONE, Team
-from workers.profiler.timing import BlockTimer, HostTimer
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
 """What libraries may keep for good: workspaces of cuBLAS and cuDNN, constants of compiled code."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from explorer.measurements import Outcome
+from explorer.records.measurement import Outcome
 
 EXHAUSTED = (
     "can't allocate memory",

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 
-from workers.protocol import ORDERS, Order
+from workers.process.protocol import ORDERS, Order
 
 PR_SET_PDEATHSIG = 1
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec
-from explorer.models import ModelSpec
-from workers.kernels.attention import attention_support, default_attention_backend
-from workers.kernels.context_parallel.attention import context_parallel_reason
-from workers.kernels.experts.registry import default_expert_backend, expert_support
+from bexp.kernels.attention import attention_support, default_attention_backend
+from bexp.kernels.context_parallel.attention import context_parallel_reason
+from bexp.kernels.experts.registry import default_expert_backend, expert_support
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from explorer.spec.model import ModelSpec
 
 
 def report_device(model: ModelSpec, hardware: HardwareSpec, device: torch.device) -> DeviceReport:

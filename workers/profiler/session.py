@@ -6,27 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from explorer.components import Component, ComponentKind
-from explorer.composition import memory_limit
-from explorer.frozen import Frozen
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.trials import TrialKind, TrialPlan
-from workers.kernels.attention import attention_backend
-from workers.kernels.experts.registry import expert_backend
-from workers.profiler.bench import Bench
-from workers.profiler.communication_trial import measure_communication
-from workers.profiler.compilation import missing_compiler
-from workers.profiler.component_trial import measure_block
-from workers.profiler.failures import UnsupportedTrialError, classify, is_poisoned
-from workers.profiler.hardware import measure_hardware
-from workers.profiler.optimizer_trial import measure_optimizer
-from workers.profiler.phases import PhaseClock
-from workers.profiler.report import report_device
-from workers.profiler.team import Team, alone
-from workers.profiler.whole_model_trial import run_whole_model
-from workers.protocol import (
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.experts.registry import expert_backend
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.step import memory_limit
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.base import Frozen
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from workers.process.protocol import (
     Begin,
     ComponentMeasured,
     ComponentStarted,
@@ -37,6 +26,17 @@ from workers.protocol import (
     RunTrial,
     TrialFinished,
 )
+from workers.profiler.bench import Bench
+from workers.profiler.compilation import missing_compiler
+from workers.profiler.failures import UnsupportedTrialError, classify, is_poisoned
+from workers.profiler.hardware import measure_hardware
+from workers.profiler.phases import PhaseClock
+from workers.profiler.report import report_device
+from workers.profiler.team import Team, alone
+from workers.profiler.trials.communication import measure_communication
+from workers.profiler.trials.component import measure_block
+from workers.profiler.trials.optimizer import measure_optimizer
+from workers.profiler.trials.whole_model import run_whole_model
 
 CALM_SECONDS = 5.0
 """How long a trial waits, at most, for a device to calm down on which the one before was disturbed."""

@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from explorer.components import Component
-from explorer.trials import TrialPlan
-from workers.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.measure.timing import Agreement
+from explorer.cost_model.components import Component
+from explorer.records.trial import TrialPlan
 from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.timing import Agreement
 
 
 class Meeting(Protocol):

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from explorer.candidates import Candidate
-from explorer.components import Component
-from explorer.measurements import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
-from explorer.trials import TrialKind, TrialPlan
+from explorer.cost_model.components import Component
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate
 from workers.replay.recording import Recording
 from workers.replay.rows import ComponentRow, WholeModelRow
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from explorer.executors import TrialExecutor
-from explorer.measurements import Measurement
-from explorer.trials import TrialPlan
+from explorer.records.measurement import Measurement
+from explorer.records.trial import TrialPlan
+from explorer.search.trial_scheduler import TrialExecutor
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
 

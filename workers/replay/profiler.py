@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from explorer.exchange import is_exchange_timed
-from explorer.hardware import BackendSupport, DeviceReport, HardwareSpec
-from explorer.measurements import Measurement
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from explorer.space import EmptySpaceError
-from explorer.training import Sharding
-from explorer.trials import TrialPlan
-from workers.launcher import ProfilerError, ProfilerInterruptedError
+from explorer.cost_model.collectives import is_exchange_timed
+from explorer.cost_model.search_space import EmptySpaceError
+from explorer.records.measurement import Measurement
+from explorer.records.trial import TrialPlan
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+from workers.process.profiler import ProfilerError, ProfilerInterruptedError
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from explorer.candidates import Candidate
-from explorer.components import Component
-from explorer.ground import Survey, survey_variant
-from explorer.measurements import Outcome
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
+from explorer.cost_model.components import Component
+from explorer.records.measurement import Outcome
+from explorer.search.setup import Survey, survey_variant
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
 from workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 

@@ -7,7 +7,7 @@ Version 1. Every line is an object with a `type`:
   the header's device are enumerated, and share the components they have in common.
 - `whole_model` (`WholeModelRow`): one run of a candidate's whole model.
 
-Fields with their default value are left out. Seconds and bytes are as in `explorer.measurements`. Lines are only ever
+Fields with their default value are left out. Seconds and bytes are as in `explorer.records.measurement`. Lines are only ever
 appended, so that an interrupted recording can be continued; a last line without its end is ignored.
 """
 
@@ -19,21 +19,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from explorer.candidates import Candidate
-from explorer.components import Component
-from explorer.conditions import Conditions
-from explorer.frozen import Frozen
-from explorer.hardware import DeviceReport
-from explorer.measurements import (
+from explorer.cost_model.components import Component
+from explorer.records.measurement import (
     Bytes,
     ComponentMeasurement,
+    Conditions,
     Measurement,
     Outcome,
     PhaseSeconds,
     Seconds,
     WholeModelMeasurement,
 )
-from explorer.requests import ExplorationRequest
+from explorer.spec.base import Frozen
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 
 FORMAT = "bexp-recording"
 VERSION: Literal[1] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from explorer.training import Sharding
+from explorer.spec.training import Sharding
 from workers.profiler.training.data_parallel import Alone, DataParallel
 from workers.profiler.training.replicated import Replicated, ReplicatedMain
 

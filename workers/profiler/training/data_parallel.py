@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
-from workers.layers.optimizer import TrainingOptimizer
+from workers.targets.reference.optimizer import TrainingOptimizer
 
 Step = Callable[[], None]
 

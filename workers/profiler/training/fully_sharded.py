@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from explorer.training import Sharding
-from workers.layers.optimizer import TrainingOptimizer
+from explorer.spec.training import Sharding
 from workers.profiler.training.data_parallel import Step
+from workers.targets.reference.optimizer import TrainingOptimizer
 
 
 class FullySharded:

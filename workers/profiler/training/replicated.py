@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workers.layers.optimizer import TrainingOptimizer
 from workers.profiler.training.data_parallel import Step
+from workers.targets.reference.optimizer import TrainingOptimizer
 
 WATCHDOG_SECONDS = 0.3
 """NCCL's process groups look ten times a second at what has ended."""

@@ -7,17 +7,17 @@ import time
 import torch
 from torch import Tensor
 
-from explorer.candidates import Candidate
-from explorer.models import ModelSpec
-from explorer.requests import ExplorationRequest
-from workers.kernels.dtypes import torch_dtype
-from workers.layers.decoder import DecoderModel
-from workers.layers.factory import random_tokens
-from workers.layers.optimizer import TrainingOptimizer, build_optimizer
+from bexp.kernels.dtypes import torch_dtype
+from bexp.measure.timestamps import Mark, mark_of
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
 from workers.profiler.bench import Bench
-from workers.profiler.marks import Mark, mark_of
-from workers.profiler.rings import find_ring
 from workers.profiler.training.choice import data_parallel
+from workers.profiler.trials.ring import find_ring
+from workers.targets.reference.decoder import DecoderModel
+from workers.targets.reference.factory import random_tokens
+from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 
 MICRO_STEPS = 2
 EXCHANGING_MICRO_STEPS = 3

@@ -1,0 +1,137 @@
+"""Attention whose sequences are spread over the ranks of a process group."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bexp.kernels.context_parallel.blocks import block_attention
+from bexp.kernels.context_parallel.layouts import context_parallel_layout
+from bexp.kernels.context_parallel.ring import Ring
+from bexp.kernels.context_parallel.ring_attention import RingAttention, ring_attention
+from bexp.kernels.dtypes import torch_dtype
+from explorer.spec.model import ModelSpec
+
+
+class ContextParallel:
+    """Exact attention over a process group, each rank of which holds the positions that a layout gives to it.
+
+    Whatever is not attention works on a rank's own tokens, in the order of `positions`, which is also what position
+    embeddings need. Attention passes keys and values around the ring of ranks while it computes with those that came
+    before (Ring Attention, Liu et al., 2023, arXiv:2310.01889); all layouts do so by the same loop.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, layout: str) -> None:
+        self.layout = context_parallel_layout(layout)
+        self._ring = Ring(group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._ring.size
+
+    @property
+    def rank(self) -> int:
+        """This process's, within the group."""
+        return self._ring.rank
+
+    def positions(self, seq_length: int, device: torch.device | None = None) -> Tensor:
+        """The global positions of this rank's tokens, increasing, int64 (S / N).
+
+        ValueError if sequences of this length cannot be spread.
+        """
+        return self._positions(seq_length, self.rank).to(device)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor with S positions along `dim`, S / N afterwards; differentiable."""
+        return x.index_select(dim, self.positions(x.shape[dim], x.device))
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """All ranks' parts in the order of the sequence, S along `dim`; every rank must call it. Without gradients."""
+        seq_length = x.shape[dim] * self.size
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, x.detach().contiguous(), group=self._ring.group)
+        positions = torch.cat([self._positions(seq_length, rank) for rank in range(self.size)])
+        return torch.cat(parts, dim).index_select(dim, positions.argsort().to(x.device))
+
+    def num_pairs(self, seq_length: int, *, causal: bool = True, rank: int | None = None) -> int:
+        """Pairs of query and key that this (or another) rank computes for each head of a sequence."""
+        return self.layout.num_pairs(self.rank if rank is None else rank, self.size, seq_length, causal=causal)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        backend: str = "flash",
+        bta_tile: int | None = None,
+    ) -> Tensor:
+        """Softmax attention of this rank's queries to the keys of all ranks; every rank must call it alike.
+
+        q (B, H, S / N, D) and k, v (B, G, S / N, D), G a divisor of H, in any strides with a dense last axis; returns
+        (B, H, S / N, D). `scale` is 1 / sqrt(D) by default. With `bta_tile`, a divisor of B, so many sequences go
+        around the ring at a time (BTA), with buffers and accumulators for as many.
+
+        ValueError for shapes, dtypes and back ends that are not served, with the reason.
+        """
+        seq_length, head_size = q.shape[2] * self.size, q.shape[-1]
+        block = block_attention(backend)
+        reason = (
+            _shape_reason(q, k, v)
+            or self.layout.refusal(seq_length, self.size)
+            or block.unsupported_reason(q.dtype, head_size, q.device)
+        )
+        if reason is not None:
+            raise ValueError(reason)
+        tile = q.shape[0] if bta_tile is None else bta_tile
+        if tile < 1 or q.shape[0] % tile:
+            raise ValueError(f"a BTA tile divides the batch: {tile} does not divide {q.shape[0]}")
+        plan = RingAttention(
+            ring=self._ring,
+            steps=self.layout.steps(self.rank, self.size, q.shape[2], causal=causal),
+            block=block,
+            scale=1.0 / math.sqrt(head_size) if scale is None else scale,
+        )
+        padding = -head_size % 8 if q.device.type == "cuda" and backend == "flash" else 0
+        if padding:
+            q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
+        out = ring_attention(plan, q, k, v, tile)
+        return out[..., :head_size] if padding else out
+
+    def _positions(self, seq_length: int, rank: int) -> Tensor:
+        reason = self.layout.refusal(seq_length, self.size)
+        if reason is not None:
+            raise ValueError(reason)
+        return self.layout.positions(seq_length, self.size, rank)
+
+
+def context_parallel_reason(
+    model: ModelSpec, num_ranks: int, layout: str, backend: str, device: torch.device
+) -> str | None:
+    """Why a model's attention cannot be spread over so many devices like `device`; null if it can.
+
+    ValueError for a layout or a back end that is unknown.
+    """
+    return context_parallel_layout(layout).refusal(model.seq_length, num_ranks) or block_attention(
+        backend
+    ).unsupported_reason(torch_dtype(model.dtype), model.head_size, device)
+
+
+def _shape_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if q.dim() != 4 or k.shape != v.shape or k.shape != (q.shape[0], k.shape[1], *q.shape[2:]):
+        return (
+            "context parallelism takes queries (B, H, S, D) and keys and values (B, G, S, D), not "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[1] % k.shape[1]:
+        return f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads"
+    if not q.dtype == k.dtype == v.dtype:
+        return "queries, keys and values have one dtype"
+    return None

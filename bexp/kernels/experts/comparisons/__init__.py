@@ -1,0 +1,1 @@
+"""Expert back ends that are kept to compare with; in the search space only when named."""

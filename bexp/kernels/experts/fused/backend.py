@@ -1,0 +1,73 @@
+"""The fused back end, and when it serves."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bexp.kernels.activations import Activation
+from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.probe import failure_of
+from explorer.spec.model import DType, ModelSpec
+
+_DTYPES = (DType.BFLOAT16, DType.FLOAT16)
+_MULTIPLE = 8  # elements of two bytes in the 16 bytes that one load and one row of a tensor map are aligned to
+_MIN_CAPABILITY = (9, 0)
+_PROBED_TOKENS = (16, 512)
+"""A few rows an expert and many, which other kernels serve."""
+_TRACEABLE = frozenset(torch_dtype(dtype) for dtype in _DTYPES)
+
+
+def _forward(
+    x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    if torch.compiler.is_compiling() and routes_TK.numel():
+        from bexp.kernels.experts.fused.operators import fused_experts  # noqa: PLC0415 - needs Triton
+
+        keep = torch.is_grad_enabled()
+        out: Tensor = fused_experts(x_TD, routes_TK, weights_TK, w_in, w_out, activation, keep)[0]
+        return out
+    from bexp.kernels.experts.fused.function import fused_ffn  # noqa: PLC0415 - needs Triton
+
+    return fused_ffn(x_TD, routes_TK, weights_TK, w_in, w_out, activation)
+
+
+def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
+    moe = model.moe
+    if moe is None:
+        return "the model has no experts"
+    if device.type != "cuda":
+        return f"the fused experts need a CUDA device, not {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return f"the fused experts need compute capability 9.0, not {capability[0]}.{capability[1]}"
+    if model.dtype not in _DTYPES:
+        return f"the fused experts take bfloat16 and float16, not {model.dtype}"
+    sizes = {"hidden_size": model.hidden_size, "expert_ffn_hidden_size": moe.expert_ffn_hidden_size}
+    for name, size in sizes.items():
+        if size % _MULTIPLE:
+            return f"the fused experts need {name} to be a multiple of {_MULTIPLE}, not {size}"
+    try:
+        dtype = torch_dtype(model.dtype)
+        reasons = (failure_of(partial(_probe, num_tokens, dtype, device), device) for num_tokens in _PROBED_TOKENS)
+        return next((reason for reason in reasons if reason is not None), None)
+    except Exception as error:  # noqa: BLE001 - Triton and the compilers that it calls raise errors of their own
+        return f"Triton cannot build the kernels: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _probe(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    x, w_in, w_out = (
+        torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+        for shape in ((num_tokens, 64), (4, 64, 64), (4, 32, 64))
+    )
+    routes = torch.arange(num_tokens, device=device).remainder(3).view(num_tokens, 1)
+    return _forward(x, routes, torch.ones_like(routes, dtype=dtype), w_in, w_out, "silu")
+
+
+FUSED = ExpertBackend("fused", False, _unsupported_reason, _forward, _TRACEABLE)

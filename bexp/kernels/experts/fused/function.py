@@ -1,0 +1,204 @@
+"""Forward and backward of the fused expert FFN."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from bexp.kernels.activations import Activation
+from bexp.kernels.experts.fused import gemms
+from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.layouts import Layout, Operand
+from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles
+from bexp.kernels.experts.fused.token_permutation import Order, gather_rows, gather_tiles, order_pairs, sum_pairs
+from bexp.kernels.selective_recompute import announce
+from bexp.kernels.triton_support import aligned, launched_where_it_lies
+
+
+def fused_ffn(
+    x_TD: Tensor,
+    routes_TK: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: Activation,
+    tiles: FusedTiles | None = None,
+) -> Tensor:
+    """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
+
+    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and four bytes times two a pair
+    for their order. `tiles` overrides the choice of tiles.
+    """
+    hidden_size = w_out.shape[1]
+    gated = w_in.shape[2] == 2 * hidden_size
+    assert gated or w_in.shape[2] == hidden_size, "w_in is (E, D, H) or (E, D, 2H) for w_out (E, H, D)"
+    if routes_TK.numel() == 0:
+        return x_TD * 0.0
+    chosen = tiles or tiles_for(routes_TK, w_in, w_out)
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, weights_TK, w_in, w_out))
+    out: Tensor = _FusedFFN.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+        x_TD, routes_TK, weights_TK, w_in, w_out, activation, chosen, keep
+    )
+    return out
+
+
+def tiles_for(routes_TK: Tensor, w_in: Tensor, w_out: Tensor) -> FusedTiles:
+    """The default tiles for these operands."""
+    gated = w_in.shape[2] == 2 * w_out.shape[1]
+    on_hopper = has_hopper_kernels(w_in.device)
+    return default_tiles(routes_TK.numel(), w_in.shape[0], gated, w_in.element_size(), on_hopper)
+
+
+class Kept(NamedTuple):
+    """What backward needs beside the operands: the products before the activation (R, 2H or H), and the order."""
+
+    pre: Tensor
+    order: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of x, the routing weights, w_in and w_out; null where none was asked for."""
+
+    x: Tensor | None
+    weights: Tensor | None
+    w_in: Tensor | None
+    w_out: Tensor | None
+
+
+@launched_where_it_lies
+def run_forward(
+    x_TD: Tensor,
+    routes_TK: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: Activation,
+    tiles: FusedTiles,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Kept | None]:
+    """The output (T, D) and, with `keep`, what backward needs. Operands are contiguous."""
+    order = order_pairs(routes_TK, w_in.shape[0], tiles.heights(backward=keep))
+    hidden, pre = gemms.project_in(
+        _operand(x_TD, order, *tiles.project_in.gathers),
+        weights_TK,
+        w_in,
+        w_out.shape[1],
+        activation,
+        order,
+        tiles.project_in,
+        keep=keep,
+    )
+    out = sum_pairs(gemms.project_back(hidden, w_out, order, tiles.project_out, transposed=False), order.top_k)
+    return out, None if pre is None else Kept(pre, order.buffer)
+
+
+@launched_where_it_lies
+def run_backward(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    kept: Kept,
+    activation: Activation,
+    tiles: FusedTiles,
+    needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
+) -> Gradients:
+    """The gradients that are needed, in the order of `Gradients`."""
+    needs_x, needs_weights, needs_w_in, needs_w_out = needs
+    order = Order.of(kept.order, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True))
+    grad_x = grad_weights = grad_w_in = grad_w_out = None
+    grad = _operand(grad_TD, order, *tiles.grad_hidden.gathers)
+    grad_pre, hidden, partial = gemms.differentiate_hidden(
+        grad, weights_TK, kept.pre, w_out, activation, order, tiles.grad_hidden
+    )
+    if needs_weights:
+        grad_weights = partial.sum(dim=0).to(weights_TK.dtype).view_as(weights_TK)
+    if needs_w_out:
+        if tiles.grad_w_out.gathers != tiles.grad_hidden.gathers:
+            grad = _operand(grad_TD, order, *tiles.grad_w_out.gathers)
+        grad_w_out = gemms.sum_outer_products(Operand(hidden, "rows"), grad, order, tiles.grad_w_out)
+    del hidden, partial, grad
+    if needs_w_in:
+        x = _operand(x_TD, order, *tiles.grad_w_in.gathers)
+        grad_w_in = gemms.sum_outer_products(x, Operand(grad_pre, "rows"), order, tiles.grad_w_in)
+        del x
+    if needs_x:
+        grad_x = sum_pairs(gemms.project_back(grad_pre, w_in, order, tiles.grad_input, transposed=True), order.top_k)
+    return Gradients(grad_x, grad_weights, grad_w_in, grad_w_out)
+
+
+class _FusedFFN(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        routes_TK: Tensor,
+        weights_TK: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        activation: Activation,
+        tiles: FusedTiles,
+        keep: bool,
+    ) -> Tensor:
+        x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (x_TD, weights_TK, w_in, w_out))
+        out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
+        if kept is not None:
+            order = kept.order
+
+            def project_again(x: Tensor, weights: Tensor) -> Tensor:
+                return _pre(x, weights, w_in, w_out, order, activation, tiles)
+
+            announce(kept.pre, project_again, x_TD, weights_TK, product=True)
+            ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, *kept)
+            ctx.activation, ctx.tiles = activation, tiles
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weights_TK, w_in, w_out, *kept = ctx.saved_tensors
+        needs_x, _, needs_weights, needs_w_in, needs_w_out = ctx.needs_input_grad[:5]
+        found = run_backward(
+            aligned(grad_TD),
+            x_TD,
+            weights_TK,
+            w_in,
+            w_out,
+            Kept(*kept),
+            ctx.activation,
+            ctx.tiles,
+            (needs_x, needs_weights, needs_w_in, needs_w_out),
+        )
+        return found.x, None, found.weights, found.w_in, found.w_out, None, None, None
+
+
+@launched_where_it_lies
+def _pre(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    buffer: Tensor,
+    activation: Activation,
+    tiles: FusedTiles,
+) -> Tensor:
+    """What the first product leaves for backward, by that product run again in the same order."""
+    order = Order.of(buffer, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True))
+    x = _operand(x_TD, order, *tiles.project_in.gathers)
+    _, pre = gemms.project_in(x, weights_TK, w_in, w_out.shape[1], activation, order, tiles.project_in, keep=True)
+    assert pre is not None, "kept because it was asked for"
+    return pre
+
+
+def _operand(tokens: Tensor, order: Order, layout: Layout, height: int) -> Operand:
+    if layout == "tokens":
+        return Operand(tokens, layout)
+    if layout == "rows":
+        return Operand(gather_rows(tokens, order), layout)
+    return Operand(gather_tiles(tokens, order, height), layout, height)

@@ -1,0 +1,86 @@
+"""Sums of products on their way from the warpgroups that multiply to the finisher. Imports Triton's Gluon.
+
+Each consumer has two buffers, one for each half of its columns. `filled[buffer]` completes when the sums are there,
+`free[buffer]` when the finisher has read them. All of them pass once a tile, also where there is nothing to pass, so
+that a tile's parity is the same for all; the consumers wait for that of the tile before, which a fresh barrier counts
+as complete.
+
+The finisher reads pieces of BAND rows and STRIP columns, that is one swizzled block of shared memory, by `piece_of`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from bexp.kernels.experts.hopper.pipeline import halves, jit
+
+BAND = gl.constexpr(32)
+STRIP = gl.constexpr(64)
+HALVES = gl.constexpr(2)
+
+
+@jit
+def pass_on(
+    acc: gl.tensor, sums: gl.tensor, filled: gl.tensor, free: gl.tensor, PART: gl.constexpr, parity: gl.tensor
+) -> None:
+    """A consumer's sums of all columns."""
+    left, right = halves(acc.to(sums.dtype))
+    _pass_half(left, sums, filled, free, PART * HALVES, parity)
+    _pass_half(right, sums, filled, free, PART * HALVES + 1, parity)
+
+
+@jit
+def pass_on_left(
+    acc: gl.tensor, sums: gl.tensor, filled: gl.tensor, free: gl.tensor, PART: gl.constexpr, parity: gl.tensor
+) -> None:
+    """A consumer's sums of the left half of the columns, and nothing for the right."""
+    _pass_half(acc.to(sums.dtype), sums, filled, free, PART * HALVES, parity)
+    _pass_nothing(filled, free, PART * HALVES + 1, parity)
+
+
+@jit
+def pass_nothing_on(filled: gl.tensor, free: gl.tensor, PART: gl.constexpr, parity: gl.tensor) -> None:
+    """For a consumer whose rows are another expert's."""
+    _pass_nothing(filled, free, PART * HALVES, parity)
+    _pass_nothing(filled, free, PART * HALVES + 1, parity)
+
+
+@jit
+def _pass_half(
+    half: gl.tensor, sums: gl.tensor, filled: gl.tensor, free: gl.tensor, at: gl.tensor, parity: gl.tensor
+) -> None:
+    mbarrier.wait(free.index(at), parity ^ 1)
+    sums.index(at).store(half)
+    gl.thread_barrier()
+    mbarrier.arrive(filled.index(at))
+
+
+@jit
+def _pass_nothing(filled: gl.tensor, free: gl.tensor, at: gl.tensor, parity: gl.tensor) -> None:
+    mbarrier.wait(free.index(at), parity ^ 1)
+    mbarrier.arrive(filled.index(at))
+
+
+@jit
+def await_sums(filled: gl.tensor, part: gl.tensor, parity: gl.tensor) -> None:
+    """Both halves of a consumer's sums are there."""
+    mbarrier.wait(filled.index(part * HALVES), parity)
+    mbarrier.wait(filled.index(part * HALVES + 1), parity)
+
+
+@jit
+def release_sums(free: gl.tensor, part: gl.tensor) -> None:
+    """The finisher has read what it needs of a consumer's sums."""
+    gl.thread_barrier()
+    mbarrier.arrive(free.index(part * HALVES))
+    mbarrier.arrive(free.index(part * HALVES + 1))
+
+
+@jit
+def piece_of(
+    pieces: gl.tensor, band: gl.tensor, strip: gl.tensor, ROWS: gl.constexpr, STRIPS: gl.constexpr
+) -> gl.tensor:
+    """The sums of a band of a tile's rows and a strip of its columns, where a consumer has ROWS and all STRIPS."""
+    BANDS: gl.constexpr = ROWS // BAND
+    return pieces.index((band // BANDS * STRIPS + strip) * BANDS + band % BANDS)

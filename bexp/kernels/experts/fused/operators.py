@@ -1,0 +1,111 @@
+"""The fused experts as operators of torch, through which torch.compile builds one graph instead of breaking it.
+
+Outside of a graph they only cost the host time, so eager runs take the autograd function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bexp.kernels.activations import Activation
+from bexp.kernels.experts.fused.function import Kept, run_backward, run_forward, tiles_for
+from bexp.kernels.experts.fused.token_permutation import order_size
+from bexp.kernels.triton_support import aligned
+
+
+@torch.library.custom_op(
+    "bexp::fused_experts",
+    mutates_args=(),
+    schema="(Tensor x, Tensor routes, Tensor weights, Tensor w_in, Tensor w_out, str activation, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def fused_experts(
+    x_TD: Tensor,
+    routes_TK: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: Activation,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (T, D) and, with `keep`, both parts of `Kept`; empty tensors without."""
+    x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (x_TD, weights_TK, w_in, w_out))
+    tiles = tiles_for(routes_TK, w_in, w_out)
+    out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
+    if kept is None:
+        return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
+    return out, kept.pre, kept.order
+
+
+@fused_experts.register_fake
+def _(
+    x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_pairs = routes_TK.numel()
+    out = x_TD.new_empty(x_TD.shape)
+    if not keep:
+        return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
+    heights = tiles_for(routes_TK, w_in, w_out).heights(backward=True)
+    order = routes_TK.new_empty(order_size(num_pairs, w_in.shape[0], heights), dtype=torch.int32)
+    return out, x_TD.new_empty(num_pairs, w_in.shape[2]), order
+
+
+@torch.library.custom_op(
+    "bexp::fused_experts_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor weights, Tensor w_in, Tensor w_out, Tensor pre, Tensor order,"
+    " str activation) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def fused_experts_backward(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    pre: Tensor,
+    order: Tensor,
+    activation: Activation,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, the routing weights, w_in and w_out."""
+    grad_TD, x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (grad_TD, x_TD, weights_TK, w_in, w_out))
+    tiles = tiles_for(weights_TK, w_in, w_out)
+    found = run_backward(grad_TD, x_TD, weights_TK, w_in, w_out, Kept(pre, order), activation, tiles)
+    assert found.x is not None
+    assert found.weights is not None
+    assert found.w_in is not None
+    assert found.w_out is not None
+    return found.x, found.weights, found.w_in, found.w_out
+
+
+@fused_experts_backward.register_fake
+def _(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    pre: Tensor,
+    order: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weights, first, second = (t.new_empty(t.shape) for t in (x_TD, weights_TK, w_in, w_out))
+    return x, weights, first, second
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x_TD, _, weights_TK, w_in, w_out, activation, _ = inputs
+    _, pre, order = output
+    ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, pre, order)
+    ctx.activation = activation
+    ctx.mark_non_differentiable(pre, order)
+
+
+def _backward(ctx: Any, grad_TD: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    x, weights, w_in, w_out = fused_experts_backward(grad_TD, *ctx.saved_tensors, ctx.activation)
+    return x, None, weights, w_in, w_out, None, None
+
+
+fused_experts.register_autograd(_backward, setup_context=_setup)

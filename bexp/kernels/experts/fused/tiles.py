@@ -1,0 +1,130 @@
+"""How each GEMM is cut into tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
+from bexp.kernels.experts.fused.layouts import Layout
+
+HOPPER_ROWS = 96
+"""Rows an expert from which on the Hopper kernels of the projections are taken; its sums always are."""
+HOPPER_EXPERTS = 512
+"""More experts' bounds do not fit the registers of the search for a tile."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One GEMM's tiles: output `block_m` x `block_n`, `block_k` of the sum at a time, `num_stages` of them in flight.
+
+    `group` is the height of a band of tiles that run together. With `per_multiprocessor` programs on each
+    multiprocessor a program takes several tiles; 0 starts one a tile. `tma` loads what is contiguous through tensor
+    maps. `flatten` lets a program load its next tile before it has stored the last. `parts` cuts the columns of an
+    epilogue that would need too many registers. With `copy` the tokens are gathered beforehand, by a kernel of its own,
+    into padded tiles of that height, and the GEMM reads all through tensor maps.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+    per_multiprocessor: int = 0
+    tma: bool = False
+    flatten: bool = False
+    parts: int = 1
+    copy: int = 0
+
+    @property
+    def gathers(self) -> tuple[Layout, int]:
+        """How the tokens lie that the GEMM reads, and the height of their tiles."""
+        return ("padded", self.copy) if self.copy else ("tokens", 1)
+
+
+@dataclass(frozen=True)
+class FusedTiles:
+    """The tiles of every GEMM of the FFN, forward and backward: of Triton kernels, or of those for Hopper."""
+
+    project_in: TileConfig | HopperTile
+    project_out: TileConfig
+    grad_hidden: TileConfig | HopperTile
+    grad_input: TileConfig
+    grad_w_in: TileConfig | HopperSum
+    grad_w_out: TileConfig | HopperSum
+
+    def heights(self, *, backward: bool) -> tuple[int, ...]:
+        """Of the tiles of rows that the GEMMs take, and of those that tokens are gathered into."""
+        gemms: list[TileConfig | HopperTile] = [self.project_in, self.project_out]
+        if backward:
+            gemms += [self.grad_hidden, self.grad_input]
+        summed = [self.grad_w_in, self.grad_w_out] if backward else []
+        heights = {tile.block_m for tile in gemms if isinstance(tile, TileConfig)}
+        return tuple(sorted(heights | {tile.copy for tile in summed if isinstance(tile, TileConfig) and tile.copy}))
+
+    def replaced(self, **tiles: TileConfig | HopperTile | HopperSum) -> FusedTiles:
+        """With other tiles for some of the GEMMs."""
+        return replace(self, **tiles)  # type: ignore[arg-type] # a field's type is that of its name
+
+
+@lru_cache(maxsize=256)
+def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int, on_hopper: bool = False) -> FusedTiles:
+    """The tiles for so many pairs over so many experts, from what the host knows: their mean.
+
+    Of the Triton kernels those that were fastest on an H200 at 1024, 128, 64 and 16 rows an expert. `on_hopper` allows
+    its own kernels: faster at 64 and 128 rows, level from 1024 on.
+    """
+    mean = num_pairs / num_experts
+    if itemsize > 2:
+        return FusedTiles(**{field.name: _SMALL for field in fields(FusedTiles)})
+    tiles = _FEW if mean < 24 else _SOME if mean < 96 else _HUNDREDS if mean < 256 else _MANY
+    if on_hopper and num_experts <= HOPPER_EXPERTS:
+        return on_hopper_tiles(tiles, projections=mean >= HOPPER_ROWS)
+    if gated or mean < 96:
+        return tiles
+    return tiles.replaced(project_in=TileConfig(128, 256, 64, 8, 3, tma=True))
+
+
+def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True) -> FusedTiles:
+    """`tiles` with the sums over rows on Hopper's own kernels, and the projections that have epilogues."""
+    tiles = tiles.replaced(grad_w_in=HopperSum(), grad_w_out=HopperSum())
+    if projections:
+        return tiles.replaced(project_in=PROJECT_IN, grad_hidden=GRAD_HIDDEN)
+    if isinstance(tiles.grad_hidden, TileConfig):  # what is gathered in tiles serves no sum any more
+        return tiles.replaced(grad_hidden=replace(tiles.grad_hidden, copy=0))
+    return tiles
+
+
+_SMALL = TileConfig(32, 32, 32, 4, 2)
+_MANY = FusedTiles(
+    project_in=TileConfig(128, 128, 64, 8, 4, tma=True),
+    project_out=TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True, per_multiprocessor=1),
+    grad_hidden=TileConfig(128, 256, 64, 8, 4, tma=True, parts=4, copy=128),
+    grad_input=TileConfig(128, 256, 64, 8, 3, tma=True),
+    grad_w_in=TileConfig(128, 256, 64, 8, 5, tma=True),  # two stages more in flight: the tokens' indices come first
+    grad_w_out=TileConfig(128, 256, 64, 8, 3, tma=True, copy=128),  # of what grad_hidden gathered
+)
+ON_HOPPER = on_hopper_tiles(_MANY)
+_HUNDREDS = _MANY.replaced(
+    project_out=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
+    grad_input=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
+    grad_w_in=TileConfig(64, 128, 32, 4, 4, tma=True, copy=64),
+    grad_w_out=TileConfig(64, 128, 32, 4, 4, tma=True, copy=128),
+)
+_SOME = _HUNDREDS.replaced(
+    project_in=TileConfig(64, 128, 64, 4, 4, tma=True),
+    project_out=TileConfig(64, 256, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=1),
+    grad_hidden=TileConfig(64, 128, 64, 4, 4, tma=True, parts=2, copy=64),
+    grad_input=TileConfig(64, 256, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=1),
+    grad_w_in=TileConfig(128, 128, 64, 4, 2, tma=True, per_multiprocessor=2, copy=64),
+    grad_w_out=TileConfig(64, 128, 32, 4, 4, tma=True, copy=64),
+)
+_FEW = FusedTiles(
+    project_in=TileConfig(32, 128, 64, 4, 4, tma=True),
+    project_out=TileConfig(32, 128, 64, 4, 4, tma=True),
+    grad_hidden=TileConfig(16, 128, 64, 4, 4, tma=True, parts=2),
+    grad_input=TileConfig(32, 128, 64, 4, 4, tma=True),
+    grad_w_in=TileConfig(128, 128, 16, 4, 4, tma=True, copy=64),
+    grad_w_out=TileConfig(64, 128, 32, 4, 4, tma=True, copy=64),
+)

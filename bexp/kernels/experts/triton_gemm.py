@@ -1,0 +1,256 @@
+"""A persistent grouped GEMM in Triton: one launch for all experts, with their bounds on the device.
+
+The idea of a persistent kernel that finds each tile's group is that of Triton's grouped GEMM tutorial; here the groups
+differ in their rows only, so that one search over cumulative tile counts in registers replaces the walk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from bexp.kernels.activations import Activation
+from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.grouped_ffn import grouped_ffn
+from bexp.kernels.experts.rows import Rows, sorted_rows
+from bexp.kernels.triton_support import (
+    fits_bulk_copies,
+    has_bulk_copies,
+    launching_on,
+    num_multiprocessors,
+    triton_failure,
+    triton_reason,
+)
+from explorer.spec.model import ModelSpec
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel cuts its work: an output tile (block_m, block_n), block_k of the summed axis a step.
+
+    `programs_per_multiprocessor` bounds the grid of the persistent kernel. `bulk_copies` asks for tensor descriptors
+    where device and tensors allow them; with these, `halves` writes a tile in two parts, and `flatten` overlaps the end
+    of a tile with the start of the next (forward and rows' gradient only).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    programs_per_multiprocessor: int = 1
+    group_m: int = 8
+    bulk_copies: bool = True
+    halves: bool = False
+    flatten: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program at two bytes a number: the stages' operands and the tile on its way out."""
+        stages = self.num_stages * (self.block_m + self.block_n) * self.block_k
+        return 2 * (stages + self.block_m * self.stored_columns)
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns of a tile that are written at a time."""
+        return self.block_n // 2 if self.halves else self.block_n
+
+
+LARGE = Tiles(128, 256, 64, num_stages=3, num_warps=8)
+SQUARE = Tiles(128, 128, 64, num_stages=4, num_warps=8)
+LOW = Tiles(64, 128, 64, num_stages=4, num_warps=4, programs_per_multiprocessor=2)
+SHALLOW = Tiles(128, 128, 32, num_stages=3, num_warps=4, programs_per_multiprocessor=2)
+SMALL = Tiles(64, 64, 32, num_stages=3, num_warps=4, programs_per_multiprocessor=2)
+
+
+def rows_tiles(rows_per_expert: float, device: torch.device) -> Tiles:
+    """For forward and the gradient of the rows: low tiles while the matrices' bytes dominate, wide ones after."""
+    return _fitting((LOW if rows_per_expert <= 64 else SQUARE if rows_per_expert <= 192 else LARGE, LOW), device)
+
+
+def weights_tiles(rows_per_expert: float, device: torch.device) -> Tiles:
+    """For the gradient of the matrices: shallow steps where there are few rows to sum over."""
+    return _fitting((SHALLOW if rows_per_expert <= 128 else LARGE, SHALLOW), device)
+
+
+def multiply_rows(
+    x_RK: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    *,
+    transposed: bool = False,
+    out: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Each expert's rows by its matrix: (R, K) and (E, K, N), or (E, N, K) where `transposed`, to (R, N).
+
+    `ends` (E,) int32 are the experts' last rows plus one, ascending to R.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - optional
+
+    from bexp.kernels.experts.triton_kernels import rows_kernel  # noqa: PLC0415 - imports Triton
+
+    x_RK, w = _with_dense_rows(x_RK), w.contiguous()
+    num_rows, k = x_RK.shape
+    num_experts, n = w.shape[0], w.shape[1] if transposed else w.shape[2]
+    assert w.shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
+    out = x_RK.new_empty(num_rows, n) if out is None else out
+    if out.numel() == 0:
+        return out
+    tiles = tiles or rows_tiles(num_rows / num_experts, x_RK.device)
+    m_tiles = -(-num_rows // tiles.block_m) + min(num_experts, num_rows)
+    bulk = tiles.bulk_copies and _bulk_copies(x_RK, w, out)
+    w_block = [1, tiles.block_n, tiles.block_k] if transposed else [1, tiles.block_k, tiles.block_n]
+    with launching_on(x_RK.device):
+        rows_kernel[(_programs(tiles, m_tiles * -(-n // tiles.block_n), x_RK.device),)](
+            x_RK,
+            w,
+            out,
+            ends,
+            num_experts,
+            k,
+            n,
+            x_RK.stride(0),
+            w.stride(0),
+            w.stride(1),
+            out.stride(0),
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            GROUP_M=tiles.group_m,
+            EXPERTS=max(16, 1 << (num_experts - 1).bit_length()),
+            TRANSPOSED=transposed,
+            USE_TMA=bulk,
+            FLATTEN=bulk and tiles.flatten,
+            HALVES=tiles.halves,
+            x_desc=TensorDescriptor.from_tensor(x_RK, [tiles.block_m, tiles.block_k]) if bulk else None,
+            w_desc=TensorDescriptor.from_tensor(w, w_block) if bulk else None,
+            out_desc=TensorDescriptor.from_tensor(out, [tiles.block_m, tiles.stored_columns]) if bulk else None,
+            num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps,
+        )
+    return out
+
+
+def sum_over_rows(
+    x_RK: Tensor, grad_RN: Tensor, ends: Tensor, *, out: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
+    """Each expert's x^T grad over its rows: (R, K) and (R, N) to (E, K, N); zero for an expert without rows."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - optional
+
+    from bexp.kernels.experts.triton_kernels import weights_kernel  # noqa: PLC0415 - imports Triton
+
+    x_RK, grad_RN = _with_dense_rows(x_RK), _with_dense_rows(grad_RN)
+    num_rows, k = x_RK.shape
+    num_experts, n = ends.shape[0], grad_RN.shape[1]
+    out = x_RK.new_empty(num_experts, k, n) if out is None else out
+    if num_rows == 0:
+        return out.zero_()
+    tiles = tiles or weights_tiles(num_rows / num_experts, x_RK.device)
+    num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
+    bulk = tiles.bulk_copies and _bulk_copies(x_RK, grad_RN, out)
+    with launching_on(x_RK.device):
+        weights_kernel[(_programs(tiles, num_tiles, x_RK.device),)](
+            x_RK,
+            grad_RN,
+            out,
+            ends,
+            num_experts,
+            k,
+            n,
+            x_RK.stride(0),
+            grad_RN.stride(0),
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_R=tiles.block_k,
+            GROUP_M=tiles.group_m,
+            USE_TMA=bulk,
+            HALVES=tiles.halves,
+            x_desc=TensorDescriptor.from_tensor(x_RK, [tiles.block_k, tiles.block_m]) if bulk else None,
+            grad_desc=TensorDescriptor.from_tensor(grad_RN, [tiles.block_k, tiles.block_n]) if bulk else None,
+            out_desc=TensorDescriptor.from_tensor(out, [1, tiles.block_m, tiles.stored_columns]) if bulk else None,
+            num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps,
+        )
+    return out
+
+
+class TritonGemm(Function):
+    """Forward by `multiply_rows`; backward by it with the matrices transposed, and by `sum_over_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
+        """x (R, K), w (E, K, N), ends (E,) to (R, N)."""
+        ctx.save_for_backward(x_RK, w_EKN, ends)
+        return multiply_rows(x_RK, w_EKN, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """The gradients of x and w."""
+        x_RK, w_EKN, ends = ctx.saved_tensors
+        grad_RN = _with_dense_rows(grad_RN)
+        grad_x = multiply_rows(grad_RN, w_EKN, ends, transposed=True) if ctx.needs_input_grad[0] else None
+        grad_w = sum_over_rows(x_RK, grad_RN, ends) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w, None
+
+
+def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
+    """As in `GroupedGemm`."""
+    out: Tensor = TritonGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
+
+
+def _forward(
+    x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    rows = sorted_rows(routes_TK, w_in.shape[0], count=False)
+    return grouped_ffn(x_TD, weights_TK, w_in, w_out, activation, rows, grouped_gemm)
+
+
+def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
+    if model.moe is None:
+        return "the model has no experts"
+    dtype = torch_dtype(model.dtype)
+    if dtype not in _DTYPES:
+        return f"triton_grouped multiplies bfloat16 and float16, not {model.dtype}"
+    reason = triton_reason(device)
+    if reason is not None:
+        return reason
+    x = torch.randn(32, 64, dtype=dtype, device=device, requires_grad=True)
+    w = torch.randn(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
+    ends = torch.tensor([8, 8, 24, 32], dtype=torch.int32, device=device)
+    return triton_failure(lambda: TritonGemm.apply(x, w, ends), device)  # type: ignore[no-untyped-call]
+
+
+def _fitting(choices: tuple[Tiles, ...], device: torch.device) -> Tiles:
+    """The first that the device's shared memory holds; with fewer stages if none."""
+    if device.type != "cuda":
+        return SMALL
+    properties = torch.cuda.get_device_properties(device)
+    available = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in torch's stubs
+    return next((tiles for tiles in choices if tiles.shared_bytes <= available), replace(SMALL, num_stages=2))
+
+
+def _programs(tiles: Tiles, num_tiles: int, device: torch.device) -> int:
+    return min(num_tiles, tiles.programs_per_multiprocessor * num_multiprocessors(device))
+
+
+def _bulk_copies(*tensors: Tensor) -> bool:
+    return has_bulk_copies(tensors[0].device) and fits_bulk_copies(*tensors)
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """Rows may lie apart, their numbers may not: an expanded gradient is copied."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+TRITON_GROUPED = ExpertBackend("triton_grouped", False, _unsupported_reason, _forward)

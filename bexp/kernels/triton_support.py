@@ -1,0 +1,91 @@
+"""Whether Triton kernels run on a device, and why not. Triton itself is optional: a machine without a GPU has none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from bexp.kernels.probe import failure_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OLDEST_CAPABILITY = (8, 0)
+_BULK_COPY_CAPABILITY = (9, 0)
+_BULK_COPY_BYTES = 16
+
+
+@functools.cache
+def triton_reason(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on `device`, found without compiling one; null if nothing is known against it."""
+    if device.type != "cuda":
+        return "its Triton kernels need a CUDA device"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST_CAPABILITY:
+        return f"its Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return None
+
+
+def triton_failure(run: Callable[[], torch.Tensor], device: torch.device) -> str | None:
+    """Compile and run a small forward and backward; null if both work, else why not, in one line."""
+    from triton.errors import TritonError  # noqa: PLC0415 - optional
+
+    try:
+        return failure_of(run, device)
+    except (TritonError, OSError, subprocess.CalledProcessError) as error:  # the kernel, its launcher's C compiler
+        return f"Triton: {str(error).strip().splitlines()[0]}"
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; 1 where Triton's interpreter runs on the host."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+@functools.cache
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether the device copies tiles by descriptor (Hopper's tensor memory accelerator and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _BULK_COPY_CAPABILITY
+
+
+def fits_bulk_copies(*tensors: torch.Tensor) -> bool:
+    """Whether descriptors can be made: contiguous, the base and the rows of each a multiple of 16 bytes."""
+    return all(
+        tensor.is_contiguous()
+        and tensor.numel() > 0
+        and tensor.data_ptr() % _BULK_COPY_BYTES == 0
+        and tensor.shape[-1] * tensor.element_size() % _BULK_COPY_BYTES == 0
+        for tensor in tensors
+    )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous from a multiple of 16 bytes on, as descriptors want it; a slice of a flat parameter may not be."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % _BULK_COPY_BYTES == 0 else tensor.clone()
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device: make it this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def launched_where_it_lies(
+    function: Callable[Concatenate[torch.Tensor, P], R],
+) -> Callable[Concatenate[torch.Tensor, P], R]:
+    """`function`, whose kernels run on the device of its first tensor, whichever device is the current one."""
+
+    @functools.wraps(function)
+    def launch(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with launching_on(first.device):
+            return function(first, *args, **kwargs)
+
+    return launch

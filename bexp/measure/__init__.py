@@ -1,0 +1,1 @@
+"""Timing, memory and the conditions of a device."""

@@ -1,0 +1,239 @@
+"""Times blocks on a CUDA device with events, apart from the host that issues them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bexp.measure.passes import Passes
+from bexp.measure.timing import (
+    Agreement,
+    OwnFigures,
+    PassSample,
+    Timing,
+    TimingBudget,
+    collector_paused,
+    summarize,
+)
+
+MAX_QUEUED_LAUNCHES = 800
+"""The driver blocks the host at about 1024 queued launches; stay below."""
+FASTEST_LAUNCH_SECONDS = 2.5e-6
+"""No host issues an eager operation faster, so issue time over this bounds the number of launches."""
+SLEEP_MARGIN = 1.5
+DEVICE_BOUND = 1.2
+"""Device over issue time from which on the host stays ahead by itself."""
+CLEARLY_AHEAD = 0.1
+"""Host over device time below which a block neither waits for the device nor depends on the host."""
+HEAT_SECONDS = 0.15
+"""How long a block runs before it is timed: power limits act within a tenth of a second."""
+CHAIN_LENGTHS = (16, 4)
+"""Blocks in a row for the host's time, fewer if so many do not fit.
+
+A block alone takes the host about one and a half times as long as one of 16 in a row, one of 4 mostly 5 to 50% longer;
+those of 16 agree with what a further layer adds to a model (benchmarks/LOG.md).
+"""
+HOST_REPEATS = 5
+BLOCKED_SHARE = 0.9
+"""A host that needed this share of the device's sleep to issue a repeat was waiting for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    before_forward: torch.cuda.Event
+    after_forward: torch.cuda.Event
+    before_backward: torch.cuda.Event
+    after_backward: torch.cuda.Event
+
+
+class CudaTimer:
+    """Times the passes of a block back to back.
+
+    A block that keeps the device busy for longer than the host needs to issue it is run without a pause, and timed once
+    it has run for a while: a device at its power limit runs slower than one that has just rested, and in training it
+    never rests. For a block that the host cannot issue fast enough, the device is first put to sleep, so that launches
+    are queued: events then give the device's own time. The host's time is that of several blocks in a row, as a model
+    has them. A block that waits for the device (a loop over experts that reads their counts, say) cannot be told apart
+    from its host; both times are what passed on the device.
+
+    Before each pass the second-level cache is overwritten, since in a model the weights and saved activations of one
+    layer are long gone from it when their turn comes; then the pass's input is written once more, since that is what
+    the neighbouring layer did last. Neither is in the time.
+    """
+
+    BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.6)
+    MAX_WARM_UP_SECONDS = 0.4
+    MAX_WARM_UP_RUNS = 6
+
+    def __init__(self, device: torch.device) -> None:
+        self.agreement: Agreement = OwnFigures()
+        self._device = device
+        self._glance: Callable[[], None] = _look_away
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
+        self._cycles_per_second = self._measure_clock()
+        self._engine_seconds = self._measure_engine()
+
+    def warm_up(self, passes: Passes) -> None:
+        """Run until two successive runs agree within 5%: autotuning, plans and allocations are done then.
+
+        A long block is run once: what a first run adds is a small part of it, and weighing runs it a second time.
+        """
+        started = time.perf_counter()
+        previous = None
+        for _ in range(self.MAX_WARM_UP_RUNS):
+            (sample,) = self._run(passes, repeats=1, sleep_seconds=0.0)
+            seconds, elapsed = self.agreement.largest(sample.device, time.perf_counter() - started)
+            settled = previous is not None and abs(seconds - previous) <= 0.05 * previous
+            if settled or elapsed > self.MAX_WARM_UP_SECONDS:
+                return
+            previous = seconds
+
+    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
+        """Repeat within the budget; `glance` is called when repeats are issued and the device works on them."""
+        self._glance = glance
+        try:
+            return self._time(passes)
+        finally:
+            self._glance = _look_away
+
+    def _time(self, passes: Passes) -> Timing:
+        with collector_paused():
+            first = self._run_once(passes, sleep_seconds=0.0)
+            if first.host <= CLEARLY_AHEAD * first.device:
+                samples = self._time_running(passes, first)
+                return summarize([PassSample(s.forward, s.backward, first.host) for s in samples])
+            sleep = SLEEP_MARGIN * first.host + 1e-3
+            ahead = self._run_once(passes, sleep_seconds=sleep)
+            issue = min(first.host, ahead.host)
+            if ahead.host >= BLOCKED_SHARE * sleep:
+                samples = self._time_running(passes, first)
+                return summarize([PassSample(s.forward, s.backward, s.device) for s in samples])
+            host = self._time_host(passes, issue)
+            if ahead.device >= DEVICE_BOUND * issue:
+                samples = self._time_running(passes, ahead)
+            else:
+                samples = self._time_queued(passes, issue)
+            return summarize([PassSample(s.forward, s.backward, host) for s in samples])
+
+    def _time_running(self, passes: Passes, first: PassSample) -> list[PassSample]:
+        """Repeats without a pause of the device.
+
+        The first of a batch counts only where the host's lead does not matter: it may not be ahead yet. There `first`
+        counts as well if it ran for long enough to heat the device by itself.
+        """
+        heat = int(HEAT_SECONDS / first.device)
+        if heat:
+            self._run(passes, repeats=heat, sleep_seconds=0.0)
+        skipped = 0 if first.host <= CLEARLY_AHEAD * first.device else 1
+        batch = skipped + max(1, min(8, heat))
+        samples = [] if heat or skipped else [first]
+        started = time.perf_counter() - sum(s.device for s in samples)
+        while not self._is_spent(samples, time.perf_counter() - started):
+            samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[skipped:]
+        return samples
+
+    def _time_queued(self, passes: Passes, issue_seconds: float) -> list[PassSample]:
+        """Repeats in batches small enough for the launch queue, which fills while the device sleeps."""
+        batch = max(1, min(8, int(MAX_QUEUED_LAUNCHES * FASTEST_LAUNCH_SECONDS / issue_seconds)))
+        sleep = SLEEP_MARGIN * batch * issue_seconds + 2e-4
+        samples: list[PassSample] = []
+        started = time.perf_counter()
+        while not self._is_spent(samples, time.perf_counter() - started):
+            samples += self._run(passes, repeats=batch, sleep_seconds=sleep)
+        return samples
+
+    def _time_host(self, passes: Passes, issue_seconds: float) -> float:
+        """Host seconds of one block within a row of them; of a block that cannot be in a row, of it alone."""
+        for length in CHAIN_LENGTHS if passes.is_chainable else ():
+            try:
+                return min(issue_seconds, self._time_chain(passes, length))
+            except torch.cuda.OutOfMemoryError:  # so many do not fit, one did
+                continue
+        return issue_seconds
+
+    def _time_chain(self, passes: Passes, length: int) -> float:
+        """Host seconds of one of `length` blocks in a row; the first row, which allocates, is not counted."""
+        seconds = []
+        for _ in range(HOST_REPEATS + 1):
+            passes.prepare_forward()
+            torch.cuda.synchronize(self._device)
+            started = time.perf_counter()
+            passes.run_chain(length)
+            seconds.append((time.perf_counter() - started - self._engine_seconds) / length)
+        return statistics.median(seconds[1:])
+
+    def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
+        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.agreement)
+
+    def _run_once(self, passes: Passes, *, sleep_seconds: float) -> PassSample:
+        """One repeat, as slow as on the slowest device: what comes next is decided on it."""
+        (own,) = self._run(passes, repeats=1, sleep_seconds=sleep_seconds)
+        return PassSample(*self.agreement.largest(own.forward, own.backward, own.host))
+
+    def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
+        """Issue `repeats` after a sleep of the device, then wait for them all."""
+        torch.cuda.synchronize(self._device)
+        if sleep_seconds > 0:
+            torch.cuda._sleep(int(sleep_seconds * self._cycles_per_second))
+        issued = [self._issue(passes) for _ in range(repeats)]
+        self._glance()
+        torch.cuda.synchronize(self._device)
+        samples = []
+        for events, host in issued:
+            forward = events.before_forward.elapsed_time(events.after_forward) / 1e3
+            backward = events.before_backward.elapsed_time(events.after_backward) / 1e3 if passes.training else 0.0
+            samples.append(PassSample(forward, backward, host))
+        return samples
+
+    def _issue(self, passes: Passes) -> tuple[_Events, float]:
+        events = _Events(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
+        self._flush.zero_()
+        passes.prepare_forward()
+        events.before_forward.record()
+        started = time.perf_counter()
+        passes.forward()
+        host = time.perf_counter() - started
+        events.after_forward.record()
+        if passes.training:
+            self._flush.zero_()
+            passes.prepare_backward()
+            events.before_backward.record()
+            started = time.perf_counter()
+            passes.backward()
+            # A model enters the autograd engine once a step, not once a block.
+            host += max(0.0, time.perf_counter() - started - self._engine_seconds)
+            events.after_backward.record()
+        return events, host
+
+    def _measure_clock(self) -> float:
+        """Cycles of `_sleep` a second."""
+        cycles = 2_000_000
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return cycles / (float(start.elapsed_time(end)) / 1e3)
+
+    def _measure_engine(self) -> float:
+        """Host seconds of a backward through almost nothing."""
+        x = torch.zeros(1, device=self._device, requires_grad=True)
+        gradient = torch.ones(1, device=self._device)
+        seconds = []
+        for _ in range(20):
+            y = x.view(1)
+            started = time.perf_counter()
+            torch.autograd.backward(y, gradient)
+            seconds.append(time.perf_counter() - started)
+            x.grad = None
+        return statistics.median(seconds)
+
+
+def _look_away() -> None:
+    """The glance of a warm-up."""

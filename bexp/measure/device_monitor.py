@@ -1,0 +1,147 @@
+"""Watches the device while something is timed on it: clocks, power, heat, and who else is there."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from bexp.measure.gpu_processes import Tenants, TenantWatch
+from bexp.measure.nvml import Gpu
+from explorer.records.measurement import SLOWDOWNS, Conditions
+
+GLANCE_SECONDS = 0.05
+GLANCE_SHARE = 0.05
+"""Of the time, at most, for glances: where NVML is slow, fewer are taken."""
+LEAST_HOST_SECONDS = 0.1
+"""The kernel counts CPU time in hundredths of a second: of a shorter timing it says too little."""
+CALM_POLL_SECONDS = 0.25
+
+
+class Surroundings:
+    """The device around the trials of a process; without a `gpu` only the host is looked at."""
+
+    def __init__(self, gpu: Gpu | None = None, tenants: TenantWatch | None = None) -> None:
+        self._gpu = gpu
+        self._tenants = tenants
+
+    def begin(self, others_bytes: int | None) -> int | None:
+        """A job begins; as `TenantWatch.begin`."""
+        return self._tenants.begin(others_bytes) if self._tenants is not None else None
+
+    def watch(self) -> Watch:
+        """Of one measurement."""
+        return Watch(self._gpu, self._tenants)
+
+    def wait_until_calm(self, seconds: float) -> bool:
+        """Wait, at most so long, until the device is neither throttled nor shared; returns whether it is calm."""
+        ends_at = time.monotonic() + seconds
+        while not self._is_calm():
+            if time.monotonic() >= ends_at:
+                return False
+            time.sleep(CALM_POLL_SECONDS)
+        return True
+
+    def _is_calm(self) -> bool:
+        if self._tenants is not None and self._tenants.find():
+            return False
+        return self._gpu is None or not set(SLOWDOWNS).intersection(self._gpu.clock_reasons())
+
+
+@dataclass
+class _Samples:
+    sm_clocks: list[int] = field(default_factory=list)
+    memory_clocks: list[int] = field(default_factory=list)
+    watts: list[float] = field(default_factory=list)
+    celsius: list[int] = field(default_factory=list)
+    reasons: dict[str, None] = field(default_factory=dict)
+
+
+class Watch:
+    """Entered around the timed repeats, once or several times; `glance` is called within.
+
+    There is no thread beside the timing: it would take the interpreter's lock from the host that is being timed, and
+    NVML locks in the driver that launches wait for. The timer calls `glance` itself when it has issued its repeats
+    and would only wait for the device, which still works on them.
+    """
+
+    def __init__(self, gpu: Gpu | None, tenants: TenantWatch | None) -> None:
+        self._gpu = gpu
+        self._tenants = tenants
+        self._samples = _Samples()
+        self._found = Tenants()
+        self._next_glance = 0.0
+        self._host_started = (0.0, 0.0)
+        self._host = (0.0, 0.0)
+
+    def __enter__(self) -> Self:
+        if self._tenants is not None:
+            self._tenants.start()
+        self._host_started = _host_seconds()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        elapsed, others = (now - then for now, then in zip(_host_seconds(), self._host_started, strict=True))
+        self._host = (self._host[0] + elapsed, self._host[1] + others)
+        if self._tenants is not None:
+            now, before = self._tenants.find(), self._found
+            shares = [found.busy_share for found in (before, now) if found.busy_share is not None]
+            self._found = Tenants(
+                max(before.processes, now.processes), max(before.held_bytes, now.held_bytes), max(shares, default=None)
+            )
+
+    def glance(self) -> None:
+        """Read the device, unless that was just done."""
+        started = time.monotonic()
+        if self._gpu is None or started < self._next_glance:
+            return
+        gpu, samples = self._gpu, self._samples
+        for values, value in (
+            (samples.sm_clocks, gpu.sm_clock_mhz()),
+            (samples.memory_clocks, gpu.memory_clock_mhz()),
+            (samples.watts, gpu.power_watts()),
+            (samples.celsius, gpu.temperature_celsius()),
+        ):
+            if value is not None:
+                values.append(value)  # type: ignore[arg-type]  # of one kind each
+        samples.reasons.update(dict.fromkeys(gpu.clock_reasons()))
+        if self._tenants is not None:
+            self._tenants.look()
+        now = time.monotonic()
+        self._next_glance = now + max(GLANCE_SECONDS, (now - started) / GLANCE_SHARE)
+
+    def conditions(self) -> Conditions:
+        """Of everything that was watched."""
+        samples, found = self._samples, self._found
+        elapsed, others = self._host
+        return Conditions(
+            sm_clock_mhz=_median(samples.sm_clocks),
+            sm_clock_min_mhz=min(samples.sm_clocks, default=None),
+            sm_clock_max_mhz=self._gpu.sm_clock_max_mhz() if self._gpu is not None else None,
+            memory_clock_mhz=_median(samples.memory_clocks),
+            power_watts=_median(samples.watts),
+            temperature_celsius=max(samples.celsius, default=None),
+            clock_reasons=tuple(samples.reasons),
+            foreign_processes=found.processes,
+            foreign_bytes=found.held_bytes,
+            foreign_busy_share=found.busy_share,
+            host_busy_share=min(1.0, max(0.0, others / elapsed)) if elapsed >= LEAST_HOST_SECONDS else None,
+        )
+
+
+def _host_seconds() -> tuple[float, float]:
+    """Seconds that all CPUs have had, and those of them that others used; of the host, also within a container."""
+    times, own = psutil.cpu_times(), time.process_time()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    busy = times.user + times.system + times.nice + getattr(times, "steal", 0.0)
+    return idle + busy, busy - own
+
+
+def _median(values: list[int] | list[float]) -> float | None:
+    return float(statistics.median(values)) if values else None

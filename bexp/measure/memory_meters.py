@@ -1,0 +1,100 @@
+"""How many bytes tensors hold on a device, and the most they held."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from bexp.measure.cpu_storages import LiveStorages
+
+
+class ByteMeter(Protocol):
+    """Counts while it is entered. `reset_peak` begins a new peak at the present level."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def level(self) -> int:
+        """Bytes allocated now."""
+
+    def peak(self) -> int:
+        """Most bytes allocated at a time since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Begin a new peak."""
+
+
+class CudaMeter:
+    """The caching allocator's own counts; reading them costs the device nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    def level(self) -> int:
+        """`memory_allocated`."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """`max_memory_allocated`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """`reset_peak_memory_stats`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class HostMeter:
+    """The storages that operations create, beside those that exist already.
+
+    Compiled code allocates without telling, and torch gives up compiling for good what it has once met under a
+    dispatch mode: while the meter runs, everything runs eagerly. What the compiler saves by fusing is not seen.
+    """
+
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+        self._storages = LiveStorages(existing)
+        self._eager = ExitStack()
+
+    def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and importing it takes seconds
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._storages.__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._storages.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._eager.close()
+
+    def level(self) -> int:
+        """Bytes created and not freed."""
+        return self._storages.allocated_bytes
+
+    def peak(self) -> int:
+        """Highest level."""
+        return self._storages.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Begin a new peak."""
+        self._storages.reset_peak()
+
+
+def byte_meter(device: torch.device, existing: Iterable[torch.Tensor]) -> ByteMeter:
+    """The meter of a device; `existing` tensors are not counted."""
+    return CudaMeter(device) if device.type == "cuda" else HostMeter(existing)

@@ -1,0 +1,107 @@
+"""One GPU as NVML sees it. What it does not tell, for want of a driver, a right or a feature, is null."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import pynvml
+
+from workers.devices.discovery import device_key
+
+Answer = TypeVar("Answer")
+
+CLOCK_REASONS: dict[int, str] = {
+    pynvml.nvmlClocksEventReasonGpuIdle: "gpu_idle",
+    pynvml.nvmlClocksEventReasonApplicationsClocksSetting: "applications_clocks_setting",
+    pynvml.nvmlClocksEventReasonSwPowerCap: "sw_power_cap",
+    pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
+    pynvml.nvmlClocksEventReasonSyncBoost: "sync_boost",
+    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal_slowdown",
+    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "hw_thermal_slowdown",
+    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "hw_power_brake_slowdown",
+    pynvml.nvmlClocksEventReasonDisplayClockSetting: "display_clock_setting",
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons, which older drivers call throttle reasons."""
+
+
+class Gpu:
+    """Read-only queries of one GPU, each some ten microseconds to some milliseconds; none makes a context."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    @classmethod
+    def open(cls, uuid: str) -> Self | None:
+        """The GPU of a UUID, as `workers.devices.discovery.device_key` gives it; null if NVML does not know it."""
+        try:
+            pynvml.nvmlInit()
+            return cls(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        except pynvml.NVMLError:
+            return None
+
+    def sm_clock_mhz(self) -> int | None:
+        """Of the streaming multiprocessors, now."""
+        return _ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM)))
+
+    def sm_clock_max_mhz(self) -> int | None:
+        """The highest that the device has."""
+        return _ask(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(self._handle, pynvml.NVML_CLOCK_SM)))
+
+    def memory_clock_mhz(self) -> int | None:
+        """Of the memory, now."""
+        return _ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_MEM)))
+
+    def power_watts(self) -> float | None:
+        """Drawn by the board."""
+        return _ask(lambda: int(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3)
+
+    def temperature_celsius(self) -> int | None:
+        """Of the chip."""
+        return _ask(lambda: int(pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU)))
+
+    def clock_reasons(self) -> tuple[str, ...]:
+        """Why the clocks are what they are, in the order of NVML's bits."""
+        bits = _ask(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
+        if bits is None:
+            bits = _ask(lambda: int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
+        return tuple(name for bit, name in CLOCK_REASONS.items() if (bits or 0) & bit)
+
+    def used_bytes(self) -> int | None:
+        """Memory in use by anyone."""
+        return _ask(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used))
+
+    def processes(self) -> frozenset[int] | None:
+        """Ids of the processes with a context, of whatever process namespace the driver shows.
+
+        Within a container these may be all, the container's own, or none.
+        """
+        return _ask(lambda: frozenset(int(p.pid) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
+
+    def busy_shares(self, since_microseconds: int) -> dict[int, float] | None:
+        """Share of the device's time by process, the mean of the driver's samples since a moment of the epoch."""
+
+        def query() -> dict[int, float]:
+            shares: dict[int, list[float]] = {}
+            for sample in pynvml.nvmlDeviceGetProcessUtilization(self._handle, since_microseconds):
+                if int(sample.timeStamp) >= since_microseconds and int(sample.smUtil) <= 100:
+                    shares.setdefault(int(sample.pid), []).append(int(sample.smUtil) / 100)
+            return {pid: sum(values) / len(values) for pid, values in shares.items()}
+
+        return _ask(query)
+
+
+def open_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
+    """The GPU that this process calls `device`; null for the CPU, and where NVML does not find it."""
+    try:
+        key = device_key(device, environment)
+    except ValueError:
+        return None
+    return None if key == "cpu" else Gpu.open(key)
+
+
+def _ask(query: Callable[[], Answer]) -> Answer | None:
+    try:
+        return query()
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,1 @@
+"""What a step costs: components, parameters, roofline, memory, collectives, and the candidate table."""

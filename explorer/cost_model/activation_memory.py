@@ -1,0 +1,281 @@
+"""Predicted bytes of components, before anything is measured.
+
+The counts follow Korthikanti et al. (2022, arXiv:2205.05198), written out for the blocks that the profiler builds:
+gated FFNs, norms that keep a number or two a token, flash attention, no dropout. They decide what is worth measuring;
+the measured bytes replace them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+
+FLOAT32_BYTES = 4
+INDEX_BYTES = 8
+SPARSE_BLOCK = 128  # rows of a block of `block_sparse`
+OPTIMIZER_BUCKET_BYTES = 256 << 20  # the optimizer converts at most this much at a time
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentBytes:
+    """Bytes over the level before the component's forward, as `ComponentMeasurement` defines them."""
+
+    saved: int
+    forward_peak: int
+    backward_peak: int
+
+
+def predict_component_bytes(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
+    """Activation bytes of one component. Parameters, gradients and optimizer states are not in it."""
+    if component.kind is ComponentKind.OPTIMIZER:
+        return ComponentBytes(0, 0, _optimizer_transient(model, request.sharded(component.sharding)))
+    if component.kind is ComponentKind.COMMUNICATION:  # `explorer.cost_model.step.gathered_bytes` has what it holds
+        return ComponentBytes(0, 0, 0)
+    if request.mode == "eval":
+        return _inference(component, model, request)
+    predict = {
+        ComponentKind.EMBEDDING: _embedding,
+        ComponentKind.ATTENTION: _attention,
+        ComponentKind.DENSE_FFN: _dense_ffn,
+        ComponentKind.MOE_FFN: _moe_ffn,
+        ComponentKind.HEAD: _head,
+    }[component.kind]
+    return predict(component, model, request)
+
+
+def local_length(component: Component, model: ModelSpec) -> int:
+    """Tokens of each sequence that a device has."""
+    return model.seq_length // component.context_parallel_size
+
+
+def local_tokens(component: Component, model: ModelSpec) -> int:
+    """Tokens of a micro-batch that a device has."""
+    return component.micro_batch_size * local_length(component, model)
+
+
+def _inference(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
+    """Without a backward pass nothing is saved: the peak is the largest pair of neighbours within the block."""
+    item = model.dtype.itemsize
+    tokens = local_tokens(component, model)
+    hidden = tokens * model.hidden_size * item
+    if component.kind is ComponentKind.HEAD:
+        chunk = tokens if request.training.loss.kind == "full" else min(tokens, request.training.loss.chunk_tokens)
+        return ComponentBytes(0, hidden + chunk * model.vocab_size * (item + FLOAT32_BYTES), 0)
+    if component.kind is ComponentKind.EMBEDDING:
+        return ComponentBytes(hidden, hidden, 0)
+    if component.kind is ComponentKind.ATTENTION:
+        batch = component.bta_tile or component.micro_batch_size
+        length = local_length(component, model)
+        rows = batch * length
+        query = rows * model.num_attention_heads * model.head_size * item
+        key = rows * (component.num_query_groups or model.query_groups) * model.head_size * item
+        scores = 0
+        if component.backend == "math":
+            scores = 2 * batch * model.num_attention_heads * length**2 * FLOAT32_BYTES
+        inside = rows * model.hidden_size * item + query + 2 * key + max(query + key, query + scores)
+        if component.communicates:
+            inside += _ring_bytes(query, key, item, scores).forward
+        return ComponentBytes(hidden, inside + (hidden if component.bta_tile else 0), 0)
+    if component.kind is ComponentKind.DENSE_FFN:
+        wide = tokens * model.ffn_hidden_size * item
+        return ComponentBytes(hidden, hidden + (3 if model.gated_mlp else 2) * wide, 0)
+    assert model.moe is not None
+    rows, router = _expert_rows(component, model, request), _router_bytes(component, model)
+    wide = (3 if model.gated_mlp else 2) * model.moe.expert_ffn_hidden_size
+    return ComponentBytes(hidden, hidden + router + rows * (model.hidden_size + wide) * item, 0)
+
+
+def _embedding(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:
+    output = local_tokens(component, model) * model.hidden_size * model.dtype.itemsize
+    return ComponentBytes(output, output * (2 if model.position == "learned" else 1), output)
+
+
+def _attention(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
+    tokens = local_tokens(component, model)
+    output = tokens * model.hidden_size * model.dtype.itemsize
+    if component.bta_tile is None:
+        return _attention_block(component, component.micro_batch_size, model)
+    tile = _attention_block(component, component.bta_tile, model)
+    # Every tile leaves its output; the concatenation holds all of them twice for a moment.
+    return ComponentBytes(output, output + max(output, tile.forward_peak), output + tile.backward_peak)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes that a block keeps for backward, by the recomputation that spares them.
+
+    `between` lies between matrix products, attention and routing; `products` are the results of the first matrix
+    product; `always` is kept whatever is recomputed by operation, the block's output among it.
+    """
+
+    between: int
+    products: int
+    always: int
+
+    @property
+    def live(self) -> int:
+        """All of it, as it exists at the end of forward, and again in backward."""
+        return self.between + self.products + self.always
+
+    def saved(self, recompute: BlockRecompute) -> int:
+        """What is left of it between forward and backward."""
+        if recompute is BlockRecompute.ACTIVATIONS:
+            return self.products + self.always
+        return self.always if recompute is BlockRecompute.PROJECTIONS else self.live
+
+
+def _attention_block(component: Component, batch: int, model: ModelSpec) -> ComponentBytes:
+    item = model.dtype.itemsize
+    length = local_length(component, model)
+    rows = batch * length
+    heads = rows * model.num_attention_heads
+    groups = component.num_query_groups or model.query_groups
+    query = heads * model.head_size * item
+    key = rows * groups * model.head_size * item
+    hidden = rows * model.hidden_size * item
+    projections = query + 2 * key  # rotated where they lie
+    normed = query + key if model.qk_norm != "none" else 0
+    scores = heads * length * FLOAT32_BYTES if component.backend == "math" else 0
+    # Plain attention works on copies of queries, keys and values in float32 and keeps its scores; a fused one works on
+    # what it is given, and so does any around a ring, which computes the scores of each block again.
+    math = component.backend == "math" and not component.communicates
+    core = scores + 3 * heads * model.head_size * FLOAT32_BYTES if math else heads * FLOAT32_BYTES
+    between, products = hidden, projections
+    if component.recompute is BlockRecompute.SELECTIVE:
+        between, again, core = between + normed, core, 0
+    else:
+        again = 0
+        between += normed if not math else 0
+        products = projections if normed or not math else 0
+        if component.backend == "efficient" and groups < model.num_attention_heads:
+            between += 2 * query  # keys and values for every query head
+    kept = _Kept(between, products, core + query + hidden)
+    saved = kept.saved(component.recompute)
+    ring = _ring_bytes(query, key, item, scores) if component.communicates else _RingBytes(0, 0)
+    forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + ring.forward
+    # The gradients of the projections, and what a fused kernel accumulates those of the queries in.
+    gradients = projections + (scores + projections if scores else query)
+    return ComponentBytes(saved, forward, kept.live + again + gradients + ring.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class _RingBytes:
+    """What passes around a ring, and what its blocks are collected in."""
+
+    forward: int
+    backward: int
+
+
+def _ring_bytes(query: int, key: int, item: int, scores: int) -> _RingBytes:
+    """Keys and values twice, one pair on its way; outputs and gradients are summed in float32, the latter on their way.
+
+    `query` and `key` are the bytes of a device's queries and keys, `item` of one number in them, `scores` those of a
+    block, which plain attention has a second time as probabilities.
+    """
+    wide = FLOAT32_BYTES / item
+    passing = 4 * key
+    return _RingBytes(passing + scores + round(wide * query), passing + scores + round(wide * (query + 4 * key)))
+
+
+def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:
+    tokens = local_tokens(component, model)
+    hidden = tokens * model.hidden_size * model.dtype.itemsize
+    wide = tokens * model.ffn_hidden_size * model.dtype.itemsize
+    mlp = _mlp(wide, model)
+    kept = _Kept(hidden + mlp.between, mlp.products, mlp.always + hidden)
+    saved = kept.saved(component.recompute)
+    transient = (3 if model.gated_mlp else 2) * wide
+    return ComponentBytes(saved, max(saved + hidden, kept.live), kept.live - hidden + transient)
+
+
+def _mlp(wide: int, model: ModelSpec) -> _Kept:
+    """An MLP beside its input and output, `wide` the bytes of its hidden activations."""
+    if model.gated_mlp:
+        return _Kept(between=wide, products=2 * wide, always=0)
+    if model.activation == "relu":  # its backward asks for its result alone
+        return _Kept(between=0, products=0, always=wide)
+    return _Kept(between=wide, products=wide, always=0)
+
+
+def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
+    moe = model.moe
+    assert moe is not None
+    item = model.dtype.itemsize
+    tokens = local_tokens(component, model)
+    rows = _expert_rows(component, model, request)
+    hidden = tokens * model.hidden_size * item
+    gathered = rows * model.hidden_size * item
+    wide = rows * moe.expert_ffn_hidden_size * item
+    products = (2 if model.gated_mlp else 1) * wide
+    between = hidden
+    if component.backend != "fused":  # which gathers and activates within its products, in both passes
+        between += gathered + (2 if component.backend == "block_sparse" else 1) * wide
+    always = hidden + _router_bytes(component, model)
+    if moe.shared_expert_ffn_hidden_size:
+        shared = _mlp(tokens * moe.shared_expert_ffn_hidden_size * item, model)
+        between, products = between + shared.between, products + shared.products
+        always += shared.always + (hidden if moe.shared_expert_gate else 0)
+    kept = _Kept(between, products, always)
+    return ComponentBytes(
+        kept.saved(component.recompute), kept.live + 2 * gathered, kept.live + 2 * gathered + 3 * wide
+    )
+
+
+def _expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
+    """Rows that the experts' GEMMs see: the token-expert pairs, and what pads them.
+
+    `bmm` pads every expert to the largest, `block_sparse` to whole blocks, half a block an expert on average.
+    """
+    assert model.moe is not None
+    pairs = local_tokens(component, model) * model.moe.top_k
+    if component.backend == "block_sparse":
+        return pairs + model.moe.num_experts * SPARSE_BLOCK // 2
+    if component.backend != "bmm":
+        return pairs
+    return int(pairs * max(1.0, largest_share(request) * model.moe.num_experts))
+
+
+def _router_bytes(component: Component, model: ModelSpec) -> int:
+    """Probabilities, routing weights, routes, and the indices that sort the pairs."""
+    assert model.moe is not None
+    tokens = local_tokens(component, model)
+    pairs = tokens * model.moe.top_k
+    return tokens * model.moe.num_experts * FLOAT32_BYTES + pairs * (3 * INDEX_BYTES + model.dtype.itemsize)
+
+
+def largest_share(request: ExplorationRequest) -> float:
+    """Largest expected share of the token-expert pairs that one expert receives."""
+    moe = request.model.moe
+    assert moe is not None
+    if request.routing.shares is not None:
+        return max(request.routing.shares) / sum(request.routing.shares)
+    if request.routing.kind == "zipf":
+        total = sum(rank**-request.routing.zipf_exponent for rank in range(1, moe.num_experts + 1))
+        return float(min(1 / moe.top_k, 1 / total))
+    return 1 / moe.num_experts
+
+
+def _head(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
+    item = model.dtype.itemsize
+    tokens = local_tokens(component, model)
+    hidden = tokens * model.hidden_size * item
+    loss = request.training.loss
+    if loss.kind == "full":
+        logits = tokens * model.vocab_size
+        saved = hidden + logits * (item + FLOAT32_BYTES)
+        return ComponentBytes(saved, saved + logits * FLOAT32_BYTES, saved + logits * (FLOAT32_BYTES + item))
+    chunk = min(tokens, loss.chunk_tokens) * model.vocab_size * (2 * item + 2 * FLOAT32_BYTES)
+    weight = model.vocab_size * model.hidden_size * item
+    return ComponentBytes(2 * hidden + weight, 2 * hidden + weight + chunk, 3 * hidden + weight + chunk)
+
+
+def _optimizer_transient(model: ModelSpec, request: ExplorationRequest) -> int:
+    if not request.training.optimizer.has_master(model.dtype):
+        return 0
+    ffn = count_dense_ffn(model) if model.moe is None else count_moe_ffn(model)
+    largest = max(count_embedding(model), count_head(model), count_attention(model), ffn)
+    return min(OPTIMIZER_BUCKET_BYTES, FLOAT32_BYTES * largest // request.optimizer_shards)

@@ -1,0 +1,273 @@
+"""A legal space as arrays: how the seconds and bytes of components add up to those of every candidate at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.collectives import Exchange, Overlap
+from explorer.cost_model.components import Component, Decomposer, Decomposition
+from explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class SpaceTable:
+    """Candidates as rows, components as columns of a lookup.
+
+    Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
+    components of all candidates; every array over K is in its order. `columns_CP` lists those of each candidate, where
+    `used_CP` is set. With `exchanges` every step contains one of `communications`, what devices exchange of gradients
+    and parameters with each level of sharding. `static_bytes_C` is the training state of each candidate.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        model: ModelSpec,
+        request: ExplorationRequest,
+        *,
+        exchanges: bool = False,
+    ) -> None:
+        self.candidates = tuple(candidates)
+        self.model = model
+        self.request = request
+        self.training = request.mode == "train"
+        decomposer = Decomposer(model, training=self.training, exchanges=exchanges)
+        self.decompositions: tuple[Decomposition, ...] = tuple(decomposer(c) for c in self.candidates)
+        self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
+        self.column: dict[Component, int] = {}
+        for decomposition in self.decompositions:
+            for component in decomposition.components:
+                self.column.setdefault(component, len(self.column))
+        self.components = tuple(self.column)
+        found = [d.communication for d in self.decompositions if d.communication is not None]
+        self.communications: tuple[Component, ...] = tuple(dict.fromkeys(found))
+        self._communication_C = np.array([self.column[communication] for communication in found])
+
+        num_groups = max(len(d.layers) for d in self.decompositions)
+        shape = (len(self.candidates), num_groups)
+        self._embedding_C = np.array([self.column[d.embedding] for d in self.decompositions])
+        self._head_C = np.array([self.column[d.head] for d in self.decompositions])
+        self._optimizer_C = np.array([self.column[d.optimizer] if d.optimizer else 0 for d in self.decompositions])
+        self._attention_CG = np.zeros(shape, dtype=np.int64)
+        self._ffn_CG = np.zeros(shape, dtype=np.int64)
+        self._count_CG = np.zeros(shape, dtype=np.int64)
+        self._recomputed_CG = np.zeros(shape, dtype=bool)
+        self._below_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
+        for i, decomposition in enumerate(self.decompositions):
+            for j, group in enumerate(decomposition.layers):
+                self._attention_CG[i, j] = self.column[group.attention]
+                self._ffn_CG[i, j] = self.column[group.ffn]
+                self._count_CG[i, j] = group.count
+                self._recomputed_CG[i, j] = group.recomputed
+                self._below_CGG[i, j, : len(group.below)] = group.below
+        self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
+        self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
+        self._list_components()
+        self._list_shardings()
+        tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
+        self._output_C = tokens_C * model.hidden_size * model.dtype.itemsize
+
+    def _list_components(self) -> None:
+        """The distinct components of each candidate, P at most, and how often a micro-step runs them."""
+        distinct = [[self.column[c] for c in d.components] for d in self.decompositions]
+        shape = (len(self.candidates), max(len(columns) for columns in distinct))
+        self.columns_CP = np.zeros(shape, dtype=np.int64)
+        self.used_CP = np.zeros(shape, dtype=bool)
+        self._runs_CP = np.zeros(shape)
+        self.uses_CK = np.zeros((len(self.candidates), len(self.components)), dtype=bool)
+        for i, (columns, decomposition) in enumerate(zip(distinct, self.decompositions, strict=True)):
+            place = {column: p for p, column in enumerate(columns)}
+            self.columns_CP[i, : len(columns)] = columns
+            self.used_CP[i, : len(columns)] = True
+            self.uses_CK[i, columns] = True
+            for component in (decomposition.embedding, decomposition.head):
+                self._runs_CP[i, place[self.column[component]]] += 1
+            for group in decomposition.layers:
+                for component in (group.attention, group.ffn):
+                    self._runs_CP[i, place[self.column[component]]] += group.count
+
+    def _list_shardings(self) -> None:
+        """The levels of sharding, L at most: what each exchanges, and what it holds in memory."""
+        levels = dict.fromkeys(c.sharding for c in self.candidates)
+        place = {level: i for i, level in enumerate(levels)}
+        self._level_C = np.array([place[c.sharding] for c in self.candidates])
+        requests = [self.request.sharded(level) for level in levels]
+        self._exchanges = [Exchange.of(self.model, request) for request in requests]
+        self._static = [static_parts(self.model, request) for request in requests]
+        self.static_bytes_C: Ints = np.array([parts.total for parts in self._static])[self._level_C]
+        gathered = [gathered_bytes(self.model, request) for request in requests]
+        self._gathered_head_C = np.array([found.at_head for found in gathered])[self._level_C]
+        self._gathered_layer_C = np.array([found.at_layer for found in gathered])[self._level_C]
+
+    def static_parts(self, row: int) -> MemoryParts:
+        """The training state of a candidate."""
+        return self._static[int(self._level_C[row])]
+
+    def step_shares(self, seconds_K: Floats, rows: Ints) -> Floats:
+        """Share of a micro-step that each of a candidate's components takes, shape (rows, P); the optimizer has none.
+
+        The components are those of `columns_CP`, where `used_CP` is set.
+        """
+        seconds = self._runs_CP[rows] * seconds_K[self.columns_CP[rows]]
+        return np.asarray(seconds / seconds.sum(axis=1, keepdims=True))
+
+    def micro_step_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
+        """Seconds of a forward and backward pass over the whole model, shape (N, C).
+
+        The host issues work ahead of the device, about a thousand launches deep, and blocks that keep the device busy
+        for long (the head above all) give it that lead. So the pass takes the larger of its device and its host time.
+        """
+        return np.maximum(self._sum_blocks(device_NK, rows), self._sum_blocks(host_K[None, :], rows))
+
+    def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
+        """Over the blocks of a whole model, shape (N, C)."""
+        total = values_NK[:, self._embedding_C[rows]] + values_NK[:, self._head_C[rows]]
+        for g in range(self._count_CG.shape[1]):
+            attention, ffn, count = self._attention_CG[rows, g], self._ffn_CG[rows, g], self._count_CG[rows, g]
+            total += count * (values_NK[:, attention] + values_NK[:, ffn])
+        return np.asarray(total)
+
+    def optimizer_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
+        """Seconds of one device's optimizer step, shape (N, C)."""
+        columns = self._optimizer_C[rows]
+        if not self.training:
+            return np.zeros((device_NK.shape[0], len(columns)), dtype=np.float64)
+        return np.asarray(np.maximum(device_NK[:, columns], host_K[columns]))
+
+    def communication_seconds(
+        self,
+        device_NK: Floats,
+        host_K: Floats,
+        micro_step_NC: Floats,
+        overlap: Overlap | None,
+        rows: Ints | slice = slice(None),
+    ) -> Floats:
+        """What the exchange of gradients and parameters adds to a whole step, shape (N, C).
+
+        `micro_step_NC` are the seconds of the rows' micro-steps without it. Zero where the exchange is not timed;
+        elsewhere `overlap` is needed. What the host does about the traffic shows where the device waits for the host.
+        """
+        if not self.communications:
+            return np.zeros_like(micro_step_NC)
+        assert overlap is not None, "traffic passes beside computation"
+        blocks_NC = self._sum_blocks(device_NK, rows)
+        forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
+        # Nobody issues work ahead of a block that waits for the device.
+        issued_NC = self._sum_blocks(np.where(host_K > 0, host_K, device_NK), rows)
+        num_micro_steps_C = self.request.device_batch_size * self.sharing_C[rows] / self.micro_batch_C[rows]
+        column_C, level_C = self._communication_C[rows], self._level_C[rows]
+        found_NC = np.empty_like(micro_step_NC)
+        for level, exchange in enumerate(self._exchanges):
+            at = level_C == level
+            if not at.any():
+                continue
+            column = int(column_C[at][0])
+            traffic_N1, gathered = device_NK[:, [column]], float(overlap.forward_share_K[column])
+            plain_NC = micro_step_NC[:, at]
+            always_NC, once_NC = exchange.visible_seconds(
+                gathered * traffic_N1,
+                (1.0 - gathered) * traffic_N1,
+                forward_NC[:, at],
+                plain_NC - forward_NC[:, at],
+                float(overlap.slowdown_K[column]),
+            )
+            each, once = (float(seconds) for seconds in overlap.handling_2K[:, column])
+            if overlap.computes:
+                always_NC, once_NC = always_NC + each, once_NC + once
+            else:
+                handled_NC = np.maximum(plain_NC + always_NC, issued_NC[:, at] + each)
+                last_NC = np.maximum(handled_NC + once_NC, issued_NC[:, at] + each + once)
+                always_NC, once_NC = handled_NC - plain_NC, last_NC - handled_NC
+            found_NC[:, at] = num_micro_steps_C[at] * always_NC + once_NC
+        return found_NC
+
+    def tokens_per_second(
+        self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None), overlap: Overlap | None = None
+    ) -> Floats:
+        """Tokens/s of one device over a whole step, shape (N, C): (B c / (N m)) micro-steps, optimizer, communication.
+
+        The c devices that share sequences also share their tokens, see `explorer.cost_model.step.StepSeconds`.
+        """
+        micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
+        share = self.request.device_batch_size * sharing if self.training else micro_batch
+        micro_step = self.micro_step_seconds(device_NK, host_K, rows)
+        step = share / micro_batch * micro_step
+        step += self.optimizer_seconds(device_NK, host_K, rows)
+        if self.communications:
+            step += self.communication_seconds(device_NK, host_K, micro_step, overlap, rows)
+        return np.asarray(share * self.model.seq_length / sharing / step)
+
+    def activation_bytes(
+        self, saved_K: Floats, forward_peak_K: Floats, backward_peak_K: Floats
+    ) -> tuple[Floats, Floats]:
+        """Saved and transient bytes at the peak of a steady-state step (gradients exist already), each of shape (C,).
+
+        A recomputed layer keeps its output alone; in its backward pass everything inside it is alive again. The
+        incoming gradient of a block is added here: a block's own figures start from the level at which it exists.
+        """
+        head, embedding = self._head_C, self._embedding_C
+        if not self.training:
+            highest = np.maximum(forward_peak_K[head], forward_peak_K[embedding])
+            for g in range(self._count_CG.shape[1]):
+                in_attention = forward_peak_K[self._attention_CG[:, g]]
+                # While the FFN runs, the layer's input is still held beside the attention's output.
+                in_ffn = forward_peak_K[self._ffn_CG[:, g]] + self._output_C
+                block = np.maximum(in_attention, in_ffn)
+                highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
+            return np.zeros(len(highest)), np.asarray(highest + self._output_C)
+        inside_CG = saved_K[self._attention_CG] + saved_K[self._ffn_CG]
+        held_CG = np.where(self._recomputed_CG, self._output_C[:, None], inside_CG)
+        saved = saved_K[embedding] + (self._count_CG * held_CG).sum(axis=1)
+        peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head]) + self._gathered_head_C
+        for g in range(self._count_CG.shape[1]):
+            attention, ffn = self._attention_CG[:, g], self._ffn_CG[:, g]
+            forward = np.maximum(forward_peak_K[attention], saved_K[attention] + forward_peak_K[ffn])
+            backward = self._output_C + np.maximum(
+                saved_K[attention] + backward_peak_K[ffn], backward_peak_K[attention]
+            )
+            # Of equal layers the last has most below it.
+            below = saved_K[embedding] + (self._below_CGG[:, g] * held_CG).sum(axis=1)
+            at_layer = below + np.maximum(forward, backward) + self._gathered_layer_C
+            peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
+        over = peak - saved
+        step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]
+        decides = step > saved + over
+        return np.where(decides, 0.0, saved), np.where(decides, step, over)
+
+    def missing(self, row: int, known_K: Mask) -> tuple[Component, ...]:
+        """The components of a candidate that are not known yet, in the order of a step."""
+        return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])
+
+
+def predict_component_table(table: SpaceTable) -> Floats:
+    """Predicted saved, forward-peak and backward-peak bytes of the table's components, shape (3, K)."""
+    sizes = [predict_component_bytes(c, table.model, table.request) for c in table.components]
+    return np.array([[getattr(s, name) for s in sizes] for name in ("saved", "forward_peak", "backward_peak")], float)
+
+
+def predict_memory(table: SpaceTable, hardware: HardwareSpec, *, activation_share: float = 1.0) -> Floats:
+    """Required bytes of every candidate, shape (C,): reserved, context and margin.
+
+    `activation_share` scales the activations, to ask what would fit if the prediction were too high.
+    """
+    saved, transient = table.activation_bytes(*predict_component_table(table))
+    return required_table(table, activation_share * (saved + transient), hardware)
+
+
+def required_table(
+    table: SpaceTable, activations: Floats, hardware: HardwareSpec, rows: Ints | slice = slice(None)
+) -> Floats:
+    """Required bytes of candidates with these activation bytes at the peak; the last axis is that of the rows."""
+    peak = table.static_bytes_C[rows] + activations
+    return np.asarray(peak * (1 + FRAGMENTATION) + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])

@@ -1,0 +1,271 @@
+"""A model's step as a sum of components: what is timed once and shared between candidates."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from explorer.spec.base import Frozen
+from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
+from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.training import Sharding
+
+
+class ComponentKind(StrEnum):
+    """A part of a training step that is built and timed by itself."""
+
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    DENSE_FFN = "dense_ffn"
+    MOE_FFN = "moe_ffn"
+    HEAD = "head"
+    OPTIMIZER = "optimizer"
+    COMMUNICATION = "communication"
+
+
+class BlockRecompute(StrEnum):
+    """What one block does again in backward.
+
+    `none` of it; `selective`: the attention core; `activations`: everything but matrix products, attention and routing;
+    `projections`: moreover the first matrix product, of queries, keys and values or into the FFN's hidden size; `full`:
+    all of it.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    ACTIVATIONS = "activations"
+    PROJECTIONS = "projections"
+    FULL = "full"
+
+    @property
+    def by_operation(self) -> bool:
+        """Whether single operations of the block run again, and others do not."""
+        return self in {BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS}
+
+
+_BLOCKS: dict[Recompute, dict[ComponentKind, BlockRecompute]] = {
+    Recompute.SELECTIVE: {ComponentKind.ATTENTION: BlockRecompute.SELECTIVE},
+    Recompute.ACTIVATIONS: {
+        ComponentKind.ATTENTION: BlockRecompute.ACTIVATIONS,
+        ComponentKind.DENSE_FFN: BlockRecompute.ACTIVATIONS,
+        ComponentKind.MOE_FFN: BlockRecompute.ACTIVATIONS,
+    },
+    Recompute.QKV: {ComponentKind.ATTENTION: BlockRecompute.PROJECTIONS},
+    Recompute.EXPERTS: {ComponentKind.MOE_FFN: BlockRecompute.PROJECTIONS},
+    Recompute.PROJECTIONS: {
+        ComponentKind.ATTENTION: BlockRecompute.PROJECTIONS,
+        ComponentKind.DENSE_FFN: BlockRecompute.PROJECTIONS,
+        ComponentKind.MOE_FFN: BlockRecompute.PROJECTIONS,
+    },
+}
+
+
+def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | None) -> BlockRecompute:
+    """What a policy asks of one block of a layer that is not recomputed as a whole.
+
+    A tile recomputes its attention already, so that nothing of a tiled block is left to a policy by operation.
+    """
+    asked = _BLOCKS.get(recompute, {}).get(kind, BlockRecompute.NONE)
+    return BlockRecompute.NONE if asked.by_operation and bta_tile is not None else asked
+
+
+class Component(Frozen):
+    """One block of the model under one setting; equal components of different candidates are measured once.
+
+    `micro_batch_size` is 0 for the optimizer and for the communication of gradients and parameters, which do not depend
+    on it. Of each sequence a device has the share 1 / `context_parallel_size`; attention alone reaches beyond it, and
+    depends on the layout. `sharding` is what optimizer and communication depend on where it may be chosen; the
+    optimizer's is `none` or `zero1`, for its share is the same from there on.
+    """
+
+    kind: ComponentKind
+    micro_batch_size: Annotated[int, Field(ge=0)]
+    bta_tile: int | None = None
+    recompute: BlockRecompute = BlockRecompute.NONE
+    backend: str | None = None
+    num_query_groups: int | None = None
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    context_parallel_layout: str | None = None
+    sharding: Sharding | None = None
+
+    @model_validator(mode="after")
+    def _layout_of_attention(self) -> Self:
+        spread = self.kind is ComponentKind.ATTENTION and self.context_parallel_size > 1
+        if (self.context_parallel_layout is None) is spread:
+            raise ValueError("a context_parallel_layout belongs to attention with a context_parallel_size above 1")
+        return self
+
+    @property
+    def sequences(self) -> float:
+        """Whole sequences' worth of tokens that a device has."""
+        return self.micro_batch_size / self.context_parallel_size
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is computed by several processes together, which share sequences."""
+        return self.context_parallel_layout is not None
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether no process can run it by itself: it shares sequences with others, or exchanges with them."""
+        return self.communicates or self.kind is ComponentKind.COMMUNICATION
+
+    @property
+    def key(self) -> str:
+        """Canonical text, unique within a job."""
+        parts = [f"m={self.micro_batch_size}"] if self.micro_batch_size else []
+        if self.bta_tile is not None:
+            parts.append(f"tile={self.bta_tile}")
+        if self.recompute is not BlockRecompute.NONE:
+            parts.append(f"recompute={self.recompute}")
+        if self.backend is not None:
+            parts.append(self.backend)
+        if self.num_query_groups is not None:
+            parts.append(f"groups={self.num_query_groups}")
+        if self.context_parallel_size > 1:
+            layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
+            parts.append(f"cp={self.context_parallel_size}{layout}")
+        if self.sharding is not None:
+            parts.append(str(self.sharding))
+        return f"{self.kind}({','.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """`count` equal layers: an attention block followed by an FFN block, recomputed as a whole or not.
+
+    `below` counts, for every group in order, its layers that lie before this group's last layer.
+    """
+
+    count: int
+    attention: Component
+    ffn: Component
+    recomputed: bool
+    below: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """The components of a candidate's step.
+
+    `optimizer` is null in eval mode, `communication` where devices exchange nothing or too few of them are at hand.
+    """
+
+    embedding: Component
+    layers: tuple[LayerGroup, ...]
+    head: Component
+    optimizer: Component | None
+    communication: Component | None = None
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Every distinct component, in the order of a step."""
+        blocks = [block for group in self.layers for block in (group.attention, group.ffn)]
+        ends = [end for end in (self.optimizer, self.communication) if end is not None]
+        return tuple(dict.fromkeys([self.embedding, *blocks, self.head, *ends]))
+
+
+class Decomposer:
+    """Splits the steps of one model's candidates into components, sharing equal components.
+
+    What is not attention works token by token: half of each of two sequences is the work of a whole one, and is
+    measured once for both. With `exchanges`, the steps contain what devices exchange of gradients and parameters.
+    """
+
+    def __init__(self, model: ModelSpec, *, training: bool, exchanges: bool = False) -> None:
+        self._model = model
+        self._training = training
+        self._exchanges = exchanges
+        self._components: dict[tuple[object, ...], Component] = {}
+        self._groups: dict[Recompute, list[tuple[LayerKind, bool, int, tuple[int, ...]]]] = {}
+
+    def __call__(self, candidate: Candidate) -> Decomposition:
+        """The components of one step of `candidate`."""
+        m = candidate.micro_batch_size
+        groups = candidate.num_query_groups
+        size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
+        common = math.gcd(m, size)
+        local = (m // common, size // common)
+        layers = []
+        for kind, recomputed, count, below in self._layer_groups(candidate.recompute):
+            moe = kind is LayerKind.MOE
+            ffn_kind = ComponentKind.MOE_FFN if moe else ComponentKind.DENSE_FFN
+            core = again = BlockRecompute.FULL
+            if not recomputed:
+                core = block_recompute(candidate.recompute, ComponentKind.ATTENTION, candidate.bta_tile)
+                again = block_recompute(candidate.recompute, ffn_kind, None)
+            attention = self._share(
+                ComponentKind.ATTENTION, m, candidate.bta_tile, core, candidate.attention_backend, groups, size, layout
+            )
+            backend = candidate.expert_backend if moe else None
+            ffn = self._share(ffn_kind, local[0], None, again, backend, None, local[1])
+            layers.append(LayerGroup(count, attention, ffn, recomputed, below))
+        plain = (None, BlockRecompute.NONE, None)
+        sharding = candidate.sharding
+        stepped = None if sharding is None else min(sharding, Sharding.ZERO1, key=lambda level: level.level)
+        return Decomposition(
+            embedding=self._share(ComponentKind.EMBEDDING, local[0], *plain, None, local[1]),
+            layers=tuple(layers),
+            head=self._share(ComponentKind.HEAD, local[0], *plain, None, local[1]),
+            optimizer=(
+                self._share(ComponentKind.OPTIMIZER, 0, *plain, groups, sharding=stepped) if self._training else None
+            ),
+            communication=(
+                self._share(ComponentKind.COMMUNICATION, 0, *plain, groups, sharding=sharding)
+                if self._exchanges
+                else None
+            ),
+        )
+
+    def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int, tuple[int, ...]]]:
+        if recompute not in self._groups:
+            layers = list(zip(self._model.layer_kinds, recomputed_layers(self._model, recompute), strict=True))
+            counts = sorted(Counter(layers).items())
+            last = {sort: len(layers) - 1 - layers[::-1].index(sort) for sort, _ in counts}
+            self._groups[recompute] = [
+                (*sort, count, tuple(layers[: last[sort]].count(other) for other, _ in counts))
+                for sort, count in counts
+            ]
+        return self._groups[recompute]
+
+    def _share(
+        self,
+        kind: ComponentKind,
+        micro_batch_size: int,
+        bta_tile: int | None,
+        recompute: BlockRecompute,
+        backend: str | None,
+        num_query_groups: int | None,
+        context_parallel_size: int = 1,
+        context_parallel_layout: str | None = None,
+        sharding: Sharding | None = None,
+    ) -> Component:
+        arguments = (
+            kind,
+            micro_batch_size,
+            bta_tile,
+            recompute,
+            backend,
+            num_query_groups,
+            context_parallel_size,
+            context_parallel_layout,
+            sharding,
+        )
+        if arguments not in self._components:
+            self._components[arguments] = Component(
+                kind=kind,
+                micro_batch_size=micro_batch_size,
+                bta_tile=bta_tile,
+                recompute=recompute,
+                backend=backend,
+                num_query_groups=num_query_groups,
+                context_parallel_size=context_parallel_size,
+                context_parallel_layout=context_parallel_layout,
+                sharding=sharding,
+            )
+        return self._components[arguments]

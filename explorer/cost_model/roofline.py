@@ -1,0 +1,205 @@
+"""Predicted seconds of components, before anything is measured: Williams et al. (2009) roofline and a launch cost.
+
+A component takes the larger of its arithmetic at the measured matmul peak and its bytes at the measured bandwidth.
+The surrogate learns how far real kernels are from that; only the shape over micro-batch, tile and policy matters here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from explorer.cost_model.activation_memory import FLOAT32_BYTES, largest_share, local_tokens, predict_component_bytes
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.parameters import (
+    count_attention,
+    count_dense_ffn,
+    count_head,
+    count_moe_ffn,
+    count_parameters,
+)
+from explorer.spec.context_parallel import Sharing, busiest_pairs
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+BACKWARD_FLOPS = 2.0  # a matmul's backward is two matmuls
+FLASH_BACKWARD_FLOPS = 2.5  # flash attention's backward recomputes the scores: five matmuls for two
+BY_OPERATION_PASSES = 0.5  # forward passes that recomputation by operation issues again, roughly
+OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pass issues about twice as many
+    ComponentKind.EMBEDDING: 2,
+    ComponentKind.ATTENTION: 20,
+    ComponentKind.DENSE_FFN: 8,
+    ComponentKind.MOE_FFN: 30,
+    ComponentKind.HEAD: 20,
+    ComponentKind.OPTIMIZER: 10,
+    ComponentKind.COMMUNICATION: 10,
+}
+LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
+"""Between devices, each way: links of a host's GPUs pass 25 to 400 GB/s, loopback sockets one or two. It is a first
+guess of something that is measured before all else."""
+HOP_OPERATIONS = 8  # of attention, for each block of keys and values that comes from another device
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations and bytes moved of one pass."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedSeconds:
+    """Device and host seconds of one forward + backward (for the optimizer, of one step)."""
+
+    device: float
+    host: float
+
+
+def predict_component_seconds(
+    component: Component, model: ModelSpec, request: ExplorationRequest, hardware: HardwareSpec
+) -> PredictedSeconds:
+    """Roofline time of one component on `hardware`: of the busiest device, where several share sequences.
+
+    What passes between them is taken to come in time: no link is known beforehand.
+    """
+    peak = hardware.matmul_flops_per_second.get(model.dtype) or max(hardware.matmul_flops_per_second.values())
+    bandwidth = hardware.memory_bandwidth_bytes_per_second
+
+    def seconds(work: Work) -> float:
+        return max(work.flops / peak, work.bytes / bandwidth)
+
+    if component.kind is ComponentKind.OPTIMIZER:
+        shards = request.sharded(component.sharding).optimizer_shards
+        moved = Work(0.0, _optimizer_bytes(model, request) / shards)
+        return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
+    if component.kind is ComponentKind.COMMUNICATION:
+        link = LINK_BYTES_PER_SECOND[hardware.device_kind]
+        host = OPERATIONS[component.kind] * model.num_layers * hardware.launch_seconds
+        return PredictedSeconds(_exchanged_bytes(model, request.sharded(component.sharding)) / link, host)
+    training = request.mode == "train"
+    forward = _forward_work(component, model, request)
+    hops = component.context_parallel_size - 1 if component.communicates else 0
+    host = (OPERATIONS[component.kind] + HOP_OPERATIONS * hops) * hardware.launch_seconds
+    passes = 1.0
+    device = seconds(forward)
+    if training:
+        backward = _backward_work(component, forward, model)
+        device += seconds(backward)
+        passes = 3.0
+        again = _recomputed_work(component, forward, model)
+        if again is not None:
+            device += seconds(again)
+            passes += BY_OPERATION_PASSES if component.recompute.by_operation else 1.0
+    tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
+    return PredictedSeconds(device, host * passes * tiles)
+
+
+def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:
+    tokens = local_tokens(component, model)
+    item = model.dtype.itemsize
+    moved = 2.0 * predict_component_bytes(_plain(component), model, request).saved
+    if component.kind is ComponentKind.EMBEDDING:
+        return Work(0.0, moved)
+    if component.kind is ComponentKind.HEAD:
+        flops = 2.0 * tokens * model.hidden_size * model.vocab_size
+        logits = 3.0 * tokens * model.vocab_size * FLOAT32_BYTES
+        return Work(flops, moved + logits + count_head(model) * item)
+    if component.kind is ComponentKind.DENSE_FFN:
+        parameters = count_dense_ffn(model)
+        return Work(2.0 * tokens * parameters, moved + parameters * item)
+    if component.kind is ComponentKind.MOE_FFN:
+        moe = model.moe
+        assert moe is not None
+        parameters = count_moe_ffn(model)
+        expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
+        active = parameters - (moe.num_experts - moe.top_k) * expert
+        waste = 1.0
+        if component.backend == "bmm":
+            waste = max(1.0, largest_share(request) * moe.num_experts)
+        return Work(2.0 * tokens * active * waste, moved + parameters * item)
+    parameters = count_attention(model)
+    tiles = component.micro_batch_size // (component.bta_tile or component.micro_batch_size)
+    width = model.num_attention_heads * model.head_size
+    activations = tokens * (4.0 * model.hidden_size + 4.0 * width) * item
+    work = Work(2.0 * tokens * parameters, 2.0 * activations + tiles * parameters * item)
+    core = _attention_core(component, model)
+    return Work(work.flops + core.flops, work.bytes + core.bytes)
+
+
+def _attention_core(component: Component, model: ModelSpec) -> Work:
+    width = model.num_attention_heads * model.head_size
+    if component.communicates:
+        return _ring_core(component, model, width)
+    scores = float(component.micro_batch_size) * model.seq_length**2
+    if component.backend == "math":
+        return Work(4.0 * scores * width, 8.0 * scores * model.num_attention_heads * FLOAT32_BYTES)
+    return Work(2.0 * scores * width, 0.0)  # causal: half of the 4 S^2 H D
+
+
+def _ring_core(component: Component, model: ModelSpec, width: int) -> Work:
+    """Of the busiest device; every block's output is merged into a sum in float32."""
+    size = component.context_parallel_size
+    pairs = busiest_pairs(Sharing(size, component.context_parallel_layout), model.seq_length)
+    merged = float(size * local_tokens(component, model)) * width * (2 * FLOAT32_BYTES + model.dtype.itemsize)
+    if component.backend == "math":
+        scores = float(component.micro_batch_size) * pairs.scored
+        return Work(4.0 * scores * width, 8.0 * scores * model.num_attention_heads * FLOAT32_BYTES + merged)
+    return Work(4.0 * component.micro_batch_size * pairs.attended * width, merged)
+
+
+def _backward_work(component: Component, forward: Work, model: ModelSpec) -> Work:
+    flops = BACKWARD_FLOPS * forward.flops
+    if component.kind is ComponentKind.ATTENTION and component.backend != "math":
+        flops += (FLASH_BACKWARD_FLOPS - BACKWARD_FLOPS) * _attention_core(component, model).flops
+    return Work(flops, BACKWARD_FLOPS * forward.bytes)
+
+
+def _recomputed_work(component: Component, forward: Work, model: ModelSpec) -> Work | None:
+    if component.recompute is BlockRecompute.SELECTIVE:
+        return _attention_core(component, model)
+    if component.recompute.by_operation:
+        return _operations_work(component, forward, model)
+    if component.recompute is BlockRecompute.FULL and component.bta_tile is not None:
+        return Work(2.0 * forward.flops, 2.0 * forward.bytes)  # once for the layer, once more for each tile
+    if component.recompute is BlockRecompute.FULL or component.bta_tile is not None:
+        return forward
+    return None
+
+
+def _operations_work(component: Component, forward: Work, model: ModelSpec) -> Work:
+    """Norms, activations and gathers read and write a good half of what the forward pass moves, products apart."""
+    between = Work(0.0, forward.bytes / 2)
+    if component.recompute is BlockRecompute.ACTIVATIONS:
+        return between
+    if component.kind is ComponentKind.ATTENTION:
+        core = _attention_core(component, model).flops
+        projected = model.num_attention_heads + 2 * (component.num_query_groups or model.query_groups)
+        return Work((forward.flops - core) * projected / (projected + model.num_attention_heads), between.bytes)
+    return Work(forward.flops * (2 / 3 if model.gated_mlp else 1 / 2), between.bytes)
+
+
+def _plain(component: Component) -> Component:
+    """The block that recomputes nothing: what is recomputed is written and read in forward all the same."""
+    if not component.recompute.by_operation:
+        return component
+    return component.model_copy(update={"recompute": BlockRecompute.NONE})
+
+
+def _exchanged_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
+    """What a device sends when all is gathered and reduced: of a ring, (N - 1) / N of it each time (twice to all)."""
+    sharding = request.training.sharding
+    gradients = 2 if sharding is Sharding.NONE else 1
+    gathers = {Sharding.NONE: 0, Sharding.ZERO3: 2}.get(sharding, 1)
+    gradient = request.training.optimizer.gradient_dtype(model.dtype).itemsize
+    whole = count_parameters(model) * (gradients * gradient + gathers * model.dtype.itemsize)
+    return float(whole) * (request.num_devices - 1) / request.num_devices
+
+
+def _optimizer_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
+    spec = request.training.optimizer
+    item = model.dtype.itemsize
+    states = 2 * spec.num_states * spec.moment_dtype(model.dtype).itemsize
+    master = 2 * FLOAT32_BYTES + item if spec.has_master(model.dtype) else 2 * item
+    return float(count_parameters(model)) * (states + master + 2 * spec.gradient_dtype(model.dtype).itemsize)

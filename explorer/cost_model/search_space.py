@@ -1,0 +1,175 @@
+"""The legal space: every candidate that a request admits on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.context_parallel import Sharing
+from explorer.spec.hardware import BackendSupport, DeviceReport
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+
+
+class EmptySpaceError(ValueError):
+    """The request admits no candidate on this device; the message says which dimension is empty and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegalSpace:
+    """The enumeration for one model variant, in ascending order of micro-batch size."""
+
+    model: ModelSpec
+    candidates: tuple[Candidate, ...]
+
+    def restrict(self, candidates: Iterable[Candidate]) -> LegalSpace:
+        """The same model with fewer candidates."""
+        return LegalSpace(self.model, tuple(candidates))
+
+    def summarize(self) -> dict[str, Any]:
+        """The values of each dimension and the number of candidates, as stored with the job."""
+
+        def values(name: str) -> list[Any]:
+            found = {getattr(candidate, name) for candidate in self.candidates}
+            return sorted(found, key=lambda value: (value is not None, value))
+
+        return {
+            "num_query_groups": self.model.query_groups,
+            "num_candidates": len(self.candidates),
+            "micro_batch_size": values("micro_batch_size"),
+            "bta_tile": values("bta_tile"),
+            "recompute": [p.value for p in Recompute if any(c.recompute is p for c in self.candidates)],
+            "attention_backend": values("attention_backend"),
+            "expert_backend": values("expert_backend"),
+            "context_parallel_size": values("context_parallel_size"),
+            "context_parallel_layout": values("context_parallel_layout"),
+            "sharding": [None if level is None else level.value for level in values("sharding")],
+        }
+
+
+def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> LegalSpace:
+    """All legal candidates of one variant, whether or not they fit the memory.
+
+    Tiling with a policy that says what of attention is kept is left out: a tile recomputes its attention already. Eval
+    mode has no recomputation at all. Sequences are spread over no more devices than the profiler has, and only with
+    attention back ends that serve it.
+
+    Raises:
+        EmptySpaceError: a restriction leaves a dimension empty on this device.
+    """
+    attention = _usable("attention back end", report.attention_backends, request.attention_backends)
+    if not request.flash_attention:
+        attention = [name for name in attention if name != "flash"]
+        if not attention:
+            raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
+    experts: list[str] | list[None] = [None]
+    if model.moe is not None:
+        experts = _usable("expert back end", report.expert_backends, request.expert_backends)
+    sharings = _usable_sharings(request, report, attention)
+    candidates = []
+    for m in request.micro_batch_sizes:
+        at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
+        for tile in request.tiles_for(m):
+            for recompute in request.policies_for(tile):
+                for (sharing, attention_backend), expert_backend, sharding in product(
+                    at_m, experts, request.sharding_choices
+                ):
+                    candidates.append(
+                        Candidate(
+                            micro_batch_size=m,
+                            bta_tile=tile,
+                            recompute=recompute,
+                            attention_backend=attention_backend,
+                            expert_backend=expert_backend,
+                            num_query_groups=model.query_groups,
+                            context_parallel_size=sharing.size,
+                            context_parallel_layout=sharing.layout,
+                            sharding=sharding,
+                        )
+                    )
+    if not candidates:
+        raise EmptySpaceError(
+            "tiling with policies that keep a part of attention only: a tile recomputes attention already"
+        )
+    return LegalSpace(model, tuple(candidates))
+
+
+def base_candidates(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> tuple[Candidate, ...]:
+    """What 1.00x may mean, in order of preference: the first that fits is the base.
+
+    The smallest legal micro-batch (or the requested one) with torch's default attention and the default expert back
+    end, untiled, without recomputation; then with selective, then with full recomputation. Each sequence has a device
+    to itself, or as few as the request allows; then more of them. Where several share one it is in the plainest layout
+    that is asked for, with torch's default attention if that serves it. Only if nothing of that fits, the next level of
+    sharding that may be chosen.
+    """
+    policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL) if request.mode == "train" else (Recompute.NONE,)
+    usable = [b.name for b in report.attention_backends if b.usable]
+    plainest: dict[int, tuple[Sharing, str]] = {}
+    for sharing, backend in _sharings_with(request, report, [report.default_attention, *usable]):
+        plainest.setdefault(sharing.size, (sharing, backend))
+    return tuple(
+        Candidate(
+            micro_batch_size=request.base_micro_batch_size or min(request.micro_batch_sizes_over(sharing.size)),
+            recompute=recompute,
+            attention_backend=backend,
+            expert_backend=report.default_experts if model.moe is not None else None,
+            num_query_groups=model.query_groups,
+            context_parallel_size=sharing.size,
+            context_parallel_layout=sharing.layout,
+            sharding=sharding,
+        )
+        for sharding in request.sharding_choices
+        for sharing, backend in plainest.values()
+        for recompute in policies
+    )
+
+
+def _sharings_with(
+    request: ExplorationRequest, report: DeviceReport, attention: list[str]
+) -> list[tuple[Sharing, str]]:
+    """The ways to share sequences that this profiler has the devices for, each with the back ends that serve it."""
+    serving = {b.name for b in report.attention_backends if b.usable and b.context_parallel}
+    return [
+        (sharing, name)
+        for sharing in request.sharings
+        if sharing.size <= report.hardware.num_devices
+        for name in attention
+        if sharing.size == 1 or name in serving
+    ]
+
+
+def _usable_sharings(
+    request: ExplorationRequest, report: DeviceReport, attention: list[str]
+) -> list[tuple[Sharing, str]]:
+    found = _sharings_with(request, report, attention)
+    if found:
+        return found
+    size, num_devices = min(request.context_parallel_sizes), report.hardware.num_devices
+    if size > num_devices:
+        raise EmptySpaceError(
+            f"sequences shared by {size} devices need as many; this worker's profiler has {num_devices}"
+        )
+    asked = [b for b in report.attention_backends if b.name in attention]
+    reasons = "; ".join(f"{b.name}: {b.context_parallel_reason or 'it does not say why'}" for b in asked)
+    raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
+
+
+def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None) -> list[str]:
+    usable = [backend.name for backend in supported if backend.usable]
+    if allowed is None:
+        names = usable
+    else:
+        known = {backend.name: backend for backend in supported}
+        for name in allowed:
+            if name not in known:
+                raise EmptySpaceError(f"unknown {what} '{name}'; this device has {', '.join(sorted(known))}")
+        names = [name for name in usable if name in allowed]
+    if not names:
+        asked = [b for b in supported if allowed is None or b.name in allowed]
+        reasons = "; ".join(f"{b.name}: {b.reason}" for b in asked)
+        raise EmptySpaceError(f"no usable {what} on this device ({reasons})")
+    return names

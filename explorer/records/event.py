@@ -1,0 +1,95 @@
+"""What is appended to a job's log and streamed; a BEXP line is one rendering of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from explorer.records.recommendation import Answer, Recommendation
+from explorer.records.trial import Trial
+from explorer.spec.base import Frozen
+
+
+class EventCode(IntEnum):
+    """The number behind `BEXP` in a log line: 1xx the job's way, 2xx results, 3xx trouble, 4xx the end."""
+
+    QUEUED = 101
+    STARTED = 102
+    SPACE = 103
+    BASE = 104
+    WAITING = 105
+    RESUMED = 106
+    VARIANT = 107
+    TRIAL = 201
+    RECOMMENDATION = 202
+    WHOLE_MODEL = 203
+    ANSWER_CHANGED = 204
+    INFEASIBLE = 301
+    WARNING = 302
+    PROFILER_REPLACED = 303
+    SUCCEEDED = 401
+    NOTHING_FITS = 402
+    FAILED = 403
+    CANCELLED = 404
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether nothing follows it."""
+        return self >= EventCode.SUCCEEDED
+
+
+class EventDraft(Frozen):
+    """An event before the log has given it a place."""
+
+    code: EventCode
+    message: str
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class Event(EventDraft):
+    """An event of a job's log. `seq` counts from 1 without gaps; it is the SSE id and the page cursor."""
+
+    seq: Annotated[int, Field(ge=1)]
+    at: datetime
+
+
+def render_line(event: Event) -> str:
+    """The BEXP line of an event, without a line break: `BEXP202 19:39:45 GMT  Current recommended ...`."""
+    return f"BEXP{int(event.code)} {event.at.astimezone(UTC):%H:%M:%S} GMT  {render_message(event)}"
+
+
+def render_message(event: EventDraft) -> str:
+    """The message on one line."""
+    return " ".join(event.message.split())
+
+
+def recommendation_event(recommendation: Recommendation) -> EventDraft:
+    """The event for a change of knowledge; its line reads as Cerebras' automatic batch exploration prints it."""
+    return EventDraft(
+        code=EventCode.RECOMMENDATION,
+        message=(
+            f"Current recommended micro_batch_size: {recommendation.candidate.micro_batch_size}, "
+            f"estimated performance: {recommendation.performance:.2f}x base, "
+            f"confidence score: {recommendation.confidence} (out of 100)"
+        ),
+        data={"recommendation": recommendation.model_dump(mode="json")},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of an exploration: everything in it is stored in one transaction, or nothing is.
+
+    `recommendation` is set when the main variant's recommendation changed, `space` when the legal space has been
+    enumerated (a JSON summary), `answer` on the last step.
+    """
+
+    events: tuple[EventDraft, ...] = ()
+    trial: Trial | None = None
+    recommendation: Recommendation | None = None
+    space: dict[str, Any] | None = field(default=None)
+    answer: Answer | None = None

@@ -1,0 +1,135 @@
+"""The answer: the best candidate known, how much better it is, and how sure that is."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from explorer.cost_model.step import MemoryParts
+from explorer.records.measurement import Outcome, WholeModelMeasurement
+from explorer.spec.base import Frozen
+from explorer.spec.candidate import Candidate
+
+
+class Alternative(Frozen):
+    """Another candidate that the answer is compared with."""
+
+    candidate: Candidate
+    tokens_per_second: float
+    gain: float = Field(description="Throughput of the recommended candidate relative to this one.")
+
+
+class WholeModelCheck(Frozen):
+    """A candidate, run as a whole model. Errors are (composed - whole) / whole."""
+
+    measurement: WholeModelMeasurement
+    tokens_per_second: float
+    step_seconds: float
+    step_error: float
+    peak_error: float
+
+
+class RunnerUpCheck(Frozen):
+    """The candidate that was most likely to be better than the recommended one, run as a whole model beside it.
+
+    Where the whole models changed the answer, it is the one that was recommended before.
+    """
+
+    candidate: Candidate
+    composed_tokens_per_second: float
+    outcome: Outcome
+    reason: str | None = None
+    gain: float | None = Field(
+        None, description="Whole-model throughput of the recommended candidate relative to this one; null without both."
+    )
+    whole_model: WholeModelCheck | None = Field(None, description="Null unless the outcome is ok.")
+
+
+class Recommendation(Frozen):
+    """The best candidate so far.
+
+    `tokens_per_second` and the seconds are of one device, composed of its components and corrected by the whole models
+    that were run; the plain composition is compared in `whole_model`. `performance` is relative to the base candidate.
+    `confidence` is the probability, floored to 0..99, that the whole model's tokens/s with this candidate is within the
+    request's tolerance of the best in the legal space. `grad_accum_steps` is null when micro_batch_size x num_devices
+    / context_parallel_size does not divide the requested batch; `nearest_batch_sizes` then names the batch sizes below
+    and above that it divides.
+    `predicted_peak_bytes` is from formulas alone, `measured_peak_bytes` composed of the training state and measured
+    activations; what a whole run allocated is in `whole_model`.
+    """
+
+    candidate: Candidate
+    base: Candidate
+    tokens_per_second: float
+    performance: float
+    confidence: Annotated[int, Field(ge=0, le=99)]
+    step_seconds: float
+    micro_step_seconds: float
+    optimizer_seconds: float
+    communication_seconds: float | None = Field(
+        None,
+        description="Of a step, added by the exchange of gradients and parameters between devices; null if not timed.",
+    )
+    grad_accum_steps: int | None
+    nearest_batch_sizes: tuple[int, ...] = ()
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
+    memory_limit_bytes: int
+    memory: MemoryParts
+    largest_micro_batch: Alternative | None = Field(
+        None, description="The largest micro-batch that fits without batch tiling, at its fastest."
+    )
+    stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
+    whole_model: WholeModelCheck | None = None
+    runner_up: RunnerUpCheck | None = None
+    notes: tuple[str, ...] = ()
+
+
+class RemedyKind(StrEnum):
+    """What a remedy changes, in order of preference."""
+
+    MICRO_BATCH_SIZE = "micro_batch_size"
+    RECOMPUTE = "recompute"
+    OPTIONS = "options"
+    CONTEXT_PARALLEL = "context_parallel"
+    NUM_DEVICES = "num_devices"
+    SHARDING = "sharding"
+    SEVERAL = "several"
+
+
+class Remedy(Frozen):
+    """A change to a request of which nothing fits, after which something is predicted to fit."""
+
+    kind: RemedyKind = Field(description="`options`: what the request excludes for no gain. `several`: together.")
+    change: str = Field(description="In words.")
+    settings: dict[str, Any] = Field(description="Fields of the request by name, with the values to set.")
+    predicted_peak_bytes: int = Field(description="Allocated at the peak by the smallest candidate.")
+    required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
+
+
+class VariantAnswer(Frozen):
+    """The outcome for one num_query_groups setting; `recommendation` is null when nothing fits.
+
+    `remedies` are then the changes that would make something fit, the preferred one first.
+    """
+
+    num_query_groups: int
+    num_parameters: int
+    recommendation: Recommendation | None
+    reason: str | None = None
+    remedies: tuple[Remedy, ...] = ()
+
+
+class Answer(Frozen):
+    """What a job ends with. Variants are separate models: they stand side by side, in the order asked for."""
+
+    variants: tuple[VariantAnswer, ...]
+    timings: dict[str, float] = Field(default_factory=dict, description="Seconds of the job by where they went.")
+
+    @property
+    def recommendation(self) -> Recommendation | None:
+        """Of the main variant."""
+        return self.variants[0].recommendation

@@ -1,0 +1,104 @@
+"""What the search asks to be measured, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from explorer.cost_model.collectives import is_exchange_timed
+from explorer.cost_model.components import Component
+from explorer.records.measurement import Measurement
+from explorer.spec.base import Frozen
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+
+
+class TrialKind(StrEnum):
+    """A trial times the components of a candidate that are not known yet, or runs the whole model."""
+
+    COMPONENTS = "components"
+    WHOLE_MODEL = "whole_model"
+
+
+class TrialPlan(Frozen):
+    """An order to the profiler."""
+
+    number: Annotated[int, Field(ge=0)]
+    kind: TrialKind
+    model: ModelSpec = Field(description="The variant that the candidate is for.")
+    candidate: Candidate
+    components: tuple[Component, ...] = Field((), description="To measure, in this order.")
+    again: bool = Field(False, description="An earlier trial measured them all: the device is noisy.")
+    timeout_seconds: Annotated[float, Field(gt=0)]
+    num_processes: Annotated[int, Field(ge=1)] = Field(
+        1, description="That run it together, a device each: a multiple of every context_parallel_size that it needs."
+    )
+
+    @property
+    def context_parallel_sizes(self) -> tuple[int, ...]:
+        """How many processes must share a sequence here, increasing; a component with its own share needs no other."""
+        if self.kind is TrialKind.WHOLE_MODEL:
+            sizes = {self.candidate.context_parallel_size} - {1}
+        else:
+            sizes = {component.context_parallel_size for component in self.components if component.communicates}
+        return tuple(sorted(sizes))
+
+    @model_validator(mode="after")
+    def _enough_processes(self) -> Self:
+        for size in self.context_parallel_sizes:
+            if self.num_processes % size:
+                raise ValueError(f"num_processes ({self.num_processes}) is no multiple of context_parallel_size {size}")
+        return self
+
+
+def count_processes(
+    kind: TrialKind,
+    candidate: Candidate,
+    components: Sequence[Component],
+    request: ExplorationRequest,
+    hardware: HardwareSpec,
+) -> int:
+    """How many processes, a device each, run a trial together.
+
+    Where the profiler has all devices that train together, every trial takes them all: what one of them computes by
+    itself the others compute as well, and a step waits for the slowest. Elsewhere components take those that share a
+    sequence of the one that most share, a whole model one group that shares sequences, or all devices in eval mode.
+    """
+    if is_exchange_timed(request, hardware):
+        return request.num_devices
+    if kind is TrialKind.COMPONENTS:
+        return max((c.context_parallel_size for c in components if c.communicates), default=1)
+    return request.num_devices if request.num_devices <= hardware.num_devices else candidate.context_parallel_size
+
+
+Measure = Callable[[TrialPlan], Measurement]
+"""Runs a trial. Never raises for what a candidate does: a crash, a hang or an OOM is an `Outcome`."""
+
+
+class Trial(Frozen):
+    """A finished trial, as stored: what was predicted, what was measured, what it composes to.
+
+    `predicted_peak_bytes` is what was believed just before the trial, `measured_peak_bytes` what its measured
+    components compose to; for a whole model, what was composed and what the run itself allocated. Figures that the
+    outcome does not allow are null, as is the throughput of a trial that measured what all candidates share.
+    """
+
+    number: Annotated[int, Field(ge=0)]
+    kind: TrialKind
+    measurement: Measurement
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    predicted_tokens_per_second: float | None = None
+    tokens_per_second: float | None = None
+    suggest_seconds: Annotated[float, Field(ge=0)] = 0.0
+    seconds: Annotated[float, Field(ge=0)] = Field(0.0, description="Wall time of the measurement, messages included.")
+
+    @property
+    def candidate(self) -> Candidate:
+        """What was tried."""
+        return self.measurement.candidate

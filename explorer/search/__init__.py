@@ -1,0 +1,1 @@
+"""The search: which candidate is measured next, and how sure the recommendation is."""

@@ -1,0 +1,156 @@
+"""The words of the events that an exploration emits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explorer.cost_model.components import ComponentKind
+from explorer.cost_model.parameters import count_parameters
+from explorer.cost_model.search_space import LegalSpace
+from explorer.cost_model.step import GIB
+from explorer.records.event import EventCode, EventDraft
+from explorer.records.measurement import Outcome
+from explorer.records.recommendation import Answer, WholeModelCheck
+from explorer.records.trial import Trial
+from explorer.search.acquisition import Suggestion
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import ModelSpec
+
+
+def variant_event(model: ModelSpec) -> EventDraft:
+    """The exploration turns to another model variant."""
+    return EventDraft(
+        code=EventCode.VARIANT,
+        message=f"Exploring the variant with num_query_groups={model.query_groups}, a model of its own",
+        data={"num_query_groups": model.query_groups},
+    )
+
+
+def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int) -> EventDraft:
+    """The legal space has been enumerated."""
+    model = space.model
+    return EventDraft(
+        code=EventCode.SPACE,
+        message=(
+            f"{model.name}: {count_parameters(model):,} parameters, {len(space.candidates)} candidates to consider, "
+            f"{num_predicted_out} more left out: predicted not to fit in {limit_bytes / GIB:.2f} GiB"
+        ),
+        data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
+    )
+
+
+def base_event(base: Candidate, *, is_plainest: bool) -> EventDraft:
+    """What 1.00x means."""
+    fallback = "" if is_plainest else "; the plainer ones do not fit or fail"
+    return EventDraft(
+        code=EventCode.BASE,
+        message=f"Base (1.00x): {base.describe()}{fallback}",
+        data={"candidate": base.model_dump(mode="json")},
+    )
+
+
+def no_base_event() -> EventDraft:
+    """No base candidate fits."""
+    return EventDraft(
+        code=EventCode.WARNING,
+        message="No base candidate fits: performance is relative to the first candidate that was measured to fit",
+    )
+
+
+def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDraft:
+    """A candidate was measured, or could not be; or what all candidates share."""
+    measurement = trial.measurement
+    data = {
+        "trial": trial.number,
+        "candidate": trial.candidate.model_dump(mode="json"),
+        "outcome": measurement.outcome.value,
+        "tokens_per_second": trial.tokens_per_second,
+        "predicted_peak_bytes": trial.predicted_peak_bytes,
+        "measured_peak_bytes": trial.measured_peak_bytes,
+    }
+    if measurement.outcome is Outcome.OK and trial.tokens_per_second is None:
+        traffic = next(m for m in measurement.components if m.component.kind is ComponentKind.COMMUNICATION)
+        named = "" if traffic.component.sharding is None else f" with sharding {traffic.component.sharding}"
+        message = (
+            f"Trial {trial.number}: what devices exchange of gradients and parameters{named} takes "
+            f"{1e3 * traffic.device_seconds:.1f} ms for the whole model by itself; computation beside it loses "
+            f"{traffic.slowdown or 0.0:.0%} of that time, and the host is busy with it for "
+            f"{1e3 * traffic.host_seconds:.1f} ms of each micro-step ({seconds:.1f} s)"
+        )
+        return EventDraft(code=EventCode.TRIAL, message=message, data=data)
+    if measurement.outcome is Outcome.OK:
+        peak = (trial.measured_peak_bytes or trial.predicted_peak_bytes or 0) / GIB
+        what = "components again" if suggestion.again else "new components"
+        message = (
+            f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:.0f} tokens/s, "
+            f"peak {peak:.2f} GiB ({len(suggestion.components)} {what} in {seconds:.1f} s)"
+        )
+        return EventDraft(code=EventCode.TRIAL, message=message, data=data)
+    if measurement.outcome is Outcome.TAINTED:
+        tainted = ", ".join(m.component.key for m in measurement.components if m.taint is not None)
+        message = f"Tainted: {trial.candidate.describe()}: {measurement.reason}; not learnt from: {tainted}"
+        return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": measurement.reason})
+    message = (
+        f"Infeasible: {trial.candidate.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"
+    )
+    return EventDraft(code=EventCode.INFEASIBLE, message=message, data={**data, "reason": measurement.reason})
+
+
+def whole_model_event(
+    trial: Trial, check: WholeModelCheck | None, probability_better: float | None = None
+) -> EventDraft:
+    """A candidate was run as a whole model, or could not be: the recommended one, or its runner-up.
+
+    `probability_better` is the runner-up's, to be better than the recommended one, before it was run.
+    """
+    measurement = trial.measurement
+    what = f"Whole model with {trial.candidate.describe()}"
+    data: dict[str, Any] = {
+        "trial": trial.number,
+        "candidate": trial.candidate.model_dump(mode="json"),
+        "role": "recommended" if probability_better is None else "runner_up",
+    }
+    if probability_better is not None:
+        what = f"Runner-up, {100 * probability_better:.0f}% likely to be better: {what[0].lower()}{what[1:]}"
+        data["probability_better"] = probability_better
+    if check is None:
+        return EventDraft(
+            code=EventCode.WARNING,
+            message=f"{what}: {measurement.outcome}: {measurement.reason}",
+            data={**data, "outcome": measurement.outcome.value, "reason": measurement.reason},
+        )
+    return EventDraft(
+        code=EventCode.WHOLE_MODEL,
+        message=(
+            f"{what}: {check.tokens_per_second:.0f} tokens/s, "
+            f"peak {check.measurement.peak_bytes / GIB:.2f} GiB; composed step {100 * check.step_error:+.1f}%, "
+            f"composed peak {100 * check.peak_error:+.1f}%"
+        ),
+        data={**data, "check": check.model_dump(mode="json")},
+    )
+
+
+def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:
+    """What a whole model showed has changed the answer."""
+    return EventDraft(
+        code=EventCode.ANSWER_CHANGED,
+        message=f"Whole models change the answer from {before.describe()} to {after.describe()}",
+        data={"before": before.model_dump(mode="json"), "after": after.model_dump(mode="json")},
+    )
+
+
+def end_event(answer: Answer) -> EventDraft:
+    """The exploration is over."""
+    data = {"answer": answer.model_dump(mode="json")}
+    found = answer.recommendation
+    if found is None:
+        reason = answer.variants[0].reason or "no candidate fits"
+        return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
+    return EventDraft(
+        code=EventCode.SUCCEEDED,
+        message=(
+            f"Recommended: {found.candidate.describe()}: {found.tokens_per_second:.0f} tokens/s, "
+            f"{found.performance:.2f}x base, confidence {found.confidence}"
+        ),
+        data=data,
+    )

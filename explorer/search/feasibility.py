@@ -1,0 +1,89 @@
+"""What could not be: components that failed, candidates that were refuted, and all that would need as much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
+from explorer.cost_model.components import BlockRecompute, Component
+from explorer.records.measurement import TAINTED_ATTEMPTS, Measurement, Outcome
+from explorer.spec.candidate import Candidate
+from explorer.surrogate.observations import RunLog
+
+BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
+"""Outcomes that recomputation does not help against."""
+
+
+@dataclass(slots=True)
+class Failures:
+    """Failed components and rejected candidates, each with the reason that was given first."""
+
+    components: dict[Component, str] = field(default_factory=dict)
+    candidates: dict[Candidate, str] = field(default_factory=dict)
+    _broken: set[Component] = field(default_factory=set)
+    _too_large: set[Candidate] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.components) + len(self.candidates)
+
+    def take_in(self, measurement: Measurement) -> None:
+        """Keep what a trial failed of; one that went well, or whose device was disturbed, says nothing."""
+        if measurement.outcome in {Outcome.OK, Outcome.TAINTED}:
+            return
+        reason = measurement.reason or measurement.outcome.value
+        if measurement.failed_component is None:
+            self.candidates.setdefault(measurement.candidate, reason)
+            return
+        self.components.setdefault(measurement.failed_component, reason)
+        if measurement.outcome in BREAKING:
+            self._broken.add(measurement.failed_component)
+
+    def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
+        """Rule a candidate out; if its whole model was `too_large`, also all that are composed to need as much."""
+        self.candidates.setdefault(candidate, reason)
+        if too_large:
+            self._too_large.add(candidate)
+
+    def rejected(self, table: SpaceTable, required_C: Floats) -> Mask:
+        """Rows that are ruled out, given the bytes that each is composed to need, shape (C,)."""
+        rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
+        rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
+        if self._too_large:
+            rejected_C |= required_C >= required_C[[table.row[c] for c in self._too_large]].min()
+        return rejected_C
+
+    def failing(self, table: SpaceTable, log: RunLog) -> Mask:
+        """Rows that use a component which failed, or a larger one of the same sort, shape (C,)."""
+        if not self.components and not log.num_tainted:
+            return np.zeros(len(table.candidates), dtype=np.bool_)
+        failing_K = np.array([self._fails(c, log) for c in table.components])
+        return np.asarray((table.used_CP & failing_K[table.columns_CP]).any(axis=1))
+
+    def _fails(self, component: Component, log: RunLog) -> bool:
+        if log.count(component):
+            return False
+        if log.count_tainted(component) >= TAINTED_ATTEMPTS:
+            return True
+        return any(at_least(component, failed, broken=failed in self._broken) for failed in self.components)
+
+
+def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
+    """Whether `component` does what `failed` could not do, or more of it.
+
+    Recomputation runs what the plain block runs, and more: it helps where memory was short, not where it is `broken`.
+    """
+    if component == failed:
+        return True
+    if component.kind is not failed.kind or component.micro_batch_size == 0:
+        return False
+    runs_it = component.recompute is failed.recompute or (broken and failed.recompute is BlockRecompute.NONE)
+    same = (component.backend, component.num_query_groups) == (failed.backend, failed.num_query_groups)
+    if not (same and runs_it) or (component.bta_tile is None) != (failed.bta_tile is None):
+        return False
+    if component.communicates or failed.communicates:
+        ring = (component.context_parallel_layout, component.context_parallel_size)
+        if ring != (failed.context_parallel_layout, failed.context_parallel_size):
+            return False
+    return component.sequences >= failed.sequences and (component.bta_tile or 0) >= (failed.bta_tile or 0)

@@ -1,0 +1,110 @@
+"""What all variants of a job share: the stored trials, and what is left of the budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from explorer.records.measurement import TAINTED_ATTEMPTS, Outcome
+from explorer.records.trial import Trial, TrialKind
+from explorer.spec.candidate import Candidate
+from explorer.spec.options import Budget
+
+GRACE = 2.0  # comparisons at the end may use this many times the budget, so that an answer has them
+HOPELESS_FAILURES = 5
+HOPELESS_TAINTED = 4 * TAINTED_ATTEMPTS
+
+
+class Ledger:
+    """Trials of a job, earlier leases' included, and the seconds that they took."""
+
+    def __init__(self, history: Sequence[Trial], budget: Budget, num_variants: int) -> None:
+        self._trials = list(history)
+        self._in_flight: set[int] = set()
+        self._budget = budget
+        self._num_variants = num_variants
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All of them, in order."""
+        return tuple(self._trials)
+
+    @property
+    def device_seconds(self) -> float:
+        """What all trials took, process starts apart."""
+        phases = [trial.measurement.phases for trial in self._trials]
+        return sum(p.total - p.process_start for p in phases)
+
+    @property
+    def next_number(self) -> int:
+        """Number of the job's next trial."""
+        return max((*(trial.number for trial in self._trials), *self._in_flight), default=-1) + 1
+
+    def begin(self, number: int) -> None:
+        """Trial `number` is in flight: its number is taken, and it counts for the budget."""
+        self._in_flight.add(number)
+
+    def add(self, trial: Trial) -> None:
+        """Keep a finished trial."""
+        self._in_flight.discard(trial.number)
+        self._trials.append(trial)
+
+    def exhausted(self, variant: int) -> bool:
+        """Whether variant number `variant` has used its share of the budget; what earlier ones left over is its own."""
+        return self._spent(variant, 1.0)
+
+    def overdrawn(self, variant: int) -> bool:
+        """Whether not even the comparisons at the end may be measured."""
+        return self._spent(variant, GRACE)
+
+    def trials_left(self, variant: int) -> int:
+        """How many more trials variant number `variant` may begin; negative when it has overdrawn."""
+        share = (variant + 1) / self._num_variants
+        return int(share * self._budget.max_trials) - len(self._trials) - len(self._in_flight)
+
+    def trials_of(self, num_query_groups: int) -> list[Trial]:
+        """The trials of one variant, in order."""
+        return [t for t in self._trials if t.candidate.num_query_groups == num_query_groups]
+
+    def whole_models(self, num_query_groups: int) -> list[Trial]:
+        """The whole-model runs of one variant, in order."""
+        return [t for t in self.trials_of(num_query_groups) if t.kind is TrialKind.WHOLE_MODEL]
+
+    def whole_model(self, candidate: Candidate) -> Trial | None:
+        """The whole-model run of a candidate; of several the first that was not tainted, if there is one."""
+        found = [t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate]
+        sound = (t for t in found if t.measurement.outcome is not Outcome.TAINTED)
+        return next(sound, found[0] if found else None)
+
+    def is_hopeless(self, num_query_groups: int) -> bool:
+        """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
+
+        That they were tainted is one reason, whatever it was that tainted each; a device is given more time to become
+        sound again than a fault that stays.
+        """
+        trials = self.trials_of(num_query_groups)
+        tainted = [t.measurement.outcome is Outcome.TAINTED for t in trials[-HOPELESS_TAINTED:]]
+        if any(tainted[-1:]):
+            return all(tainted) and len(tainted) == HOPELESS_TAINTED
+        last = trials[-HOPELESS_FAILURES:]
+        failures = {(t.measurement.outcome, t.measurement.reason) for t in last}
+        return (
+            len(last) == HOPELESS_FAILURES
+            and len(failures) == 1
+            and last[0].measurement.outcome not in {Outcome.OK, Outcome.OUT_OF_MEMORY}
+            and all(t.measurement.failed_component is None for t in last)
+        )
+
+    def commonest_failure(self, num_query_groups: int) -> str | None:
+        """The reason that most failed trials of a variant give; null if none failed."""
+        failed = [t.measurement for t in self.trials_of(num_query_groups) if t.measurement.outcome is not Outcome.OK]
+        if not failed:
+            return None
+        ((outcome, reason), _), *_ = Counter((m.outcome, m.reason) for m in failed).most_common(1)
+        return f"{outcome}: {reason or 'no reason given'}"
+
+    def _spent(self, variant: int, factor: float) -> bool:
+        share = factor * (variant + 1) / self._num_variants
+        seconds = sum(trial.seconds + trial.suggest_seconds for trial in self._trials)
+        number = len(self._trials) + len(self._in_flight)
+        return number >= share * self._budget.max_trials or seconds >= share * self._budget.max_seconds

@@ -1,0 +1,210 @@
+"""When nothing fits: the smallest changes to the request that would make something fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from explorer.cost_model.candidate_table import SpaceTable, predict_component_table
+from explorer.cost_model.search_space import EmptySpaceError, LegalSpace, enumerate_candidates
+from explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
+from explorer.records.recommendation import Remedy, RemedyKind
+from explorer.spec.candidate import Recompute
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import ModelSpec
+from explorer.spec.options import BTASpec, divisors
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+MAX_DEVICES = 1024
+SIZES = tuple(1 << i for i in range(8, -1, -1))  # of micro-batches, the smallest change first
+COUNTS = tuple(1 << i for i in range(1, MAX_DEVICES.bit_length()))
+SHARDINGS = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Settings of a request to change together, and in words."""
+
+    words: str
+    settings: dict[str, Any]
+
+    def apply(self, request: ExplorationRequest) -> ExplorationRequest | None:
+        """The changed request; null where the settings do not go with the rest of it."""
+        try:
+            return ExplorationRequest.model_validate({**request.model_dump(), **self.settings})
+        except ValueError:
+            return None
+
+
+def find_remedies(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> tuple[Remedy, ...]:
+    """Every single change after which something is predicted to fit; if there is none, the first of several together.
+
+    In order of preference: a smaller micro-batch, a recomputation policy, what the request excludes for no gain (the
+    chunked loss, tiling, back ends), more devices of those that the profiler has for each sequence, more devices, a
+    sharding level. Of micro-batch sizes and numbers of devices only the nearest is named, of the others every one that
+    helps.
+    """
+    found: list[Remedy] = []
+    for kind, changes, nearest in (
+        (RemedyKind.MICRO_BATCH_SIZE, _smaller(request), True),
+        (RemedyKind.RECOMPUTE, _policies(request), False),
+        (RemedyKind.OPTIONS, _options(request), False),
+        (RemedyKind.CONTEXT_PARALLEL, _sharings(request, report), True),
+        (RemedyKind.NUM_DEVICES, _more_devices(request), True),
+        (RemedyKind.SHARDING, _shardings(request), False),
+    ):
+        working = _working(kind, changes, request, report, model)
+        found += [remedy for remedy in [next(working, None)] if remedy is not None] if nearest else list(working)
+    if not found:
+        found += [*_working(RemedyKind.SEVERAL, _together(request), request, report, model)][:1]
+    return tuple(found)
+
+
+def explain_nothing_fits(
+    request: ExplorationRequest, report: DeviceReport, model: ModelSpec, remedies: tuple[Remedy, ...]
+) -> str:
+    """Why no candidate fits, and the first of the remedies that there are."""
+    limit = memory_limit(request, report.hardware)
+    smallest = smallest_requirement(request, report, model)
+    static = min(static_parts(model, request.sharded(level)).total for level in request.sharding_choices)
+    why = (
+        f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, "
+        f"and the smallest candidate is predicted to need {smallest / GIB:.2f} GiB"
+    )
+    if not remedies:
+        return f"{why}. No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
+    first = remedies[0]
+    return f"{why}. It would fit with {first.change} (predicted to need {first.required_bytes / GIB:.2f} GiB)"
+
+
+def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> int:
+    """Predicted bytes that the smallest candidate of a request needs, context and margin included.
+
+    Raises:
+        EmptySpaceError: the request admits no candidate on this device.
+    """
+    return required_bytes(_smallest_peak(request, report, model), report.hardware)
+
+
+def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> int:
+    space = _smallest_space(request, report, model)
+    table = SpaceTable(space.candidates, model, request)
+    saved, transient = table.activation_bytes(*predict_component_table(table))
+    return round(float(np.min(table.static_bytes_C + saved + transient)))
+
+
+def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> LegalSpace:
+    """The candidates of the smallest micro-batch that has any: larger ones need no less."""
+    for size in request.micro_batch_sizes[:-1]:
+        try:
+            return enumerate_candidates(request.model_copy(update={"micro_batch_size": size}), report, model)
+        except EmptySpaceError:
+            continue  # no tile divides it
+    return enumerate_candidates(request, report, model)
+
+
+def _working(
+    kind: RemedyKind, changes: Iterable[_Change], request: ExplorationRequest, report: DeviceReport, model: ModelSpec
+) -> Iterator[Remedy]:
+    for change in changes:
+        changed = change.apply(request)
+        if changed is None:
+            continue
+        try:
+            peak = _smallest_peak(changed, report, model)
+        except EmptySpaceError:
+            continue
+        required = required_bytes(peak, report.hardware)
+        if required <= memory_limit(changed, report.hardware):
+            yield Remedy(
+                kind=kind,
+                change=change.words,
+                settings={name: _plain(value) for name, value in change.settings.items()},
+                predicted_peak_bytes=peak,
+                required_bytes=required,
+            )
+
+
+def _smaller(request: ExplorationRequest) -> Iterator[_Change]:
+    smallest = min(request.micro_batch_sizes)
+    for size in SIZES:
+        if size < smallest:
+            yield _Change(f"micro_batch_size {size}", {"micro_batch_size": size})
+
+
+def _policies(request: ExplorationRequest) -> Iterator[_Change]:
+    if request.mode != "train" or Recompute.FULL in request.recompute_policies:
+        return  # nothing keeps less than full recomputation
+    for policy in request.model_copy(update={"recompute": None}).recompute_policies:
+        if policy is not Recompute.NONE and policy not in request.recompute_policies:
+            yield _Change(f"recompute {policy}", {"recompute": (policy,)})
+
+
+def _options(request: ExplorationRequest) -> Iterator[_Change]:
+    if request.training.loss.kind == "full":
+        loss = request.training.loss.model_copy(update={"kind": "chunked"})
+        yield _Change("the chunked loss", {"training": request.training.model_copy(update={"loss": loss})})
+    if request.bta.enable is False:
+        yield _Change("batch tiling on attention", {"bta": BTASpec()})
+    if request.attention_backends is not None:
+        yield _Change("every attention back end", {"attention_backends": None})
+
+
+def _sharings(request: ExplorationRequest, report: DeviceReport) -> Iterator[_Change]:
+    for size in divisors(request.num_devices):
+        if max(request.context_parallel_sizes) < size <= report.hardware.num_devices:
+            spec = request.context_parallel.model_copy(update={"sizes": (size,)})
+            yield _Change(f"{size} devices a sequence (context_parallel sizes [{size}])", {"context_parallel": spec})
+
+
+def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
+    """More devices alone help where training state is divided over them."""
+    if request.mode == "train" and request.highest_sharding is not Sharding.NONE:
+        for count in COUNTS:
+            if count > request.num_devices:
+                yield _over(request, f"num_devices {count}", count)
+
+
+def _shardings(request: ExplorationRequest) -> Iterator[_Change]:
+    if request.mode == "train" and request.num_devices > 1:
+        for sharding in SHARDINGS:
+            if sharding.level > request.highest_sharding.level:
+                yield _over(request, f"sharding {sharding}", request.num_devices, sharding)
+
+
+def _together(request: ExplorationRequest) -> Iterator[_Change]:
+    """The least memory that the present devices allow, then more of them, each with as little else as helps."""
+    if request.mode != "train":
+        return
+    least: dict[str, Any] = {"micro_batch_size": 1, "recompute": (Recompute.FULL,)}
+    words = "micro_batch_size 1, recompute full"
+    yield _Change("micro_batch_size 1 and recompute full", least)
+    if request.num_devices > 1:
+        over = _over(request, "", request.num_devices, Sharding.ZERO3)
+        yield _Change(f"{words} and sharding zero3 over {request.num_devices} devices", {**least, **over.settings})
+    more = [count for count in COUNTS if count > request.num_devices]
+    for count in more:
+        yield _over(request, f"sharding zero3 over {count} devices", count, Sharding.ZERO3)
+    for count in more:
+        over = _over(request, "", count, Sharding.ZERO3)
+        yield _Change(f"{words} and sharding zero3 over {count} devices", {**least, **over.settings})
+
+
+def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> _Change:
+    """So many devices, and another level of sharding if one is named."""
+    per_device = max(1, request.batch_size // request.num_devices)
+    settings: dict[str, Any] = {"num_devices": num_devices, "batch_size": per_device * num_devices}
+    if sharding is not None:
+        changed = request.sharded(sharding)
+        settings |= {"training": changed.training, "sharding_levels": changed.sharding_levels}
+    return _Change(words, {name: value for name, value in settings.items() if getattr(request, name) != value})
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

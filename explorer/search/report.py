@@ -1,0 +1,257 @@
+"""From a belief to the recommendation that a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from explorer.cost_model.step import StepSeconds, combine_seconds
+from explorer.records.measurement import Outcome, WholeModelMeasurement
+from explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
+from explorer.records.trial import Trial, TrialKind, count_processes
+from explorer.search.search_state import Belief, Verdict
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
+"""Rows of 16 bytes; and what vocabularies are commonly padded to."""
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """What the recommended candidate is compared with, as rows of the table; null where there is no such thing."""
+
+    base: int
+    largest: int | None = None
+    stock: int | None = None
+
+
+def build_recommendation(
+    belief: Belief,
+    verdict: Verdict,
+    references: References,
+    report: DeviceReport,
+    whole_model: Trial | None = None,
+    runner_up: RunnerUpCheck | None = None,
+) -> Recommendation:
+    """Everything that is known of the recommended candidate."""
+    request = belief.request
+    table = belief.table
+    candidate = table.candidates[verdict.row]
+    seconds = belief.expected_seconds(verdict.row)
+    base = belief.expected_seconds(references.base)
+    found = belief.bytes(verdict.row)
+    accumulation, nearest = accumulate(request, candidate)
+    return Recommendation(
+        candidate=candidate,
+        base=table.candidates[references.base],
+        tokens_per_second=seconds.tokens_per_second,
+        performance=seconds.tokens_per_second / base.tokens_per_second,
+        confidence=min(99, math.floor(100 * verdict.probability)),
+        step_seconds=seconds.step,
+        micro_step_seconds=seconds.micro_step,
+        optimizer_seconds=seconds.optimizer,
+        communication_seconds=seconds.communication if table.communications else None,
+        grad_accum_steps=accumulation,
+        nearest_batch_sizes=nearest,
+        predicted_peak_bytes=belief.predicted_bytes(verdict.row).peak,
+        measured_peak_bytes=found.peak,
+        required_bytes=found.required,
+        memory_limit_bytes=belief.limit_bytes,
+        memory=found.parts,
+        largest_micro_batch=_alternative(belief, verdict.row, references.largest),
+        stock=_alternative(belief, verdict.row, references.stock),
+        whole_model=check_whole_model(belief, verdict.row, whole_model),
+        runner_up=runner_up,
+        notes=(
+            *_notes(request, candidate, report, whole_model),
+            *_communication_notes(belief, candidate, seconds),
+            *_predictions(belief, references),
+            *_doubts(runner_up),
+            *_slow_head(belief, verdict.row),
+        ),
+    )
+
+
+def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:
+    """Accumulation steps for the requested batch, or the nearest batch sizes that divide.
+
+    Every group of devices that share sequences takes a micro-batch in each of them.
+    """
+    if request.mode == "eval":
+        return None, ()
+    unit = candidate.micro_batch_size * request.data_parallel_size(candidate.context_parallel_size)
+    if request.batch_size % unit == 0:
+        return request.batch_size // unit, ()
+    below, above = request.batch_size // unit * unit, -(-request.batch_size // unit) * unit
+    return None, tuple(b for b in (below, above) if b > 0)
+
+
+def check_whole_model(belief: Belief, row: int, trial: Trial | None) -> WholeModelCheck | None:
+    """The composed step against the whole model's, where it was run."""
+    if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
+        return None
+    whole = trial.measurement.whole_model
+    step = _whole_step(belief, belief.table.candidates[row], whole)
+    composed = belief.seconds(row)
+    return WholeModelCheck(
+        measurement=whole,
+        tokens_per_second=step.tokens_per_second,
+        step_seconds=step.step,
+        step_error=(composed.step - step.step) / step.step,
+        peak_error=(belief.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
+    )
+
+
+def whole_model_tokens_per_second(belief: Belief, candidate: Candidate, whole: WholeModelMeasurement) -> float:
+    """Tokens/s of a whole-model run."""
+    return _whole_step(belief, candidate, whole).tokens_per_second
+
+
+def _whole_step(belief: Belief, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
+    """A step with the seconds of a whole-model run.
+
+    What is composed takes the place of what the run did not show: in a job of an earlier version that of communication
+    and optimizer, whose seconds there contain a plain exchange of gradients.
+    """
+    optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
+    if communication is None and _exchanges(belief.request, candidate, belief.hardware):
+        composed = belief.seconds(belief.table.row[candidate])
+        optimizer, communication = composed.optimizer, composed.communication
+    return combine_seconds(
+        whole.micro_step_seconds,
+        optimizer,
+        candidate.micro_batch_size,
+        belief.table.model,
+        belief.request,
+        context_parallel_size=candidate.context_parallel_size,
+        communication=(communication or 0.0) if belief.table.communications else 0.0,
+    )
+
+
+def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
+    """Whether a candidate's whole model is run by devices that exchange gradients."""
+    return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1
+
+
+def largest_untiled(belief: Belief, among: Collection[int]) -> int | None:
+    """The row of the largest micro-batch that fits without batch tiling, at its fastest; it may not be measured yet."""
+    rows = [i for i in among if belief.table.candidates[i].bta_tile is None and belief.fits(i)]
+    if not rows:
+        return None
+    largest = max(int(belief.table.micro_batch_C[i]) for i in rows)
+    return _fastest(belief, [i for i in rows if belief.table.micro_batch_C[i] == largest])
+
+
+def best_stock(belief: Belief, report: DeviceReport, among: Collection[int]) -> int | None:
+    """The row of the fastest candidate with stock back ends and no batch tiling."""
+    rows = [
+        i
+        for i in among
+        if belief.fits(i)
+        and (c := belief.table.candidates[i]).bta_tile is None
+        and report.is_stock(c.attention_backend, c.expert_backend)
+    ]
+    return _fastest(belief, rows)
+
+
+def _fastest(belief: Belief, rows: list[int]) -> int | None:
+    if not rows:
+        return None
+    mean = belief.mean_tokens_per_second()
+    return rows[int(np.argmax(mean[rows]))]
+
+
+def _alternative(belief: Belief, row: int, other: int | None) -> Alternative | None:
+    if other is None:
+        return None
+    tokens_per_second = belief.expected_seconds(other).tokens_per_second
+    return Alternative(
+        candidate=belief.table.candidates[other],
+        tokens_per_second=tokens_per_second,
+        gain=belief.expected_seconds(row).tokens_per_second / tokens_per_second,
+    )
+
+
+def _predictions(belief: Belief, references: References) -> tuple[str, ...]:
+    if references.largest is None or belief.is_known(references.largest):
+        return ()
+    return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
+
+
+def _doubts(runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
+    if runner_up is None or runner_up.gain is None or runner_up.gain >= 1.0:
+        return ()
+    return ("as a whole model the runner-up was the faster one, by no more than the noise of single runs explains",)
+
+
+def _notes(
+    request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
+) -> tuple[str, ...]:
+    notes = [f"execution: {request.execution}"]
+    notes += _sharing_notes(request, candidate, report)
+    sharding = request.sharded(candidate.sharding).training.sharding
+    if sharding is not Sharding.NONE and request.mode == "train":
+        notes.append(f"memory assumes {sharding} over {request.num_devices} devices")
+    if whole_model is not None and whole_model.measurement.outcome is not Outcome.OK:
+        ran = "not run" if whole_model.measurement.outcome is Outcome.UNSUPPORTED else whole_model.measurement.outcome
+        notes.append(f"whole model: {ran}: {whole_model.measurement.reason}")
+    elif whole_model is None:
+        notes.append("whole model: not run with this candidate")
+    if candidate.attention_backend == report.default_attention:
+        notes.append(f"attention '{candidate.attention_backend}' is torch's own default here")
+    return tuple(notes)
+
+
+def _slow_head(belief: Belief, row: int) -> tuple[str, ...]:
+    """A vocabulary whose rows are not aligned keeps a GPU's matrix products off its fast kernels.
+
+    Of the models in benchmarks/results/tables the head takes 5 to 7 times its roofline with 50257 words, and twice with
+    multiples of 8.
+    """
+    size = belief.table.model.vocab_size
+    if belief.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
+        return ()
+    head = belief.table.decompositions[row].head
+    shares = belief.table.step_shares(belief.surrogate.device_mean_K, np.array([row]))[0]
+    share = float(shares[belief.table.columns_CP[row] == belief.table.column[head]].sum())
+    padded = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY
+    return (
+        f"head and loss take {share:.0%} of a micro-step: vocab_size {size} is no multiple of {ALIGNED_VOCABULARY}, "
+        f"which slows their products down; {padded} would not",
+    )
+
+
+def _communication_notes(belief: Belief, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
+    """What of the traffic between devices, beside that of context parallelism, is in the time."""
+    request = belief.request
+    if request.num_devices == 1:
+        return ()
+    shared = candidate.context_parallel_size > 1
+    if not belief.table.communications:
+        what = "other communication" if shared else "communication"
+        return (f"{what} between devices is not included in the time",)
+    sharding = request.sharded(candidate.sharding).training.sharding
+    what = "gradients" if sharding is Sharding.NONE else "gradients and parameters"
+    taken, share = 1e3 * seconds.communication, seconds.communication / seconds.step
+    return (
+        f"the exchange of {what} between {request.num_devices} devices is included in the time: beyond what "
+        f"computation hides it takes {taken:.1f} ms of a step ({share:.1%})",
+    )
+
+
+def _sharing_notes(request: ExplorationRequest, candidate: Candidate, report: DeviceReport) -> list[str]:
+    """That the traffic of sequences which devices share is in the time, and which ways to share were out of reach."""
+    notes = []
+    if candidate.context_parallel_size > 1:
+        notes.append("the keys and values that context parallelism passes between devices are included in the time")
+    beyond = [size for size in request.context_parallel_sizes if size > report.hardware.num_devices]
+    if beyond:
+        sizes = ", ".join(map(str, beyond))
+        notes.append(f"context-parallel sizes {sizes} need more devices than the {report.hardware.num_devices} here")
+    return notes

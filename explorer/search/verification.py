@@ -1,0 +1,154 @@
+"""The checking phase of a variant: which whole model is run next, and what those that were run say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from explorer.records.measurement import TAINTED_ATTEMPTS, Outcome
+from explorer.records.recommendation import RunnerUpCheck
+from explorer.records.trial import Trial
+from explorer.search.acquisition import Suggestion, measuring_seconds
+from explorer.search.history import Ledger
+from explorer.search.report import best_stock, check_whole_model, largest_untiled
+from explorer.search.search_state import Belief
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+
+ATTEMPTS = 4  # what is predicted to fit may not, once run; and an answer that changes is checked in its turn
+RUNNER_UP_ATTEMPTS = 3  # with so many whole models behind it, no runner-up is run
+NEGLIGIBLE = 0.01
+"""A runner-up that is less likely than this to be the better one is not run."""
+REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})  # a whole model that ends so is not recommended
+IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})  # nor would another end otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class NextCheck:
+    """A candidate to run whole; of a runner-up, how likely it is to be better than the recommended one."""
+
+    candidate: Candidate
+    probability_better: float | None = None
+
+    @property
+    def is_runner_up(self) -> bool:
+        """Whether it is not the recommended candidate itself."""
+        return self.probability_better is not None
+
+
+class WholeModels:
+    """The whole models of one variant, as the ledger has them. What follows depends on the stored trials alone."""
+
+    def __init__(self, belief: Belief, ledger: Ledger, variant: int) -> None:
+        self._belief = belief
+        self._ledger = ledger
+        self._variant = variant
+        for trial in self.trials:
+            self.take_in(trial)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Those that were run, or tried, in order."""
+        return self._ledger.whole_models(self._belief.table.model.query_groups)
+
+    @property
+    def ends_search(self) -> bool:
+        """Whether one was run that did not refute its candidate, or none can be: nothing is searched after it."""
+        return any(trial.measurement.outcome in IMPOSSIBLE | {Outcome.OK} for trial in self.trials)
+
+    def take_in(self, trial: Trial) -> None:
+        """Learn from a whole model: its throughput, or that its candidate cannot be."""
+        belief, candidate, outcome = self._belief, trial.candidate, trial.measurement.outcome
+        if candidate not in belief.table.row:
+            return
+        reason = trial.measurement.reason or f"the whole model {outcome}"
+        if outcome is Outcome.OUT_OF_MEMORY:
+            belief.reject_as_large(candidate, reason)
+        elif outcome in REFUTING:
+            belief.reject(candidate, reason)
+        check = check_whole_model(belief, belief.table.row[candidate], trial)
+        if check is not None:
+            found = check.measurement
+            error = found.standard_error_seconds / found.micro_step_seconds if found.micro_step_seconds else 0.0
+            belief.learn_whole_model(candidate, check.tokens_per_second, error)
+
+    def next(self) -> NextCheck | None:
+        """What to run whole: the recommended candidate, then its runner-up; null when the answer is settled.
+
+        The recommended candidate is always checked, again if the answer has changed to another. Its runner-up
+        (`Belief.runner_up`) is run if the budget is not used up, unless it is next to certainly no better, and unless
+        another candidate has been run whole already: the answer has then been compared. A whole model that can not be
+        run here, or not in time, is the last. One on a shared or throttled device says nothing, and is run again.
+        """
+        trials = self.trials
+        verdict = self._belief.recommend()
+        outcomes = [trial.measurement.outcome for trial in trials]
+        if verdict is None or IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.TAINTED) >= TAINTED_ATTEMPTS:
+            return None
+        recommended = self._belief.table.candidates[verdict.row]
+        if not self._belief.was_run_whole(verdict.row):
+            return NextCheck(recommended) if len(trials) < ATTEMPTS else None
+        compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
+        if compared or len(trials) >= RUNNER_UP_ATTEMPTS or self._ledger.exhausted(self._variant):
+            return None
+        rival = self._belief.runner_up()
+        if rival is None or rival[1] < NEGLIGIBLE:
+            return None
+        return NextCheck(self._belief.table.candidates[rival[0]], rival[1])
+
+    def of(self, candidate: Candidate) -> Trial | None:
+        """The whole-model run of a candidate."""
+        return self._ledger.whole_model(candidate)
+
+    def runner_up_of(self, recommended: Candidate) -> RunnerUpCheck | None:
+        """The fastest other candidate that was run whole, else the last that failed after `recommended` had run."""
+        own = self.of(recommended)
+        table = self._belief.table
+        others = [t for t in self.trials if t.candidate != recommended and t.candidate in table.row]
+        ran = [t for t in others if t.measurement.outcome is Outcome.OK and t.tokens_per_second]
+        if ran:
+            trial = max(ran, key=lambda t: t.tokens_per_second or 0.0)
+        elif own is not None and others and others[-1].number > own.number:
+            trial = others[-1]
+        else:
+            return None
+        row = table.row[trial.candidate]
+        whole = trial.tokens_per_second if trial in ran else None
+        return RunnerUpCheck(
+            candidate=trial.candidate,
+            composed_tokens_per_second=self._belief.seconds(row).tokens_per_second,
+            outcome=trial.measurement.outcome,
+            reason=trial.measurement.reason,
+            gain=own.tokens_per_second / whole if whole and own is not None and own.tokens_per_second else None,
+            whole_model=check_whole_model(self._belief, row, trial),
+        )
+
+
+COMPARISON_SHARE = 0.1
+"""Of the device's seconds so far, for one candidate that the answer is only compared with.
+
+The largest micro-batch that fits is the dearest candidate of all, and the kernels of large sizes are near what smaller
+ones lead to expect: beyond this cost its throughput is predicted, and the answer says so.
+"""
+
+
+def next_comparison(belief: Belief, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
+    """The next measurement for the answer; null when it has all it needs, or the rest costs too much.
+
+    First what the search left out of the recommended candidate because it was predicted well enough; then the largest
+    untiled micro-batch and the best with stock back ends. `spent_seconds` are the device's so far.
+    """
+    verdict = belief.recommend()
+    if verdict is None:
+        return None
+    if not belief.is_known(verdict.row):
+        return Suggestion(verdict.row, belief.table.missing(verdict.row, belief.surrogate.known_K))
+    rows = belief.open_rows()
+    for row in (largest_untiled(belief, among=rows), best_stock(belief, report, among=rows)):
+        wanted = belief.wanted(row) if row is not None else ()
+        if row is None or not wanted:
+            continue
+        columns = [belief.table.column[c] for c in wanted]
+        cost = float(measuring_seconds(belief.surrogate.device_mean_K[columns]).sum())
+        if cost <= COMPARISON_SHARE * spent_seconds:
+            return Suggestion(row, wanted)
+    return None

@@ -1,0 +1,1 @@
+"""What is asked: model, training, routing, hardware, candidate, request."""

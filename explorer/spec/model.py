@@ -1,0 +1,152 @@
+"""What is trained: the shapes of a decoder-only language model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from explorer.spec.base import Frozen
+
+MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
+
+Dimension = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class DType(StrEnum):
+    """Number format of parameters, activations, gradients or optimizer states."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class LayerKind(StrEnum):
+    """A decoder layer is attention followed by either a dense or an expert FFN."""
+
+    DENSE = "dense"
+    MOE = "moe"
+
+
+class MoESpec(Frozen):
+    """A routed expert FFN (Shazeer et al., 2017) that replaces the dense FFN of some layers."""
+
+    num_experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+    top_k: Annotated[int, Field(ge=1)] = Field(description="Experts that each token is sent to.")
+    expert_ffn_hidden_size: Dimension = Field(description="Hidden width of one expert.")
+    shared_expert_ffn_hidden_size: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
+        0, description="Total hidden width of the shared experts, which see every token; 0 for none."
+    )
+    shared_expert_gate: bool = Field(False, description="A learned sigmoid gate scales the shared experts' output.")
+    first_k_dense: Annotated[int, Field(ge=0)] = Field(0, description="The first layers keep a dense FFN.")
+    moe_layer_frequency: Annotated[int, Field(ge=1)] = Field(
+        1, description="Of the layers after first_k_dense, every n-th (the last of each n) has experts."
+    )
+    norm_topk_prob: bool = Field(False, description="Routing weights are renormalised over the chosen experts.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})")
+        return self
+
+
+class ModelSpec(Frozen):
+    """A pre-norm decoder-only transformer.
+
+    `ffn_hidden_size` is the hidden width of the dense FFN; a model whose layers all have experts may leave it at 0.
+    `num_query_groups` is the number of key/value heads: null is multi-head, 1 multi-query, a divisor of the heads
+    grouped-query attention (Ainslie et al., 2023).
+    """
+
+    name: str = Field("model", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")
+    num_layers: Annotated[int, Field(ge=1, le=4096)]
+    hidden_size: Dimension
+    ffn_hidden_size: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    num_attention_heads: Annotated[int, Field(ge=1, le=1024)]
+    num_query_groups: Annotated[int, Field(ge=1, le=1024)] | None = None
+    head_dim: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Default: hidden_size / heads.")
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    seq_length: Annotated[int, Field(ge=1, le=1 << 24)] = Field(description="Tokens a sequence in training.")
+    dtype: DType = Field(DType.BFLOAT16, description="Of the parameters and the computation.")
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    position: Literal["rope", "learned", "none"] = "rope"
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
+        None, description="Rows of a learned position embedding; default: seq_length."
+    )
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    gated_mlp: bool = True
+    activation: Literal["silu", "gelu", "relu"] = "silu"
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "full"] = Field(
+        "none", description="RMSNorm of queries and keys: over each head (Qwen3) or over all heads (OLMoE)."
+    )
+    parallel_residual: bool = Field(False, description="Attention and FFN read the same input (GPT-NeoX).")
+    tie_embeddings: bool = False
+    lm_head_bias: bool = False
+    moe: MoESpec | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({heads}), "
+                "or head_dim must be given"
+            )
+        if heads % self.query_groups:
+            raise ValueError(f"num_query_groups ({self.query_groups}) must divide num_attention_heads ({heads})")
+        if self.position == "rope" and (self.rotary_size % 2 or self.rotary_size == 0):
+            raise ValueError(f"the rotary part of head_dim ({self.rotary_size}) must be even and not 0")
+        if self.position == "learned" and self.position_rows < self.seq_length:
+            raise ValueError(f"seq_length ({self.seq_length}) exceeds max_position_embeddings ({self.position_rows})")
+        if self.moe is not None and self.moe.first_k_dense > self.num_layers:
+            raise ValueError(f"moe.first_k_dense ({self.moe.first_k_dense}) exceeds num_layers ({self.num_layers})")
+        if self.moe is not None and LayerKind.MOE not in self.layer_kinds:
+            raise ValueError("moe.first_k_dense and moe.moe_layer_frequency leave no layer with experts")
+        if LayerKind.DENSE in self.layer_kinds and self.ffn_hidden_size == 0:
+            raise ValueError("ffn_hidden_size must be given: this model has layers with a dense FFN")
+        return self
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Leading part of each head that RoPE rotates."""
+        return int(self.head_size * self.rotary_fraction)
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned position embedding."""
+        return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, from the embedding to the head."""
+        if self.moe is None:
+            return (LayerKind.DENSE,) * self.num_layers
+        first, every = self.moe.first_k_dense, self.moe.moe_layer_frequency
+        return tuple(
+            LayerKind.MOE if i >= first and (i - first) % every == every - 1 else LayerKind.DENSE
+            for i in range(self.num_layers)
+        )
+
+    def count_layers(self, kind: LayerKind) -> int:
+        """Number of layers of `kind`."""
+        return sum(layer is kind for layer in self.layer_kinds)

@@ -1,0 +1,128 @@
+"""What a request leaves open in one dimension: a value, a list, a range, or all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from explorer.spec.base import Frozen
+
+MAX_MICRO_BATCH_SIZE = 256
+
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
+BackendName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+
+
+class MicroBatchRange(Frozen):
+    """Bounds of an exploration; both ends belong to the space."""
+
+    min: MicroBatch = 1
+    max: MicroBatch = MAX_MICRO_BATCH_SIZE
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) exceeds max ({self.max})")
+        return self
+
+
+class ExploreRange(Frozen):
+    """`{explore: {min: 2, max: 64}}`: like `explore`, within bounds and regardless of the effective batch."""
+
+    explore: MicroBatchRange
+
+
+MicroBatchChoice = (
+    Literal["explore", "auto"]
+    | ExploreRange
+    | MicroBatch
+    | Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)]
+)
+
+
+class BTASpec(Frozen):
+    """Batch tiling on attention: which tiles may be tried.
+
+    `enable` true excludes untiled attention, false excludes tiling, null explores both. `max_tile` caps the tile and
+    must divide batch_size. `tiles` restricts tiling to the listed sizes.
+    """
+
+    enable: bool | None = None
+    max_tile: MicroBatch | None = None
+    tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.enable is False and (self.tiles is not None or self.max_tile is not None):
+            raise ValueError("tiles and max_tile have no meaning when enable is false")
+        return self
+
+
+class ParallelismSpec(Frozen):
+    """Sizes of model parallelism. Only 1 is supported: anything else is refused rather than ignored.
+
+    Context parallelism is a dimension of the space: see `ExplorationRequest.context_parallel`.
+    """
+
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    expert_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+
+    @field_validator("*")
+    @classmethod
+    def _only_one(cls, size: int, info: ValidationInfo) -> int:
+        if size != 1 and info.field_name == "context_parallel_size":
+            raise ValueError("sizes other than 1 are not supported here: give context_parallel.sizes")
+        if size != 1:
+            raise ValueError("sizes other than 1 are not supported yet")
+        return size
+
+
+class Budget(Frozen):
+    """When the search ends: at the confidence target, or when a limit is reached.
+
+    `max_seconds` is of all trials together, earlier leases' included: each counts from when it begins until its result
+    is taken in, with what choosing it and learning from it took. That is no limit of elapsed time. What is no trial
+    (beginning a job, enumerating the space, storing) comes on top; a trial that has begun is not cut short; and of
+    several in flight each counts in full, so that n of them use the seconds up about n times as fast. Variants have
+    equal shares of both limits, and what earlier ones left over.
+
+    The base is measured in any case. Until there is a candidate to recommend, and for what the answer is compared
+    with, twice the limits hold. Whole models (at most four runs a variant) come on top, but for the runner-up.
+    """
+
+    confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
+    max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
+    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
+
+
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Micro-batch sizes of an open exploration: two an octave."""
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors in ascending order."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return tuple(sorted({*small, *(number // i for i in small)}))
+
+
+def ladder_between(low: int, high: int) -> tuple[int, ...]:
+    """The ladder's values within [low, high], and both ends."""
+    return tuple(sorted({low, high, *(m for m in LADDER if low <= m <= high)}))
+
+
+def tiles_of(
+    micro_batch_size: int, *, max_tile: int | None, allowed: Sequence[int] | None, training: bool
+) -> tuple[int, ...]:
+    """Tile sizes of one micro-batch: its divisors up to `max_tile`.
+
+    A tile as large as the micro-batch is one recomputed attention block in training; without a backward pass it is
+    the untiled block, and so not a choice of its own.
+    """
+    tiles = [t for t in divisors(micro_batch_size) if training or t < micro_batch_size]
+    return tuple(t for t in tiles if (max_tile is None or t <= max_tile) and (allowed is None or t in allowed))

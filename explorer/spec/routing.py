@@ -1,0 +1,111 @@
+"""How tokens fall on experts: the shares that a profile is run with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from explorer.spec.base import Frozen
+from explorer.spec.model import MAX_EXPERTS, MoESpec
+
+
+class RoutingSpec(Frozen):
+    """Distribution of tokens over experts.
+
+    Every token goes to top_k distinct experts. `zipf` gives expert i a weight of 1 / (i + 1)^exponent; `shares` states
+    the share of the token-expert pairs that each expert receives.
+    """
+
+    kind: Literal["uniform", "zipf", "shares"] = "uniform"
+    zipf_exponent: Annotated[float, Field(gt=0, le=10)] = 1.0
+    shares: Annotated[tuple[Annotated[float, Field(ge=0, le=1e9)], ...], Field(max_length=MAX_EXPERTS)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.kind == "shares") != (self.shares is not None):
+            raise ValueError("shares must be given exactly when kind is 'shares'")
+        if self.shares is not None and sum(self.shares) <= 0:
+            raise ValueError("shares must not all be zero")
+        return self
+
+    def check(self, moe: MoESpec) -> None:
+        """Raise ValueError if this routing cannot be drawn for `moe`."""
+        if self.shares is None:
+            return
+        if len(self.shares) != moe.num_experts:
+            raise ValueError(f"routing.shares has {len(self.shares)} entries for {moe.num_experts} experts")
+        largest = max(self.shares) / sum(self.shares)
+        if largest > 1 / moe.top_k + 1e-9:
+            raise ValueError(
+                f"routing.shares: a share of {largest:.4g} exceeds 1 / top_k = {1 / moe.top_k:.4g}: "
+                "no expert can receive a token more than once"
+            )
+        if sum(share > 0 for share in self.shares) < moe.top_k:
+            raise ValueError(f"routing.shares has fewer positive entries than top_k ({moe.top_k})")
+
+
+def draw_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Draw top_k distinct experts for each token by Gumbel-top-k (Kool et al., 2019).
+
+    Returns:
+        Expert indices of shape (num_tokens, top_k).
+
+    For uniform and Zipf routing the weights are those of successive sampling without replacement, as a softmax router
+    draws them. Given shares are inclusion probabilities: the weights are solved for, so that the expected share of
+    the pairs is the share asked for.
+    """
+    log_weights = _log_weights(moe, routing)
+    chunk = max(1, (1 << 22) // moe.num_experts)
+    routes = np.empty((num_tokens, moe.top_k), dtype=np.int64)
+    for start in range(0, num_tokens, chunk):
+        stop = min(num_tokens, start + chunk)
+        keys = log_weights + rng.gumbel(size=(stop - start, moe.num_experts))
+        if moe.top_k == 1:
+            routes[start:stop, 0] = keys.argmax(axis=1)
+        else:
+            kth = moe.num_experts - moe.top_k
+            routes[start:stop] = np.argpartition(keys, kth, axis=1)[:, kth:]
+    return routes
+
+
+def _log_weights(moe: MoESpec, routing: RoutingSpec) -> npt.NDArray[np.float64]:
+    if routing.kind == "uniform":
+        return np.zeros(moe.num_experts)
+    if routing.kind == "zipf":
+        ranks = np.arange(1, moe.num_experts + 1, dtype=np.float64)
+        log_weights: npt.NDArray[np.float64] = -routing.zipf_exponent * np.log(ranks)
+        return log_weights
+    shares = np.asarray(routing.shares, dtype=np.float64)
+    target = shares / shares.sum() * moe.top_k
+    with np.errstate(divide="ignore"):
+        log_weights = np.log(target)
+    if moe.top_k == 1 or not np.any(target > 0):
+        return log_weights
+    return _solve_inclusion(np.minimum(target, 1.0), moe.top_k)
+
+
+def _solve_inclusion(target: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.float64]:
+    """Log-weights whose Gumbel-top-k inclusion probabilities are `target` (which sums to top_k).
+
+    With exponential clocks of rate w, an expert is among the first top_k when its clock rings before a time tau that
+    concentrates for many experts: 1 - exp(-w tau) = target gives a start, and a fixed-point iteration on a fixed set
+    of draws removes what the approximation leaves.
+    """
+    capped = np.clip(target, 0.0, 1.0 - 1e-6)
+    with np.errstate(divide="ignore"):
+        log_weights = np.log(-np.log1p(-capped))
+    noise = np.random.default_rng(0).gumbel(size=(max(4096, (1 << 21) // target.size), target.size))
+    kth = target.size - top_k
+    positive = target > 0
+    for _ in range(20):
+        keys = log_weights + noise
+        chosen = np.argpartition(keys, kth, axis=1)[:, kth:]
+        inclusion = np.bincount(chosen.ravel(), minlength=target.size) / noise.shape[0]
+        if np.all(np.abs(inclusion - target) <= 0.005 * target):
+            break
+        step = np.log(np.clip(target[positive], 1e-9, None)) - np.log(np.clip(inclusion[positive], 1e-4, None))
+        log_weights[positive] += np.clip(step, -1.0, 1.0)
+    return log_weights

@@ -1,0 +1,74 @@
+"""How the model is trained: what the optimizer, the loss and the sharding keep in memory and cost in time."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from explorer.spec.base import Frozen
+from explorer.spec.model import DType
+
+
+class Sharding(StrEnum):
+    """Which training state is divided over the data-parallel devices (Rajbhandari et al., 2020, arXiv:1910.02054)."""
+
+    NONE = "none"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+    @property
+    def level(self) -> int:
+        """0 for none; 1 shards optimizer states, 2 also gradients, 3 also parameters."""
+        return {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[self.value]
+
+
+class OptimizerSpec(Frozen):
+    """Optimizer and number formats; the default is mixed precision with 16 bytes a parameter in bf16."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="torch's fused AdamW, or fused SGD with momentum.")
+    grad_dtype: DType | None = Field(None, description="Default: the model's dtype.")
+    master_dtype: Literal[DType.FLOAT32] | None = Field(
+        DType.FLOAT32, description="float32 master weights beside half-precision parameters; null for none."
+    )
+    state_dtype: DType | None = Field(
+        None, description="Of the moments; default: float32 with master weights, else the model's dtype."
+    )
+
+    @property
+    def num_states(self) -> int:
+        """Moments a parameter."""
+        return 2 if self.name == "adamw" else 1
+
+    def has_master(self, dtype: DType) -> bool:
+        """Whether master weights exist: parameters in float32 are their own."""
+        return self.master_dtype is not None and dtype is not DType.FLOAT32
+
+    def gradient_dtype(self, dtype: DType) -> DType:
+        """Format that gradients are accumulated in, for parameters in `dtype`."""
+        return self.grad_dtype or dtype
+
+    def moment_dtype(self, dtype: DType) -> DType:
+        """Format of the moments, for parameters in `dtype`."""
+        return self.state_dtype or (DType.FLOAT32 if self.has_master(dtype) else dtype)
+
+
+class LossSpec(Frozen):
+    """Cross entropy over the vocabulary.
+
+    `chunked` computes logits and their gradient for `chunk_tokens` tokens at a time, so that the full logits never
+    exist; `full` keeps them, in float32, as a plain cross_entropy call does.
+    """
+
+    kind: Literal["chunked", "full"] = "chunked"
+    chunk_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 4096
+
+
+class TrainingSpec(Frozen):
+    """State and loss of training; ignored in eval mode except for the loss."""
+
+    optimizer: OptimizerSpec = OptimizerSpec()
+    loss: LossSpec = LossSpec()
+    sharding: Sharding = Sharding.NONE

@@ -1,0 +1,1 @@
+"""A Gaussian process over components, and the error of composed steps."""

@@ -1,0 +1,72 @@
+"""What components of one kind have in common: the prior covariance of their distances from the roofline.
+
+A distance is the logarithm of real over roofline seconds. It is a sum of independent parts:
+
+- what the kind and the back end are off by at any size, and each recomputation mode beyond that;
+- the share that a fixed cost (launches, tails, small tiles) has in a block of n sequences, log(1 + r / n), for a few r;
+- a smooth curve over the number of sequences that a kernel sees at once, of unknown amplitude;
+- where devices share sequences, what a layout over so many of them is off by at any size: it waits for what passes
+  between them, merges blocks, and has a curve of its own, though of the same amplitude;
+- a part of each component's own (wave quantisation, an algorithm chosen for one size), of unknown size.
+
+Widths are log-space standard deviations, lengths octaves. They rest on component times of the H200 runs in
+benchmarks/results/h200-explorations.json and h200-olmoe-fused.json (three models, 132 without the embeddings): of forty
+combinations, those below are within a few units of the highest marginal likelihood with the unknown scales summed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from explorer.cost_model.candidate_table import Floats
+from explorer.cost_model.components import Component
+
+KIND_STD = 0.7
+BACKEND_STD = 0.35
+MODE_STD = 0.04
+MODE_LENGTH = 4.0
+SHARING_STD = 0.3
+FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # in sequences' worth of work: the width of their share
+CURVE_LENGTH = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Covariances of K components: `level + amplitude^2 curve + own^2 identity`, with the scales still open."""
+
+    level: Floats
+    curve: Floats
+
+    @classmethod
+    def of(cls, components: Sequence[Component]) -> Kernel:
+        """The kernel of components of one kind."""
+        backend = _equal([c.backend for c in components])
+        mode = _equal([(c.recompute, c.bta_tile is not None) for c in components])
+        size = np.array([c.context_parallel_size for c in components], dtype=np.float64)
+        at_once = np.array([max(c.bta_tile or c.micro_batch_size, 1) for c in components], dtype=np.float64) / size
+        batch = np.array([max(c.micro_batch_size, 1) for c in components], dtype=np.float64) / size
+        sharings = [(c.context_parallel_layout, c.context_parallel_size if c.communicates else 1) for c in components]
+        alike, shares_any = _equal(sharings), np.array([c.communicates for c in components])
+        similar = _smooth(at_once, MODE_LENGTH) * _smooth(batch, MODE_LENGTH)
+        shares = [std * np.log1p(cost / at_once) for cost, std in FIXED_COSTS.items()]
+        fixed = sum(np.outer(share, share) for share in shares)
+        level = KIND_STD**2 + backend * (BACKEND_STD**2 + MODE_STD**2 * mode * 0.5 * (1.0 + similar) + fixed)
+        level += SHARING_STD**2 * alike * backend * np.outer(shares_any, shares_any)
+        return cls(np.asarray(level), np.asarray(alike * backend * _smooth(at_once, CURVE_LENGTH)))
+
+    def restrict(self, rows: Sequence[int]) -> Kernel:
+        """The kernel of some of the components."""
+        return Kernel(self.level[np.ix_(rows, rows)], self.curve[np.ix_(rows, rows)])
+
+
+def _equal(values: Sequence[object]) -> Floats:
+    codes = np.unique([str(v) for v in values], return_inverse=True)[1]
+    return np.asarray(codes[:, None] == codes[None, :], dtype=np.float64)
+
+
+def _smooth(values: Floats, length: float) -> Floats:
+    octaves = np.log2(values)
+    return np.asarray(np.exp(-0.5 * ((octaves[:, None] - octaves[None, :]) / length) ** 2))

@@ -1,0 +1,114 @@
+"""What was not measured of components, by how far their measured kin are off the prediction: host seconds, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from explorer.cost_model.candidate_table import Floats, SpaceTable
+from explorer.cost_model.collectives import FORWARD_SHARES
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentRuns
+
+BYTES_STD_NEAR = 0.03  # relative error of predicted bytes: the same back end and mode was measured,
+BYTES_STD_KIND = 0.10  # only the same kind was,
+BYTES_STD_PRIOR = 0.25  # nothing alike was
+
+
+def estimate_host_seconds(
+    components: Sequence[Component], predicted_K: Floats, device_K: Floats, found: Mapping[Component, ComponentRuns]
+) -> Floats:
+    """Host seconds, shape (K,): they depend on what is launched, not on sizes; zero for a block that waits.
+
+    A block that waits for the device, or runs on the host itself, has one time: the device's.
+    """
+    column = {c: i for i, c in enumerate(components)}
+    near, kind = _mean_ratios(
+        {c: np.array([max(r.host_seconds, SHORTEST_SECONDS) / predicted_K[column[c]]]) for c, r in found.items()}
+    )
+    host_K = predicted_K.copy()
+    for i, component in enumerate(components):
+        runs = found.get(component)
+        if runs is not None:
+            host_K[i] = 0.0 if runs.waits else runs.host_seconds
+            continue
+        if _kin(component) in near:
+            host_K[i] *= near[_kin(component)][0]
+        elif component.kind in kind:
+            host_K[i] *= kind[component.kind][0]
+        host_K[i] = min(host_K[i], device_K[i])
+    return host_K
+
+
+def estimate_bytes(
+    components: Sequence[Component], predicted_3K: Floats, found: Mapping[Component, ComponentRuns]
+) -> tuple[Floats, Floats]:
+    """Saved, forward-peak and backward-peak bytes, shape (3, K), and their relative standard deviation, shape (K,)."""
+    column = {c: i for i, c in enumerate(components)}
+    near, kind = _mean_ratios(
+        {
+            c: np.maximum(np.array(r.sizes, dtype=np.float64), 1.0) / np.maximum(predicted_3K[:, column[c]], 1.0)
+            for c, r in found.items()
+        }
+    )
+    bytes_3K = predicted_3K.copy()
+    std_K = np.full(len(components), BYTES_STD_PRIOR)
+    for i, component in enumerate(components):
+        if component in found:
+            bytes_3K[:, i] = found[component].sizes
+            std_K[i] = 0.0
+        elif _kin(component) in near:
+            bytes_3K[:, i] *= near[_kin(component)]
+            std_K[i] = BYTES_STD_NEAR
+        elif component.kind in kind:
+            bytes_3K[:, i] *= np.clip(kind[component.kind], 0.5, 2.0)
+            std_K[i] = BYTES_STD_KIND
+    return bytes_3K, std_K
+
+
+def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, ComponentRuns]) -> Floats:
+    """Share of each component's device seconds that its forward pass takes, shape (K,).
+
+    As measured, of the component or else of those of its kind that recompute alike; a backward pass is otherwise taken
+    to be two forward passes, and one more of what is recomputed as a whole.
+    """
+    alike: dict[tuple[object, ...], list[float]] = {}
+    for component, runs in found.items():
+        alike.setdefault(_policy(component), []).append(runs.forward_share)
+    shares_K = np.empty(len(table.components))
+    for i, component in enumerate(table.components):
+        if component in found:
+            shares_K[i] = found[component].forward_share
+        elif _policy(component) in alike:
+            shares_K[i] = np.mean(alike[_policy(component)])
+        elif component.kind is ComponentKind.COMMUNICATION:
+            shares_K[i] = FORWARD_SHARES[table.request.sharded(component.sharding).training.sharding]
+        else:
+            shares_K[i] = 1 / 4 if component.recompute is BlockRecompute.FULL else 1 / 3
+    return shares_K
+
+
+def _policy(component: Component) -> tuple[object, ...]:
+    return (component.kind, component.recompute, component.bta_tile is not None, component.sharding)
+
+
+def _kin(component: Component) -> tuple[object, ...]:
+    """Layouts launch and keep alike, rings of other sizes do not."""
+    ring = component.context_parallel_size if component.communicates else 1
+    return (component.kind, component.backend, component.recompute, component.bta_tile is not None, ring)
+
+
+def _mean_ratios(
+    ratios: Mapping[Component, Floats],
+) -> tuple[dict[tuple[object, ...], Floats], dict[ComponentKind, Floats]]:
+    """Geometric means of `ratios` over kin and over kinds."""
+    near: dict[tuple[object, ...], list[Floats]] = {}
+    kind: dict[ComponentKind, list[Floats]] = {}
+    for component, ratio in ratios.items():
+        near.setdefault(_kin(component), []).append(np.log(ratio))
+        kind.setdefault(component.kind, []).append(np.log(ratio))
+    return (
+        {key: np.exp(np.mean(logs, axis=0)) for key, logs in near.items()},
+        {key: np.exp(np.mean(logs, axis=0)) for key, logs in kind.items()},
+    )

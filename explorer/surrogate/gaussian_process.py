@@ -1,0 +1,202 @@
+"""What is believed of every component's seconds and bytes, given those that were measured.
+
+Seconds: a Gaussian process over the logarithm of measured / roofline seconds, one for each kind of component
+(`explorer.surrogate.covariance`), whose scales and whose noise are learnt with it (`explorer.surrogate.hyperparameters`). Each sample of the posterior
+has scales of its own, drawn from theirs, and is drawn by Matheron's rule from prior samples that are drawn once a job
+(Wilson et al., 2020, arXiv:2002.09309), so that a refit costs a solve in the number of measurements.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, predict_component_table
+from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.records.measurement import ComponentMeasurement
+from explorer.spec.hardware import HardwareSpec
+from explorer.surrogate.covariance import Kernel
+from explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
+from explorer.surrogate.hyperparameters import Evidence, ScalePosterior, Scales
+from explorer.surrogate.observations import ComponentRuns
+
+JITTER = 1e-10
+
+
+class _KindPrior:
+    """The components of one kind: their columns, their kernel and N samples of its parts, scales left out."""
+
+    def __init__(self, columns: Ints, kernel: Kernel, num_samples: int, rng: np.random.Generator) -> None:
+        self.columns = columns
+        self.kernel = kernel
+        size = columns.size
+        self.level_NK = rng.standard_normal((num_samples, size)) @ _factor(kernel.level).T
+        self.curve_NK = rng.standard_normal((num_samples, size)) @ _factor(kernel.curve).T
+        self.own_NK = rng.standard_normal((num_samples, size))
+        self.noise_NK = rng.standard_normal((num_samples, size))
+        self.evidence: Evidence | None = None
+        self.rows: list[int] = []
+        self._runs: list[ComponentRuns] = []
+
+    def take_in(self, rows: list[int], runs: list[ComponentRuns], log_prior_L: Floats) -> None:
+        """Set what was measured; the evidence stays the same object while nothing is new."""
+        if runs != self._runs:
+            self.rows, self._runs = rows, runs
+            self.evidence = Evidence.of(self.kernel.restrict(rows), runs, log_prior_L) if rows else None
+
+    def sample(self, scales: Scales) -> tuple[Floats, Floats]:
+        """Mean, shape (K,), and samples, shape (N, K), of the distances from the roofline."""
+        own, curve = scales.own_N[:, None], scales.amplitude_N[:, None]
+        prior_NK = self.level_NK + curve * self.curve_NK + own * self.own_NK
+        mean_K = np.zeros(self.columns.size)
+        if self.evidence is None:
+            return mean_K, prior_NK
+        evidence, rows = self.evidence, self.rows
+        each = np.stack([scales.run_N, scales.own_N, scales.amplitude_N])
+        cells, index_N = np.unique(each, axis=1, return_inverse=True)
+        inverse = np.linalg.inv(evidence.gram(*cells))[index_N.reshape(-1)]
+        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(evidence.noise(scales.run_N))
+
+        def spread(weights_NL: Floats) -> Floats:
+            change = weights_NL @ self.kernel.level[rows] + curve**2 * (weights_NL @ self.kernel.curve[rows])
+            change[:, rows] += own**2 * weights_NL
+            return np.asarray(change)
+
+        mean_K = spread(inverse @ evidence.distance_L).mean(axis=0)
+        residual_NL = evidence.distance_L - imagined_NL
+        return mean_K, prior_NK + spread(np.einsum("nij,nj->ni", inverse, residual_NL))
+
+
+class Surrogate:
+    """Posterior over the components of one model variant. Axes: K components, N samples.
+
+    `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
+    component's seconds. `essential_K` marks what no prediction replaces: optimizer and communication, which have no
+    kin. `overlap` is how the communication passes beside computation; null where none is timed.
+    """
+
+    def __init__(
+        self,
+        table: SpaceTable,
+        hardware: HardwareSpec,
+        *,
+        num_samples: int,
+        rng: np.random.Generator,
+    ) -> None:
+        model, request = table.model, table.request
+        self.components = table.components
+        self._host_is_device = hardware.device_kind == "cpu"
+        self._num_samples = num_samples
+        self._column = {component: i for i, component in enumerate(self.components)}
+        predicted = [predict_component_seconds(c, model, request, hardware) for c in self.components]
+        self._log_prior_K = np.log([p.device for p in predicted])
+        self._host_prior_K = np.array([p.host for p in predicted])
+        self.predicted_bytes_3K = predict_component_table(table)
+        self._kinds: dict[str, _KindPrior] = {}
+        for kind in ComponentKind:
+            columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
+            if columns.size:
+                kernel = Kernel.of([self.components[i] for i in columns])
+                self._kinds[kind.value] = _KindPrior(columns, kernel, num_samples, rng)
+        self._scale_posterior = ScalePosterior(hardware.device_kind, list(self._kinds), num_samples, rng)
+        self.essential_K = np.array([c.micro_batch_size == 0 for c in self.components])
+        self._table = table
+        self._found: dict[Component, ComponentRuns] = {}
+        self.fit({})
+
+    def fit(self, found: Mapping[Component, ComponentRuns]) -> None:
+        """Condition on all runs; components of other variants among them are ignored."""
+        self._found = {c: r for c, r in found.items() if c in self._column}
+        self._condition(self._found)
+
+    def believing(self, pending: Iterable[Component]) -> Surrogate:
+        """A copy for which components in flight have been run once more, and were as expected.
+
+        This is the kriging believer of Ginsbourger et al. (2010): the scales stay what the real runs say of them.
+        """
+        other = copy.copy(self)
+        other._kinds = {kind: copy.copy(prior) for kind, prior in self._kinds.items()}
+        found = dict(self._found)
+        for component in pending:
+            earlier = found[component].runs if component in found else ()
+            found[component] = ComponentRuns((*earlier, self._expected(component)))
+        other._condition(found, self.scales)
+        return other
+
+    def _expected(self, component: Component) -> ComponentMeasurement:
+        """What a run of a component is expected to measure."""
+        column = self._column[component]
+        device = float(self.device_mean_K[column])
+        exchange = self.overlap if component in self._table.communications else None
+        host, once = device if self._host_is_device else float(self.host_K[column]), None
+        if exchange is not None:
+            host, once = (float(seconds) for seconds in exchange.handling_2K[:, column])
+        saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=device,
+            host_seconds=host,
+            forward_device_seconds=device * float(self.overlap.forward_share_K[column]) if self.overlap else 0.0,
+            standard_error_seconds=0.0,
+            repeats=1,
+            saved_bytes=saved,
+            forward_peak_bytes=forward_peak,
+            backward_peak_bytes=backward_peak,
+            slowdown=float(exchange.slowdown_K[column]) if exchange is not None else None,
+            host_once_seconds=once,
+        )
+
+    def _condition(self, mine: Mapping[Component, ComponentRuns], scales: dict[str, Scales] | None = None) -> None:
+        self.known_K: Mask = np.array([c in mine for c in self.components])
+        for prior in self._kinds.values():
+            rows = [i for i, column in enumerate(prior.columns) if self.known_K[column]]
+            columns = prior.columns[rows]
+            prior.take_in(rows, [mine[self.components[i]] for i in columns], self._log_prior_K[columns])
+        self.scales: dict[str, Scales] = scales or self._scale_posterior.draw(
+            {kind: prior.evidence for kind, prior in self._kinds.items() if prior.evidence is not None}
+        )
+        log_mean_K = self._log_prior_K.copy()
+        log_NK = np.empty((self._num_samples, len(self.components)))
+        for kind, prior in self._kinds.items():
+            mean_K, samples_NK = prior.sample(self.scales[kind])
+            log_mean_K[prior.columns] += mean_K
+            log_NK[:, prior.columns] = self._log_prior_K[prior.columns] + samples_NK
+        self.device_mean_K = np.exp(log_mean_K)
+        self.device_NK = np.exp(log_NK)
+        self.log_center_K: Floats = log_NK.mean(axis=0)
+        self.log_std_K: Floats = log_NK.std(axis=0)
+        self.host_K = (
+            np.zeros(len(self.components))
+            if self._host_is_device
+            else estimate_host_seconds(self.components, self._host_prior_K, self.device_mean_K, mine)
+        )
+        self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
+        self.overlap = self._estimate_overlap(mine)
+
+    def _estimate_overlap(self, mine: Mapping[Component, ComponentRuns]) -> Overlap | None:
+        if not self._table.communications:
+            return None
+        slowdown_K, handling_2K = np.zeros(len(self.components)), np.zeros((2, len(self.components)))
+        for communication in self._table.communications:
+            column, runs = self._column[communication], mine.get(communication)
+            measured = runs.slowdown if runs is not None else None
+            slowdown_K[column] = ASSUMED_SLOWDOWN if measured is None else measured
+            handling_2K[:, column] = runs.handling if runs is not None else 0.0
+        return Overlap(estimate_forward_shares(self._table, mine), slowdown_K, handling_2K, self._host_is_device)
+
+    def step_run_std(self, table: SpaceTable, rows: Ints) -> Floats:
+        """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
+        variance_K = np.zeros(len(self.components))
+        for kind, prior in self._kinds.items():
+            # The median: of kinds that were measured once, the tail of what is possible says nothing of this device.
+            variance_K[prior.columns] = float(np.median(self.scales[kind].run_N)) ** 2
+        shares = table.step_shares(self.device_mean_K, rows)
+        return np.asarray(np.sqrt((shares**2 * variance_K[table.columns_CP[rows]]).sum(axis=1)))
+
+
+def _factor(covariance: Floats) -> Floats:
+    return np.asarray(np.linalg.cholesky(covariance + JITTER * np.eye(len(covariance))))

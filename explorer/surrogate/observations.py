@@ -1,0 +1,140 @@
+"""All runs of one component: a component that was measured again has more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from explorer.cost_model.components import Component
+from explorer.records.measurement import ComponentMeasurement
+
+SHORTEST_SECONDS = 1e-9  # of anything that a clock can show
+
+
+@dataclass(frozen=True)
+class ComponentRuns:
+    """Runs of a component in the order of their trials, at least one."""
+
+    runs: tuple[ComponentMeasurement, ...]
+
+    @property
+    def component(self) -> Component:
+        """What was run."""
+        return self.runs[0].component
+
+    @property
+    def first(self) -> ComponentMeasurement:
+        """The run that measured it first."""
+        return self.runs[0]
+
+    @cached_property
+    def log_seconds(self) -> float:
+        """Mean of the logarithms of the runs' device seconds."""
+        return float(np.mean(self._logs))
+
+    @cached_property
+    def squared_deviations(self) -> float:
+        """Sum of the squares of the logarithms' distances from their mean."""
+        return float(((self._logs - self.log_seconds) ** 2).sum())
+
+    @cached_property
+    def variance_within(self) -> float:
+        """Square of the relative standard error that a single run states of itself, in the mean over the runs."""
+        errors = [r.standard_error_seconds / max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs]
+        return float(np.mean(np.square(errors)))
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Geometric mean over the runs."""
+        return float(np.exp(np.mean([np.log(max(r.host_seconds, SHORTEST_SECONDS)) for r in self.runs])))
+
+    @cached_property
+    def forward_share(self) -> float:
+        """Share of the device's seconds that the forward pass takes, in the mean over the runs."""
+        return float(np.mean([r.forward_device_seconds / max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs]))
+
+    @cached_property
+    def slowdown(self) -> float | None:
+        """Of the computation beside it, in the mean over the runs; null for what passes by itself."""
+        found = [r.slowdown for r in self.runs if r.slowdown is not None]
+        return float(np.mean(found)) if found else None
+
+    @cached_property
+    def handling(self) -> tuple[float, float]:
+        """Host seconds about communication, in each micro-step and once a step more; 0 of an earlier version's runs."""
+        found = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
+        if not found:
+            return 0.0, 0.0
+        each, once = (float(np.mean(seconds)) for seconds in zip(*found, strict=True))
+        return each, once
+
+    @property
+    def waits(self) -> bool:
+        """Whether host and device have one time, told twice: the block waits, or the host is the device."""
+        return all(r.host_seconds == r.device_seconds for r in self.runs)
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Saved, forward-peak and backward-peak bytes: the most that any run took."""
+        return (
+            max(r.saved_bytes for r in self.runs),
+            max(r.forward_peak_bytes for r in self.runs),
+            max(r.backward_peak_bytes for r in self.runs),
+        )
+
+    @cached_property
+    def _logs(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.log([max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs])
+
+
+class RunLog:
+    """The runs of every component, by the trial that made them, so that a trial that is read twice counts once.
+
+    Tainted runs are counted, and otherwise not kept.
+    """
+
+    def __init__(self) -> None:
+        self._by_trial: dict[Component, dict[int, ComponentMeasurement]] = {}
+        self._runs: dict[Component, ComponentRuns] = {}
+        self._tainted: dict[Component, set[int]] = {}
+
+    def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> bool:
+        """Keep what trial number `trial` measured; returns whether something new was measured, tainted runs apart."""
+        news = False
+        for measurement in found:
+            if measurement.taint is not None:
+                self._tainted.setdefault(measurement.component, set()).add(trial)
+                continue
+            trials = self._by_trial.setdefault(measurement.component, {})
+            if trial not in trials:
+                trials[trial] = measurement
+                runs = tuple(trials[number] for number in sorted(trials))
+                self._runs[measurement.component] = ComponentRuns(runs)
+                news = True
+        return news
+
+    @property
+    def runs(self) -> dict[Component, ComponentRuns]:
+        """Of each component that was measured."""
+        return self._runs
+
+    def count(self, component: Component) -> int:
+        """How often a component was measured, tainted runs apart."""
+        found = self._runs.get(component)
+        return len(found.runs) if found else 0
+
+    def count_tainted(self, component: Component) -> int:
+        """How many runs of a component were tainted."""
+        return len(self._tainted.get(component, ()))
+
+    def count_attempts(self, component: Component) -> int:
+        """How often a component was run, tainted or not."""
+        return self.count(component) + self.count_tainted(component)
+
+    @property
+    def num_tainted(self) -> int:
+        """Tainted runs of all components."""
+        return sum(map(len, self._tainted.values()))

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
+from bexp.kernels.context_parallel.blocks import BlockAttention, block_attention
+from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
+from bexp.kernels.context_parallel.merging import RunningAttention, merge_block
+from bexp.kernels.context_parallel.ring import Ring, ring_group
+from bexp.kernels.context_parallel.ring_attention import RingAttention
+from explorer.spec.model import DType, ModelSpec
+from tests.bexp.kernels import context_parallel_ranks as ranks
+from tests.bexp.kernels import references
+from tests.bexp.kernels.thread_ring import run_ranks
+from tests.bexp.kernels.triton_interpreter import is_interpreting
+
+CPU = torch.device("cpu")
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2}
+LENGTH = 48
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What four processes found out together."""
+    return ranks.launch(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", ranks.cases(), ids=lambda case: case.name)
+def test_output_and_gradients(found: Found, case: ranks.Case) -> None:
+    for rank in found:
+        assert set(rank[case.name]) == {"out", "dq", "dk", "dv"}
+        assert max(rank[case.name].values()) <= TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_are_those_of_the_layout(found: Found, layout: str) -> None:
+    for rank in found:
+        assert rank[f"rotary-{layout}"]["out"] <= 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_sharded_is_gathered_in_order(found: Found, layout: str) -> None:
+    for rank in found:
+        assert set(rank[f"sharding-{layout}"].values()) == {0.0}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_refusals_give_the_reason(found: Found, layout: str) -> None:
+    multiple = 8 if layout == "zigzag" else 4
+    length = f"the {layout} layout over 4 ranks takes sequence lengths that are a multiple of {multiple}, not "
+    shapes = "(2, 4, 6, 16), (2, 2, 4, 16) and (2, 2, 4, 16)"
+    expected = {
+        "length": length + "25",
+        "shard": length + "25",
+        "heads": "2 key heads do not divide 3 query heads",
+        "keys": f"context parallelism takes queries (B, H, S, D) and keys and values (B, G, S, D), not {shapes}",
+        "dtype": "queries, keys and values have one dtype",
+        "tile": "a BTA tile divides the batch: 3 does not divide 2",
+        "cudnn": "cuDNN attention needs a CUDA device, not cpu",
+        "backend": "context parallelism has no attention back end 'fa9'; there are flash, cudnn, math",
+    }
+    if layout == "zigzag":
+        expected["odd"] = length + "20"
+    for rank in found:
+        assert rank[f"refusals-{layout}"] == expected
+
+
+def test_the_work_of_ranks(found: Found) -> None:
+    pairs = {layout: [rank[f"pairs-{layout}"] for rank in found] for layout in LAYOUTS}
+    assert {layout: sum(of_ranks) for layout, of_ranks in pairs.items()} == dict.fromkeys(LAYOUTS, LENGTH * 49 // 2)
+    assert pairs["ring"] == [78, 78 + 144, 78 + 288, 78 + 432]
+    assert pairs["striped"] == [78 + 66 * later + 78 * (3 - later) for later in (3, 2, 1, 0)]
+    assert pairs["zigzag"] == [294] * 4
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_pair_is_attended_to_once(layout: str, num_ranks: int) -> None:
+    spread = context_parallel_layout(layout)
+    for length in (2 * num_ranks, 10 * num_ranks):
+        positions = [spread.positions(length, num_ranks, rank) for rank in range(num_ranks)]
+        assert torch.equal(torch.cat(positions).sort().values, torch.arange(length))
+        for causal in (True, False):
+            seen = torch.zeros(length, length, dtype=torch.int64)
+            for rank in range(num_ranks):
+                before = int(seen.sum())
+                for i, step in enumerate(spread.steps(rank, num_ranks, length // num_ranks, causal=causal)):
+                    if step is None:
+                        continue
+                    queries = positions[rank][step.first_query :]
+                    keys = positions[(rank - i) % num_ranks][: step.num_keys]
+                    assert len(queries) == len(keys) or not step.causal
+                    block = torch.ones(len(queries), len(keys), dtype=torch.int64)
+                    seen[queries[:, None], keys[None]] += block.tril() if step.causal else block
+                assert int(seen.sum()) - before == spread.num_pairs(rank, num_ranks, length, causal=causal)
+            wanted = torch.ones_like(seen)
+            assert torch.equal(seen, wanted.tril() if causal else wanted)
+
+
+def test_the_busiest_rank() -> None:
+    """What bounds a step: against the ring, striped tends to 2 - 1/N and zigzag is even."""
+    length, num_ranks = 1 << 18, 4
+    busiest = {
+        name: max(
+            context_parallel_layout(name).num_pairs(rank, num_ranks, length, causal=True) for rank in range(num_ranks)
+        )
+        for name in LAYOUTS
+    }
+    assert busiest["ring"] / busiest["striped"] == pytest.approx(1.75, abs=1e-3)
+    assert busiest["zigzag"] == length * (length + 1) // 2 // num_ranks
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eight_ranks_compute_what_is_planned_and_no_more(layout: str, num_groups: int) -> None:
+    length, num_ranks, generator = 80, 8, torch.Generator().manual_seed(0)
+    data = [torch.randn(2, n, length, 8, generator=generator) for n in (4, num_groups, num_groups, 4)]
+    inputs = references.leaves(data[:3])
+    wanted = ranks.attention(inputs[0], inputs[1], inputs[2], causal=True, scale=None)
+    wanted.backward(data[3].double())
+    spread, flash = context_parallel_layout(layout), block_attention("flash")
+    forward_pairs, backward_pairs = ([0] * num_ranks for _ in range(2))
+
+    def run(ring: Ring) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        positions = spread.positions(length, num_ranks, ring.rank)
+
+        def count(pairs: list[int], q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
+            num = q.shape[2] * (q.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2]
+            pairs[ring.rank] += num * q.shape[0] * q.shape[1]
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> object:
+            count(forward_pairs, q, k, causal)
+            return flash.forward(q, k, v, causal, scale)
+
+        def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: object) -> object:
+            count(backward_pairs, q, k, bool(rest[-2]))
+            return flash.backward(grad, q, k, *rest)  # type: ignore[arg-type]  # a stand-in
+
+        block = BlockAttention("counted", flash.unsupported_reason, forward, backward)  # type: ignore[arg-type]
+        steps = spread.steps(ring.rank, num_ranks, len(positions), causal=True)
+        plan = RingAttention(ring, steps, block, 8**-0.5)
+        q, k, v, gradient = (x[:, :, positions] for x in data)
+        out, lse = plan.forward(q, k, v)
+        grads = plan.backward(gradient, q, k, v, out, lse)
+        expected = (wanted, *(x.grad for x in inputs))
+        return [(a, None if e is None else e[:, :, positions]) for a, e in zip((out, *grads), expected, strict=True)]
+
+    for rank, results in enumerate(run_ranks(num_ranks, run)):
+        for actual, expected in results:
+            scale = wanted.detach().norm()
+            assert expected is not None
+            assert (actual.double() - expected.detach()).norm() <= 1e-5 * scale
+        planned = spread.num_pairs(rank, num_ranks, length, causal=True) * 2 * 4
+        assert (forward_pairs[rank], backward_pairs[rank]) == (planned, planned)
+
+
+runs_kernels = pytest.mark.skipif(
+    not is_interpreting() and not torch.cuda.is_available(), reason="needs a CUDA device, or the interpreter"
+)
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=runs_kernels)])
+@pytest.mark.parametrize(("first_query", "head_size"), [(0, 16), (1, 16), (5, 24)])
+def test_merging(first_query: int, head_size: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention to all keys out of attention to three parts, one of them with scores that would overflow."""
+    device = torch.device("cuda" if fused and not is_interpreting() else "cpu")
+    reason = None if fused else "torch"
+    monkeypatch.setattr("bexp.kernels.context_parallel.merging.triton_reason", lambda _: reason)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 11, head_size, generator=generator).to(device) for _ in range(3))
+    block = block_attention("math")
+    parts = [(0, 4, 1.0), (4, 8, 300.0), (8, 11, 1e-3)]
+    k = torch.cat([k[:, :, first:last] * factor for first, last, factor in parts], dim=2)
+    running = RunningAttention(len(parts))
+    for first, last, _ in parts:
+        start = 0 if first == 0 else first_query
+        out, lse = block.forward(q[:, :, start:], k[:, :, first:last], v[:, :, first:last], False, 1.0)
+        running.merge(out.transpose(1, 2).contiguous().transpose(1, 2), lse, start)
+    out, lse = running.result()
+    wanted, wanted_lse = block.forward(q.double(), k.double(), v.double(), False, 1.0)
+    assert references.relative_error(out[:, :, first_query:], wanted[:, :, first_query:]) <= 1e-5
+    assert references.relative_error(lse[:, :, first_query:], wanted_lse[:, :, first_query:]) <= 1e-5
+    alone, alone_lse = block.forward(q.double(), k.double()[:, :, :4], v.double()[:, :, :4], False, 1.0)
+    if first_query:
+        assert references.relative_error(out[:, :, :first_query], alone[:, :, :first_query]) <= 1e-5
+        assert references.relative_error(lse[:, :, :first_query], alone_lse[:, :, :first_query]) <= 1e-5
+
+
+def test_half_precision_is_rounded_once() -> None:
+    """Merged in bfloat16 as it goes, 256 blocks would lose the later ones."""
+    out, block_out = torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
+    running = RunningAttention(257)
+    running.merge(out.to(torch.bfloat16), torch.zeros(1, 1, 1), 0)
+    for _ in range(256):
+        running.merge(block_out, torch.zeros(1, 1, 1), 0)
+    merged, merged_lse = running.result()
+    assert merged.dtype == torch.bfloat16
+    assert float(merged[0, 0, 0, 0]) == float(torch.tensor(256 / 257).to(torch.bfloat16))
+    assert float(merged_lse) == pytest.approx(float(torch.tensor(257.0).log()), abs=1e-5)
+
+
+def test_a_merge_in_place_leaves_earlier_queries_alone() -> None:
+    out, lse = torch.ones(1, 1, 3, 4), torch.zeros(1, 1, 3)
+    merged_lse = merge_block(out, lse, torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2), 1, out)
+    assert out[0, 0, :, 0].tolist() == [1.0, 0.5, 0.5]
+    assert merged_lse[0, 0].tolist() == pytest.approx([0.0, 0.6931, 0.6931], abs=1e-3)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtypes", [*itertools.product((torch.float16, torch.float32), repeat=2)])
+def test_the_kernel_merges_as_torch_does(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    from bexp.kernels.context_parallel.merging_kernel import merge_rows
+
+    device = torch.device("cpu" if is_interpreting() else "cuda")
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(2, 70, 5, 24, generator=generator).to(dtypes[0]).transpose(1, 2)
+    other = torch.randn(2, 5, 69, 24, generator=generator).half()
+    lse, other_lse = torch.randn(2, 5, 70, generator=generator), torch.randn(2, 69, 5, generator=generator)
+    wanted = torch.empty_like(out, dtype=dtypes[1])
+    wanted_lse = merge_block(out, lse, other, other_lse.transpose(1, 2), 1, wanted)
+    into = torch.empty_like(out, dtype=dtypes[1], device=device)
+    merged_lse = merge_rows(
+        out.to(device), lse.to(device), other.to(device), other_lse.to(device).transpose(1, 2), 1, into
+    )
+    torch.testing.assert_close(into.cpu(), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(merged_lse.cpu(), wanted_lse)
+
+
+@pytest.mark.skipif(is_interpreting() or torch.cuda.is_available(), reason="the kernel runs in this process")
+def test_the_kernel_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "kernel_merges or merging",
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stdout
+
+
+def test_a_group_of_one_process(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        context = ContextParallel(ring_group(), "striped")
+        assert (context.rank, context.size) == (0, 1)
+        q, k, v = (torch.randn(2, 4, 12, 16) for _ in range(3))
+        wanted = references.attention(q.double(), k.double(), v.double())
+        assert references.relative_error(context.attention(q, k, v), wanted) <= 1e-6
+        assert context.num_pairs(12) == 78
+        with pytest.raises(ValueError, match="unknown context-parallel layout 'spiral'; there are ring, striped, zigz"):
+            ContextParallel(ring_group(), "spiral")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "backend", "device", "reason"),
+    [
+        (4, "zigzag", "flash", "cpu", None),
+        (4, "ring", "math", "cuda", None),
+        (
+            8,
+            "zigzag",
+            "flash",
+            "cpu",
+            "the zigzag layout over 8 ranks takes sequence lengths that are a multiple of 16",
+        ),
+        (
+            3,
+            "striped",
+            "flash",
+            "cpu",
+            "the striped layout over 3 ranks takes sequence lengths that are a multiple of 3",
+        ),
+        (4, "ring", "flash", "cuda", "flash attention takes float16 and bfloat16, not float32"),
+        (4, "ring", "cudnn", "cuda", "cuDNN attention takes float16 and bfloat16, not float32"),
+    ],
+)
+def test_whether_a_model_is_served(num_ranks: int, layout: str, backend: str, device: str, reason: str | None) -> None:
+    model = ModelSpec(
+        num_layers=1,
+        hidden_size=64,
+        ffn_hidden_size=64,
+        num_attention_heads=4,
+        vocab_size=64,
+        seq_length=40,
+        dtype=DType.FLOAT32,
+    )
+    said = context_parallel_reason(model, num_ranks, layout, backend, torch.device(device))
+    assert (said is None) == (reason is None)
+    assert (said or "").startswith(reason or "")

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
+from bexp.kernels.experts.rows import combine, dispatch, padded_rows, sorted_rows
+from explorer.spec.model import DType, ModelSpec, MoESpec
+from tests.bexp.kernels import expert_cases, references
+
+CPU = torch.device("cpu")
+NAMES = ("loop", "grouped_mm", "bmm")
+
+
+def moe_model(hidden: int = 64, width: int = 32, experts: int = 4, dtype: DType = DType.BFLOAT16) -> ModelSpec:
+    return ModelSpec(
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=2,
+        vocab_size=128,
+        seq_length=16,
+        dtype=dtype,
+        moe=MoESpec(num_experts=experts, top_k=1, expert_ffn_hidden_size=width),
+    )
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest) -> ExpertBackend:
+    return expert_backend(request.param)
+
+
+@pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
+def test_output_and_gradients_in_float32(backend: ExpertBackend, case: expert_cases.ExpertCase) -> None:
+    errors = expert_cases.errors(backend, case, torch.float32, CPU)
+    assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
+def test_output_and_gradients_in_bfloat16(backend: ExpertBackend, case: expert_cases.ExpertCase) -> None:
+    """Intermediate values are rounded to 8 bits between the operations, so that errors of 2^-9 add up along a chain."""
+    errors = expert_cases.errors(backend, case, torch.bfloat16, CPU)
+    assert errors["out"] <= 1e-2, errors
+    assert max(errors.values()) <= 2e-2, errors
+
+
+def test_the_same_inputs_give_the_same_bits(backend: ExpertBackend) -> None:
+    case = expert_cases.CASES[1]
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    first, second = (expert_cases.run(backend, case, routes, tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_frozen_weights_get_no_gradient(backend: ExpertBackend) -> None:
+    case = expert_cases.CASES[0]
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    x, weights, w_in, w_out, _ = tensors
+    x.requires_grad_()
+    backend.forward(x, routes, weights, w_in, w_out, case.activation).sum().backward()
+    assert x.grad is not None
+    assert w_in.grad is None
+    assert w_out.grad is None
+
+
+def test_the_loop_keeps_no_more_than_rows_and_weights() -> None:
+    """Per pair: its token, gate and up, the weighted activation and its weight; no output row is kept."""
+    case = expert_cases.ExpertCase("memory", 64, 4, 2)
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    x, weights, w_in, w_out = inputs = references.leaves(tensors[:4], torch.float32)
+    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = expert_backend("loop").forward(x, routes, weights, w_in, w_out, "silu")
+    pairs = case.num_tokens * case.top_k
+    assert sum(kept.values()) == pairs * (case.hidden + 3 * case.width + 1) * 4
+    out.sum().backward()
+
+
+def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
+    routes = torch.tensor([[3, 0], [0, 2], [3, 2]])
+    rows = sorted_rows(routes, 5, count=True)
+    assert rows.token_of_row.tolist() == [0, 1, 1, 2, 0, 2]
+    assert rows.row_of_pair.tolist() == [4, 0, 1, 2, 5, 3]
+    assert rows.ends.tolist() == [2, 2, 4, 6, 6]
+    assert rows.ends.dtype is torch.int32
+    assert rows.counts == (2, 0, 2, 2, 0)
+
+
+def test_padded_rows_have_the_capacity_of_the_largest_expert() -> None:
+    routes = torch.tensor([[0], [2], [0], [0]])
+    rows, capacity = padded_rows(routes, 3)
+    assert capacity == 3
+    assert rows.row_of_pair.tolist() == [0, 6, 1, 2]
+    assert rows.token_of_row.tolist() == [0, 2, 3, 0, 0, 0, 1, 0, 0]
+    assert rows.ends.tolist() == [3, 6, 9]
+
+
+def test_dispatch_and_combine_are_each_others_transpose() -> None:
+    generator = torch.Generator().manual_seed(1)
+    routes = torch.rand(9, 5, generator=generator).topk(3, dim=-1).indices
+    rows = sorted_rows(routes, 5, count=False)
+    x = torch.randn(9, 4, generator=generator)
+    y = torch.randn(27, 4, generator=generator)
+    x_rows, _ = dispatch(x, torch.ones(9, 3), rows)
+    torch.testing.assert_close((x_rows * y).sum(), (x * combine(y, rows, 3)).sum())
+
+
+def test_support_names_the_rule_that_is_broken() -> None:
+    support = {s.name: s for s in expert_support(moe_model(hidden=20, width=32), CPU)}
+    assert support["loop"].usable
+    assert support["bmm"].usable
+    assert not support["grouped_mm"].usable
+    assert support["grouped_mm"].reason == "grouped_mm needs hidden_size to be a multiple of 8 in bfloat16, not 20"
+    assert default_expert_backend(moe_model(hidden=20), CPU) == "loop"
+    assert default_expert_backend(moe_model(), CPU) == "grouped_mm"
+    for s in expert_support(moe_model(), CPU):
+        assert s.stock == (s.name in NAMES)
+        assert s.usable == s.stock
+        assert (s.reason is None) == s.usable
+
+
+def test_a_model_without_experts_has_no_expert_back_ends() -> None:
+    dense = moe_model().model_copy(update={"moe": None, "ffn_hidden_size": 64})
+    assert expert_support(dense, CPU) == ()
+    assert default_expert_backend(dense, CPU) is None
+
+
+def test_an_unknown_back_end_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown expert back end 'magic'"):
+        expert_backend("magic")

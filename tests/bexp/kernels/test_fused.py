@@ -1,0 +1,266 @@
+"""The fused experts on the host, in Triton's interpreter, which a child process is started with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import partial
+
+import pytest
+import torch
+
+from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.fused.backend import FUSED
+from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
+from bexp.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
+from bexp.kernels.selective_recompute import discarding
+from explorer.spec.model import DType
+from tests.bexp.kernels import expert_cases, references
+from tests.bexp.kernels.test_experts import moe_model
+from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(not is_interpreting(), reason="runs in the interpreter, which a child is started with")
+
+
+def same_tiles(tile: TileConfig, **others: TileConfig) -> FusedTiles:
+    return FusedTiles(**{**{field.name: tile for field in fields(FusedTiles)}, **others})
+
+
+SMALL = TileConfig(16, 16, 16, 4, 2, group=2)
+VARIANTS = {
+    "pointers": same_tiles(SMALL),
+    "few programs": same_tiles(TileConfig(16, 32, 16, 4, 2, group=3, per_multiprocessor=1)),
+    "tensor maps": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, parts=2), project_in=SMALL),
+    "copies": same_tiles(TileConfig(16, 16, 16, 4, 2, tma=True, copy=16, per_multiprocessor=1, parts=4)),
+    "copies of several blocks": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, copy=32), grad_w_out=SMALL),
+}
+
+
+def backend(tiles: FusedTiles) -> ExpertBackend:
+    from bexp.kernels.experts.fused.function import fused_ffn
+
+    return ExpertBackend("fused", False, lambda model, device: None, partial(fused_ffn, tiles=tiles))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """What nobody writes is NaN, and deterministic mode fills it in."""
+    if is_interpreting():
+        accept_scalars_of_one_element()
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # not in its stubs
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(is_interpreting(), reason="this is the child")
+def test_in_the_interpreter() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
+    child = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+
+@interpreted
+@pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
+def test_output_and_gradients(case: expert_cases.ExpertCase) -> None:
+    errors = expert_cases.errors(backend(VARIANTS["pointers"]), case, torch.float32, CPU)
+    assert max(errors.values()) <= 1e-5, errors
+
+
+@interpreted
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        expert_cases.ExpertCase("no multiple of a tile", 53, 5, 2, hidden=40, width=24, skew=1.0),
+        expert_cases.ExpertCase("plain", 37, 4, 1, hidden=24, width=40, gated=False, activation="gelu"),
+        expert_cases.ExpertCase("one takes all", 70, 3, 1, hidden=16, width=16, one_takes_all=True, activation="relu"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_every_variant(name: str, case: expert_cases.ExpertCase) -> None:
+    errors = expert_cases.errors(backend(VARIANTS[name]), case, torch.float32, CPU)
+    assert max(errors.values()) <= 1e-5, errors
+
+
+@interpreted
+def test_half_precision() -> None:
+    errors = expert_cases.errors(backend(VARIANTS["pointers"]), expert_cases.CASES[0], torch.float16, CPU)
+    assert max(errors.values()) <= 2e-3, errors
+
+
+@interpreted
+def test_the_same_inputs_give_the_same_bits() -> None:
+    case = expert_cases.ExpertCase("bits", 40, 4, 3, skew=1.0)
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    first, second = (expert_cases.run(backend(VARIANTS["pointers"]), case, routes, tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@interpreted
+def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
+    from bexp.kernels.experts.fused.token_permutation import order_pairs
+
+    routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 150)  # several blocks of pairs
+    order = order_pairs(routes, 5, (16, 32))
+    experts, pairs = torch.sort(routes.flatten(), stable=True)
+    assert order.pair_of_row.tolist() == pairs.tolist()
+    assert order.token_of_row.tolist() == (pairs // 2).tolist()
+    assert order.ends.tolist() == torch.bincount(experts, minlength=5).cumsum(0).tolist() == [300, 300, 600, 900, 900]
+    assert order.largest_first.tolist() == [0, 2, 3, 1, 4]
+    tiles = order.tiles[32]
+    assert int(tiles.count) == 30 <= tiles.most
+    assert tiles.expert[:30].tolist() == [0] * 10 + [2] * 10 + [3] * 10
+    assert tiles.row[:30].tolist() == [s + 32 * i for s in (0, 300, 600) for i in range(10)]
+    assert tiles.first.tolist() == [0, 10, 10, 20, 30]
+
+
+@interpreted
+def test_it_keeps_a_row_of_pre_activations_and_two_integers_a_pair() -> None:
+    case = expert_cases.ExpertCase("memory", 64, 4, 2)
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    inputs = references.leaves(tensors[:4], torch.float32)
+    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x, weights, w_in, w_out = inputs
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = backend(VARIANTS["pointers"]).forward(x, routes, weights, w_in, w_out, "silu")
+    pairs = case.num_tokens * case.top_k
+    for_tiles = 4 * (2 * (pairs // 16 + 4) + 3 * 4 + 1 + 8 * 3)  # each of eight parts aligned to four numbers
+    assert sum(kept.values()) <= pairs * (2 * case.width * 4 + 2 * 4) + for_tiles
+    out.sum().backward()
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["pointers", "copies"])
+def test_discarded_pre_activations_come_back_the_same(name: str) -> None:
+    case = expert_cases.ExpertCase("discarded", 40, 4, 3, skew=1.0)
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    plain = expert_cases.run(backend(VARIANTS[name]), case, routes, tensors)
+    for products in (False, True):
+        with discarding(products=products):
+            again = expert_cases.run(backend(VARIANTS[name]), case, routes, tensors)
+        assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
+
+
+@interpreted
+def test_frozen_weights_get_no_gradient_and_inference_keeps_nothing() -> None:
+    case = expert_cases.CASES[0]
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    x, weights, w_in, w_out, _ = tensors
+    run = backend(VARIANTS["pointers"]).forward
+    expected = run(x, routes, weights, w_in, w_out, case.activation)
+    assert expected.grad_fn is None
+    x.requires_grad_()
+    out = run(x, routes, weights, w_in, w_out, case.activation)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert x.grad is not None
+    assert w_in.grad is None
+
+
+@interpreted
+def test_no_tokens() -> None:
+    case = expert_cases.CASES[0]
+    routes, (x, weights, w_in, w_out, _) = expert_cases.problem(case, torch.float32, CPU)
+    run = backend(VARIANTS["pointers"]).forward
+    assert run(x[:0], routes[:0], weights[:0], w_in, w_out, "silu").shape == (0, case.hidden)
+
+
+@pytest.mark.parametrize("mean", [1, 20, 40, 100, 300, 5000])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("on_hopper", [True, False])
+def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: bool) -> None:
+    tiles = default_tiles(mean * 64, 64, gated, 2, on_hopper)
+    for field in fields(FusedTiles):
+        tile = getattr(tiles, field.name)
+        if not isinstance(tile, TileConfig):
+            assert on_hopper
+            assert mean >= HOPPER_ROWS or isinstance(tile, HopperSum)
+            continue
+        assert tile.tma or not tile.copy
+        if tile.copy:
+            wanted = tile.block_k if field.name.startswith("grad_w") else tile.block_m
+            assert tile.copy % wanted == 0
+    assert isinstance(tiles.project_in, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
+    assert isinstance(tiles.grad_w_in, HopperSum) is on_hopper
+    many = default_tiles(mean * (HOPPER_EXPERTS + 1), HOPPER_EXPERTS + 1, gated, 2, on_hopper)
+    assert all(isinstance(getattr(many, field.name), TileConfig) for field in fields(FusedTiles))
+
+
+@pytest.mark.parametrize(
+    "tile", [PROJECT_IN, GRAD_HIDDEN, replace(PROJECT_IN, gathered=False), replace(PROJECT_IN, stages=4)]
+)
+def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
+    """A partition that asks for registers that nobody gives back waits for ever."""
+    assert tile.fits is (tile.stages == 3)
+    assert tile.launch_registers * 3 * 128 <= 65536
+    assert 2 * tile.consumer_registers + tile.other_registers <= 3 * tile.launch_registers
+    sums = tile.ROWS * tile.BLOCK_N // 128
+    assert sums < tile.consumer_registers
+
+
+@interpreted
+def test_rows_are_gathered_in_the_experts_order() -> None:
+    from bexp.kernels.experts.fused.token_permutation import gather_rows, order_pairs
+
+    routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 7)
+    tokens = torch.randn(21, 24)
+    order = order_pairs(routes, 5, (16,))
+    assert torch.equal(gather_rows(tokens, order), tokens[order.token_of_row.long()])
+
+
+@pytest.mark.skipif(is_interpreting(), reason="asks for a device")
+def test_it_says_why_it_does_not_run_on_the_host() -> None:
+    assert FUSED.unsupported_reason(moe_model(), CPU) == "the fused experts need a CUDA device, not cpu"
+    dense = moe_model().model_copy(update={"moe": None, "ffn_hidden_size": 64})
+    assert FUSED.unsupported_reason(dense, CPU) == "the model has no experts"
+
+
+@pytest.mark.skipif(is_interpreting(), reason="asks for a device")
+def test_it_names_the_rule_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert FUSED.unsupported_reason(moe_model(), cuda) == "Triton is not installed"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert FUSED.unsupported_reason(moe_model(), cuda) == "the fused experts need compute capability 9.0, not 8.6"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    single = moe_model(dtype=DType.FLOAT32)
+    assert FUSED.unsupported_reason(single, cuda) == "the fused experts take bfloat16 and float16, not float32"
+    odd = FUSED.unsupported_reason(moe_model(width=36), cuda)
+    assert odd == "the fused experts need expert_ffn_hidden_size to be a multiple of 8, not 36"
+
+
+@interpreted
+def test_the_operators_agree_with_their_declarations() -> None:
+    from bexp.kernels.experts.fused.operators import fused_experts
+
+    case = expert_cases.CASES[0]
+    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
+    x, weights, w_in, w_out = inputs = [tensor.requires_grad_() for tensor in tensors[:4]]
+    arguments = (x, routes, weights, w_in, w_out, case.activation)
+    for keep in (True, False):
+        checks = ("test_schema", "test_faketensor") + (("test_autograd_registration",) if keep else ())
+        torch.library.opcheck(fused_experts, (*arguments, keep), test_utils=checks)
+    out = fused_experts(*arguments, True)[0]
+    expected = FUSED.forward(x, routes, weights, w_in, w_out, case.activation)
+    assert torch.equal(out, expected)
+    gradients = [torch.autograd.grad(result, inputs, tensors[4]) for result in (out, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -1,0 +1,88 @@
+"""What of the Hopper grouped GEMM runs without a GPU: its tiles, and the reasons for which it does not serve."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bexp.kernels.experts.hopper import tiles as hopper
+from bexp.kernels.experts.hopper.backend import HOPPER_GROUPED
+from bexp.kernels.experts.hopper.tiles import HopperTiles, rows_tiles, weights_tiles
+from bexp.kernels.experts.registry import expert_backend
+from explorer.spec.model import DType, ModelSpec, MoESpec
+
+NAMED = {name: value for name, value in vars(hopper).items() if isinstance(value, HopperTiles)}
+THREADS = 128
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("num_experts", [1, 128, 512])
+def test_tiles_fit_a_multiprocessor(name: str, num_experts: int) -> None:
+    """A consumer that asks for registers that nobody gives back waits for ever."""
+    tiles = NAMED[name]
+    assert tiles.fits
+    asked = tiles.consumers * tiles.consumer_registers(num_experts) + tiles.producer_registers(num_experts)
+    assert asked <= tiles.launch_registers * (tiles.consumers + 1)
+    assert tiles.launch_registers * (tiles.consumers + 1) * tiles.programs * THREADS <= 65536
+    sums = tiles.rows * tiles.block_n // THREADS
+    assert sums < tiles.consumer_registers(num_experts) <= 248
+    assert tiles.block_n % tiles.columns == 0
+
+
+def test_shared_memory_of_a_ring_and_its_way_out() -> None:
+    tiles = HopperTiles(2, 64, 256, 64, stages=4, columns=128)
+    assert tiles.block_m == 128
+    assert 229376 < tiles.shared_bytes <= 227 * 1024
+    assert not HopperTiles(2, 64, 256, 64, stages=4, columns=256).fits
+    assert not HopperTiles(1, 64, 128, 64, stages=8, columns=128, programs=2).fits
+
+
+def test_more_rows_take_taller_tiles() -> None:
+    chosen = [rows_tiles(128 * tokens, 128, 2048, 1024, 132) for tokens in (16, 128, 512, 2048)]
+    assert [tiles.block_m for tiles in chosen] == [64, 128, 128, 128]
+    assert chosen[-1] == hopper.LONG
+
+
+def test_few_tiles_are_cut_for_all_multiprocessors() -> None:
+    narrow = rows_tiles(8 * 16, 8, 2048, 1024, 132)
+    assert 8 * 1024 // narrow.block_n > 8 * 1024 // hopper.LOW_WIDE.block_n
+    assert rows_tiles(8 * 512, 8, 2048, 1024, 132) == hopper.WIDE
+    assert rows_tiles(1, 1, 8, 8, 132).consumers == 1
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "n", "dynamic"),
+    [
+        (128, 2048, 1024, True),
+        (8, 2048, 1024, True),
+        (1, 4096, 4096, False),
+        (600, 2048, 1024, False),
+        (8, 256, 256, False),
+    ],
+    ids=["many experts", "few experts", "one expert", "experts beyond the order", "a tile each"],
+)
+def test_programs_take_tiles_as_they_become_free_where_experts_may_differ(
+    experts: int, k: int, n: int, dynamic: bool
+) -> None:
+    assert weights_tiles(experts, k, n, 132).dynamic is dynamic
+
+
+def test_reasons() -> None:
+    def reason(dtype: DType, hidden: int = 256, width: int = 128) -> str | None:
+        moe = MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=width)
+        spec = ModelSpec(
+            num_layers=1, hidden_size=hidden, num_attention_heads=4, vocab_size=128, seq_length=64, dtype=dtype, moe=moe
+        )
+        return HOPPER_GROUPED.unsupported_reason(spec, torch.device("cpu"))
+
+    assert reason(DType.FLOAT32) == "hopper_grouped multiplies bfloat16 and float16, not float32"
+    assert "multiples of 8, not 256 and 36" in (reason(DType.BFLOAT16, width=36) or "")
+    assert reason(DType.BFLOAT16) == "its Triton kernels need a CUDA device"
+    dense = ModelSpec(
+        num_layers=1, hidden_size=256, num_attention_heads=4, vocab_size=128, seq_length=64, ffn_hidden_size=512
+    )
+    assert HOPPER_GROUPED.unsupported_reason(dense, torch.device("cpu")) == "the model has no experts"
+
+
+def test_it_is_a_candidate() -> None:
+    assert expert_backend("hopper_grouped") is HOPPER_GROUPED

@@ -1,0 +1,126 @@
+"""The router's kernel against torch and float64; on the host in Triton's interpreter, started in a child process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bexp.kernels.router import route, score
+from tests.bexp.kernels.references import relative_error
+from tests.bexp.kernels.triton_interpreter import is_interpreting
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu")
+runs_kernels = pytest.mark.skipif(
+    not is_interpreting() and DEVICE.type == "cpu", reason="needs a CUDA device, or the interpreter"
+)
+
+
+def problem(num_tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn(num_tokens, num_experts, generator=generator)
+    forced = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k, dim=-1).indices
+    return scores, forced, torch.randn(num_tokens, top_k, generator=generator)
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=runs_kernels)])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(70, 8, 2), (5, 128, 1), (33, 6, 6), (9, 1, 1)])
+def test_weights_and_gradient(num_tokens: int, num_experts: int, top_k: int, norm: bool, fused: bool) -> None:
+    scores, forced, gradient = problem(num_tokens, num_experts, top_k)
+    leaf = scores.clone().to(DEVICE).requires_grad_()
+    routes, weights = route(leaf, forced.to(DEVICE), norm_topk_prob=norm, dtype=torch.float32, fused=fused)
+    assert routes.dtype is torch.int64
+    assert torch.equal(routes.cpu().sort(dim=1).values, forced.sort(dim=1).values)
+    scores64 = scores.double().requires_grad_()
+    exponentials = torch.exp(scores64 - scores64.amax(dim=1, keepdim=True))
+    wanted = (exponentials / exponentials.sum(dim=1, keepdim=True)).gather(1, routes.cpu())
+    if norm:
+        wanted = wanted / wanted.sum(dim=1, keepdim=True)
+    assert relative_error(weights, wanted) <= 1e-6
+    weights.backward(gradient.to(DEVICE))
+    wanted.backward(gradient.double())
+    assert leaf.grad is not None
+    assert scores64.grad is not None
+    # A gradient that vanishes (all experts chosen and normalised to one, or a single one) has no relative error.
+    scale = wanted.detach().norm() * gradient.norm()
+    assert (leaf.grad.cpu().double() - scores64.grad).norm() <= 1e-6 * scale
+
+
+@runs_kernels
+def test_the_format_of_the_weights_and_of_the_gradient() -> None:
+    scores, forced, _ = problem(40, 16, 2)
+    half = torch.float16 if is_interpreting() else torch.bfloat16
+    leaf = scores.to(DEVICE, half).requires_grad_()
+    _, weights = route(leaf, forced.to(DEVICE), norm_topk_prob=False, dtype=half, fused=True)
+    plain = leaf.detach().clone().requires_grad_()
+    _, wanted = route(plain, forced.to(DEVICE), norm_topk_prob=False, dtype=half, fused=False)
+    assert weights.dtype is half
+    order = forced.argsort(dim=1)
+    assert weights.shape == order.shape
+    assert relative_error(weights.sort(dim=1).values, wanted.sort(dim=1).values) <= 4e-3
+    weights.sum().backward()
+    wanted.sum().backward()
+    assert relative_error(leaf.grad, plain.grad) <= 1e-2
+
+
+@pytest.mark.skipif(is_interpreting(), reason="this is the child")
+def test_in_the_interpreter() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
+    child = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+
+def test_scores_pass_the_hidden_states_on_and_add_their_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    h, w, grad_scores, grad_passed = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 12), (5, 12), (7, 5), (7, 12))
+    )
+    leaves = [t.clone().requires_grad_() for t in (h, w)]
+    scores, passed = score(*leaves)
+    assert torch.equal(passed, h)
+    torch.autograd.backward([scores, passed * 2.0], [grad_scores, grad_passed])
+    assert torch.allclose(scores, h @ w.T)
+    grad_h, grad_w = (leaf.grad for leaf in leaves)
+    assert grad_h is not None
+    assert grad_w is not None
+    assert torch.allclose(grad_h, grad_scores @ w + 2.0 * grad_passed)
+    assert torch.allclose(grad_w, grad_scores.T @ h)
+
+
+@runs_kernels
+@pytest.mark.skipif(is_interpreting(), reason="the compiler's graphs are built on the device")
+@pytest.mark.parametrize("norm", [False, True])
+def test_within_a_graph(norm: bool) -> None:
+    scores, forced, gradient = problem(64, 16, 2)
+    found = []
+    for run in (route, torch.compile(route, fullgraph=True, dynamic=False)):
+        leaf = scores.to(DEVICE).requires_grad_()
+        _, weights = run(leaf, forced.to(DEVICE), norm_topk_prob=norm, dtype=torch.float32)
+        weights.backward(gradient.to(DEVICE))
+        assert leaf.grad is not None
+        found.append((weights.detach(), leaf.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_gradient_that_others_hold_is_left_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    h, w, given = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((6, 8), (4, 8), (6, 8)))
+    h.requires_grad_()
+    scores, passed = score(h, w)
+    before = given.clone()
+    torch.autograd.backward([scores.sum(), passed.view(48)], [None, given.view(48)])
+    assert torch.equal(given, before)
+    assert h.grad is not None
+    assert torch.allclose(h.grad, before + w.detach().sum(0))
+    scores, passed = score(h, w)
+    (scores.sum() + passed.sum()).backward()  # an expanded gradient

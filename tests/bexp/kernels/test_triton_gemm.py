@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bexp.kernels.experts import triton_gemm
+from bexp.kernels.experts.triton_gemm import (
+    TRITON_GROUPED,
+    Tiles,
+    TritonGemm,
+    multiply_rows,
+    rows_tiles,
+    sum_over_rows,
+    weights_tiles,
+)
+from bexp.kernels.triton_support import fits_bulk_copies
+from explorer.spec.model import DType
+from tests.bexp.kernels import gemm_cases
+from tests.bexp.kernels.gemm_cases import GemmCase
+from tests.bexp.kernels.interpreter import interpreted
+from tests.bexp.kernels.references import relative_error
+from tests.bexp.kernels.test_experts import moe_model
+
+CPU = torch.device("cpu")
+SMALL = Tiles(16, 16, 16, num_stages=1, num_warps=4, group_m=2)
+UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 30), 33, 17)
+
+
+@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which way the operands take; the interpreter knows both."""
+
+    def bulk_copies(*tensors: Tensor) -> bool:
+        return bool(request.param) and fits_bulk_copies(*tensors)
+
+    monkeypatch.setattr(triton_gemm, "_bulk_copies", bulk_copies)
+
+
+@interpreted
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize(
+    "tiles",
+    [SMALL, replace(SMALL, block_n=32, halves=True), replace(SMALL, flatten=True)],
+    ids=["whole", "halves", "flat"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*gemm_cases.TINY, UNALIGNED], ids=lambda case: case.name)
+def test_every_number_is_written(case: GemmCase, dtype: torch.dtype, tiles: Tiles) -> None:
+    x, w, grad = tensors = gemm_cases.inputs(case, dtype, CPU)
+    ends = gemm_cases.ends_of(case.counts, CPU)
+
+    def poisoned(like: Tensor) -> Tensor:
+        return torch.full_like(like, float("nan"))
+
+    actual = [
+        multiply_rows(x, w, ends, out=poisoned(grad), tiles=tiles),
+        multiply_rows(grad, w, ends, transposed=True, out=poisoned(x), tiles=tiles),
+        sum_over_rows(x, grad, ends, out=poisoned(w), tiles=tiles),
+    ]
+    for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
+        assert relative_error(value, wanted) <= (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@interpreted
+@pytest.mark.usefixtures("copies")
+def test_what_another_expert_computes_does_not_leak() -> None:
+    """An infinite row of one expert leaves the others' results finite."""
+    case = GemmCase("tails", (5, 20, 3), 16, 16)
+    x, w, grad = gemm_cases.inputs(case, torch.float32, CPU)
+    x[5:25], grad[5:25], w[1] = torch.inf, torch.inf, torch.inf
+    ends = gemm_cases.ends_of(case.counts, CPU)
+    out = multiply_rows(x, w, ends, tiles=SMALL)
+    grad_w = sum_over_rows(x, grad, ends, tiles=SMALL)
+    assert out[:5].isfinite().all()
+    assert out[25:].isfinite().all()
+    assert grad_w[[0, 2]].isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("group_m", [1, 3, 8])
+def test_many_programs_share_the_tiles(group_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program takes its share whatever the order within an expert."""
+    monkeypatch.setattr(triton_gemm, "num_multiprocessors", lambda device: 5)
+    tiles = Tiles(16, 16, 16, num_stages=1, num_warps=4, group_m=group_m)
+    case = GemmCase("many tiles", (70, 0, 33, 1), 48, 56)
+    x, w, grad = tensors = gemm_cases.inputs(case, torch.float32, CPU)
+    ends = gemm_cases.ends_of(case.counts, CPU)
+    out, _, grad_w = gemm_cases.expected(case, tensors)
+    poison = torch.full_like(grad, float("nan"))
+    assert relative_error(multiply_rows(x, w, ends, out=poison, tiles=tiles), out) <= 1e-5
+    assert relative_error(sum_over_rows(x, grad, ends, tiles=tiles), grad_w) <= 1e-5
+
+
+@interpreted
+def test_gradients_of_a_strided_input_and_an_expanded_gradient() -> None:
+    ends = gemm_cases.ends_of((2, 0, 4), CPU)
+    wide = torch.randn(6, 40)
+    x = wide[:, :16].requires_grad_()
+    w = torch.randn(3, 16, 16).requires_grad_()
+    TritonGemm.apply(x, w, ends).sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    assert x.grad is not None
+    assert w.grad is not None
+    wanted = w.detach().sum(-1)[[0, 0, 2, 2, 2, 2]]
+    torch.testing.assert_close(x.grad, wanted)
+    assert (w.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("rows_per_expert", [1, 64, 128, 512, 8192])
+def test_tiles_fit_the_shared_memory_of_a_small_device(rows_per_expert: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = type("Properties", (), {"shared_memory_per_block_optin": 101_376})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    for choose in (rows_tiles, weights_tiles):
+        assert choose(rows_per_expert, torch.device("cuda")).shared_bytes <= 101_376
+
+
+def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = TRITON_GROUPED.unsupported_reason
+    assert reason(moe_model(), CPU) == "its Triton kernels need a CUDA device"
+    single = moe_model(dtype=DType.FLOAT32)
+    assert reason(single, torch.device("cuda")) == "triton_grouped multiplies bfloat16 and float16, not float32"
+    monkeypatch.setattr("bexp.kernels.triton_support.find_spec", lambda name: None)
+    assert reason(moe_model(), torch.device("cuda")) == "Triton is not installed"

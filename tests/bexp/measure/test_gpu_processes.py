@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+
+from bexp.measure.gpu_processes import APPEARED_BYTES, OWN_GROWTH_BYTES, Tenants, TenantWatch
+from tests.workers.profiler.fakes import MIB, FakeGpu
+
+
+def begun(gpu: FakeGpu) -> TenantWatch:
+    watch = gpu.tenants()
+    watch.begin(None)
+    return watch
+
+
+def timed(watch: TenantWatch) -> Tenants:
+    watch.start()
+    return watch.find()
+
+
+def test_our_own_memory_is_no_tenant() -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    for gib in (10, 120, 0):
+        gpu.reserved = gib << 30
+        assert not timed(watch)
+    for _ in range(8):  # kernels that are loaded between timings
+        gpu.own += OWN_GROWTH_BYTES // 2
+        assert not timed(watch)
+
+
+def test_who_was_there_before_the_job_is_no_tenant() -> None:
+    gpu = FakeGpu(others=20 << 30, pids=frozenset({7, 99}))
+    watch = gpu.tenants(used_before=20 << 30)
+    assert watch.begin(None) == 20 << 30
+    assert not timed(watch)
+    gpu.others = 0
+    assert not timed(watch)
+    gpu.others = 20 << 30
+    assert timed(watch), "but one who comes back is"
+
+
+def test_memory_that_grows_within_a_timing_is_a_tenants_until_it_is_free_again() -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    watch.start()
+    gpu.others = 600 * MIB
+    watch.look()
+    gpu.others = 0
+    assert watch.find().held_bytes in (0, 600 * MIB)
+    watch.start()
+    gpu.others = 600 * MIB
+    assert watch.find().held_bytes == 600 * MIB
+    assert timed(watch).held_bytes == 600 * MIB, "it is still there"
+    gpu.own += 300 * MIB
+    gpu.others = 0
+    assert not timed(watch), "it is gone, and what our kernels took meanwhile is not its"
+    assert not timed(watch)
+
+
+def test_a_large_tenant_between_two_timings_is_noticed() -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    assert not timed(watch)
+    gpu.others = 12 << 30
+    assert timed(watch).held_bytes == 12 << 30
+    gpu.others = 0
+    assert not timed(watch)
+
+
+def test_a_process_that_was_not_there_is_a_tenant_however_small() -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    gpu.pids = frozenset({7, 8})
+    assert timed(watch).processes == 1
+    gpu.pids = frozenset({7})
+    assert not timed(watch)
+
+
+def test_the_time_that_others_use_is_told_apart_from_our_own() -> None:
+    gpu = FakeGpu(shares={7: 0.9, 3: 0.25, 5: 1.0}, pids=frozenset({3}))
+    watch = TenantWatch(gpu, lambda: 0, 0, frozenset({3}))
+    assert timed(watch).busy_share is None, "which process is ours is not known"
+    gpu.pids = frozenset({3, 7})
+    watch = TenantWatch(gpu, lambda: 0, 0, frozenset({3}))
+    watch.begin(None)
+    assert timed(watch).busy_share == pytest.approx(0.25), "5 is gone"
+
+
+def test_a_process_that_replaces_another_knows_who_came_since_the_job_began() -> None:
+    gpu = FakeGpu(others=30 << 30)
+    watch = gpu.tenants(used_before=30 << 30)
+    assert watch.begin(others_bytes=10 << 30) == 10 << 30
+    assert timed(watch).held_bytes == 20 << 30
+    gpu.others = 10 << 30
+    assert not timed(watch)
+    same = FakeGpu(others=10 << 30).tenants(used_before=10 << 30)
+    assert same.begin(others_bytes=(10 << 30) + APPEARED_BYTES // 2) is not None
+    assert not timed(same)
+
+
+def test_a_second_job_begins_with_whoever_is_there_then() -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    gpu.others, gpu.pids = 12 << 30, frozenset({7, 8})
+    assert timed(watch)
+    assert watch.begin(None) == 12 << 30
+    assert not timed(watch)
+
+
+def test_where_nvml_says_nothing_nobody_is_suspected() -> None:
+    gpu = FakeGpu(others=None, pids=None, shares=None)
+    watch = gpu.tenants(used_before=None)
+    assert watch.begin(None) is None
+    assert not timed(watch)

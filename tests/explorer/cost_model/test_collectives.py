@@ -1,0 +1,357 @@
+"""What devices exchange in a step: which of it shows, in the formulas, in a table, and in an exploration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.collectives import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.parameters import count_embedding, count_head, count_parameters
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
+from explorer.search.explore import explore
+from explorer.search.report import whole_model_tokens_per_second
+from explorer.search.search_state import Belief
+from explorer.search.setup import survey_variant
+from explorer.spec.candidate import Candidate
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+from explorer.surrogate.observations import ComponentRuns
+from tests.explorer.simulator import SimulatedDevice, report
+
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 4096,
+    "num_attention_heads": 8,
+    "vocab_size": 32000,
+    "seq_length": 1024,
+}
+
+
+def request(sharding: str = "none", **changes: Any) -> ExplorationRequest:
+    fields = {
+        "model": MODEL,
+        "batch_size": 64,
+        "num_devices": 4,
+        "micro_batch_size": [1, 2, 4, 8],
+        "training": {"sharding": sharding},
+        "recompute": ["none"],
+        "bta": {"enable": False},
+        "attention_backends": ["flash"],
+    }
+    return ExplorationRequest.model_validate(fields | changes)
+
+
+def candidate(micro_batch_size: int = 2) -> Candidate:
+    return Candidate(micro_batch_size=micro_batch_size, attention_backend="flash", num_query_groups=8)
+
+
+def visible(
+    sharding: Sharding, gather: float, rest: float, *, slowdown: float = 0.25, again: float = 0.75
+) -> list[float]:
+    """Of a micro-step with 2 s forward and 4 s backward, a tenth of the bytes in the first unit."""
+    exchange = Exchange(sharding, exposed_share=0.1, again_share=again)
+    parts = [np.array([value]) for value in (gather, rest, 2.0, 4.0)]
+    shown = exchange.visible_seconds(parts[0], parts[1], parts[2], parts[3], slowdown)
+    return [float(found[0]) for found in shown]
+
+
+def test_what_shows_of_traffic_by_the_level_of_sharding() -> None:
+    # Hidden, but for a tenth and a quarter of the rest: 0.1 + 0.225 of 1 s; of 2 s twice that.
+    assert visible(Sharding.NONE, 0.0, 2.0) == pytest.approx([0.0, 0.65])
+    assert visible(Sharding.ZERO1, 1.0, 2.0) == pytest.approx([0.0, 0.325 + 0.65])
+    assert visible(Sharding.ZERO2, 1.0, 2.0) == pytest.approx([0.65, 0.325])
+    # Backward gathers 0.75 s again and reduces 1.25 s, of which a tenth shows: 0.125 + 0.25 * 1.875.
+    assert visible(Sharding.ZERO3, 1.0, 2.0) == pytest.approx([0.325 + 0.125 + 0.46875, 0.0])
+
+
+def test_traffic_that_outlasts_the_computation_takes_its_own_time() -> None:
+    assert visible(Sharding.NONE, 0.0, 100.0) == pytest.approx([0.0, 96.0])
+    assert visible(Sharding.ZERO2, 10.0, 100.0) == pytest.approx([96.0, 8.0])
+    assert visible(Sharding.NONE, 0.0, 2.0, slowdown=0.0) == pytest.approx([0.0, 0.2])
+    assert visible(Sharding.NONE, 0.0, 2.0, slowdown=1.0) == pytest.approx([0.0, 2.0])
+    assert visible(Sharding.ZERO3, 0.0, 0.0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_unit_is_exposed_and_the_last_not_gathered_again(tied: bool) -> None:
+    req = request("zero3", model={**MODEL, "tie_embeddings": tied})
+    number, first, head = count_parameters(req.model), count_embedding(req.model), count_head(req.model)
+    found = Exchange.of(req.model, req)
+    assert found.exposed_share == pytest.approx((first + (head if tied else 0)) / number)
+    assert found.again_share == pytest.approx(1 - (first + head if tied else head) / number)
+    small = request(model={**MODEL, "vocab_size": 64})
+    bucket = BUCKET_BYTES / 2 / count_parameters(small.model)
+    assert Exchange.of(small.model, small).exposed_share == pytest.approx(bucket)
+
+
+@pytest.mark.parametrize("sharding", Sharding)
+def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -> None:
+    req = request(sharding.value)
+    table = SpaceTable([candidate(2), candidate(8)], req.model, req, exchanges=True)
+    (communication,) = table.communications
+    device = np.full((1, len(table.components)), 0.001)
+    device[0, table.column[communication]] = 0.004
+    shares = np.full(len(table.components), 0.25)
+    shares[table.column[communication]] = 0.5
+    host = np.zeros(len(table.components))
+    micro = 0.001 * (2 + 2 * 4)
+    pieces = [np.array([x]) for x in (0.002, 0.002, 0.25 * micro, 0.75 * micro)]
+    shown = Exchange.of(req.model, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
+    always, once = (float(x[0]) for x in shown)
+    assert (always > 0, once > 0) == (sharding.level >= 2, sharding.level <= 2)
+    found = table.tokens_per_second(
+        device, host, overlap=Overlap(shares, np.full(len(shares), 0.2), np.zeros((2, len(shares))))
+    )[0]
+    for tokens, micro_steps in zip(found, (64 / 4 / 2, 64 / 4 / 8), strict=True):
+        step = micro_steps * (micro + always) + once + 0.001
+        assert tokens == pytest.approx(16 * 1024 / step)
+    plain = SpaceTable([candidate(2)], req.model, req)
+    assert not plain.communications
+    assert plain.communication_seconds(device, host, np.ones((1, 1)), None)[0, 0] == 0.0
+
+
+def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_computes() -> None:
+    req = request("zero3")
+    table = SpaceTable([candidate(2), candidate(8)], req.model, req, exchanges=True)
+    (communication,) = table.communications
+    number = len(table.components)
+    device_1K, host_K = np.full((1, number), 1e-3), np.full(number, 0.8e-3)
+    micro = table.micro_step_seconds(device_1K, host_K)
+    slowdown = np.full(number, 0.2)
+    nothing = np.zeros((2, number))
+
+    def added(each: float, once: float, *, computes: bool) -> np.ndarray:
+        handling = nothing.copy()
+        handling[:, table.column[communication]] = each, once
+        overlap = Overlap(np.full(number, 0.3), slowdown, handling, computes)
+        return np.asarray(table.communication_seconds(device_1K, host_K, micro, overlap)[0])
+
+    micro_steps = np.array([64 / 4 / 2, 64 / 4 / 8])
+    hidden = added(0.1e-3, 0.1e-3, computes=False)
+    np.testing.assert_allclose(hidden, added(0.0, 0.0, computes=False))
+    np.testing.assert_allclose(added(0.1e-3, 0.2e-3, computes=True), hidden + micro_steps * 0.1e-3 + 0.2e-3)
+    issued = 0.8 * micro[0]  # the host's time of all blocks
+    shown = added(0.1, 0.02, computes=False)
+    np.testing.assert_allclose(shown, micro_steps * (issued + 0.1 - micro[0]) + 0.02)
+
+
+def test_runs_of_an_earlier_version_tell_nothing_of_the_host() -> None:
+    def measured(host: float, once: float | None) -> ComponentMeasurement:
+        component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=1.0,
+            host_seconds=host,
+            host_once_seconds=once,
+            forward_device_seconds=0.0,
+            standard_error_seconds=0.0,
+            repeats=3,
+            saved_bytes=0,
+            forward_peak_bytes=0,
+            backward_peak_bytes=0,
+        )
+
+    assert ComponentRuns((measured(0.5, None),)).handling == (0.0, 0.0)
+    assert ComponentRuns((measured(0.5, None), measured(0.1, 0.2), measured(0.3, 0.4))).handling == pytest.approx(
+        (0.2, 0.3)
+    )
+
+
+def test_what_the_host_does_decides_where_the_device_waits_for_it() -> None:
+    req = request("zero3")
+    device = SimulatedDevice(req, noise=0.0)
+    device.handling = (0.5, 0.0)
+    found, _, _ = run(req, device)
+    assert found is not None
+    assert found.candidate.micro_batch_size == 8
+    assert found.communication_seconds is not None
+    assert found.communication_seconds / found.step_seconds > 0.9
+    assert found.whole_model is not None
+    assert abs(found.whole_model.step_error) < 0.01
+
+
+def test_what_is_exchanged_before_it_is_measured() -> None:
+    rep = report(num_devices=4)
+    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
+    seconds = {}
+    for sharding in Sharding:
+        req = request(sharding.value)
+        seconds[sharding] = predict_component_seconds(component, req.model, req, rep.hardware).device
+    assert seconds[Sharding.NONE] == pytest.approx(seconds[Sharding.ZERO1])
+    assert seconds[Sharding.ZERO3] == pytest.approx(1.5 * seconds[Sharding.ZERO2])
+    wide = request("zero2", training={"sharding": "zero2", "optimizer": {"grad_dtype": "float32"}})
+    found = predict_component_seconds(component, wide.model, wide, rep.hardware).device
+    assert found == pytest.approx(1.5 * seconds[Sharding.ZERO2])
+
+
+def test_only_a_worker_with_all_devices_times_the_exchange() -> None:
+    assert is_exchange_timed(request(), report(num_devices=4).hardware)
+    assert not is_exchange_timed(request(), report(num_devices=3).hardware)
+    assert not is_exchange_timed(request(mode="eval"), report(num_devices=4).hardware)
+    assert not is_exchange_timed(request(num_devices=1), report(num_devices=4).hardware)
+    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
+    hardware = report(num_devices=8).hardware
+    assert count_processes(TrialKind.COMPONENTS, candidate(), [component], request(), hardware) == 4
+
+
+def test_an_exploration_that_began_with_all_devices_needs_them_all() -> None:
+    assert request().devices_needed() == 1, "a worker with one device leaves the exchange out"
+    assert [request().devices_needed(n) for n in (1, 3, 4, 8)] == [1, 1, 4, 4]
+    assert request(mode="eval").devices_needed(4) == 1
+
+
+def run(
+    req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4, history: tuple[Trial, ...] = ()
+) -> tuple[Recommendation | None, str | None, list[Trial]]:
+    rep = report(experts=False, num_devices=num_devices)
+    device.hardware = rep.hardware
+    steps = list(explore(req, rep, device, history=history))
+    assert steps[-1].answer is not None
+    variant = steps[-1].answer.variants[0]
+    return variant.recommendation, variant.reason, [step.trial for step in steps if step.trial is not None]
+
+
+def exchanges_in(plan: TrialPlan) -> bool:
+    return any(component.kind is ComponentKind.COMMUNICATION for component in plan.components)
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
+def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share(sharding: str) -> None:
+    req = request(sharding)
+    device = SimulatedDevice(req, noise=0.001)
+    found, reason, _ = run(req, device)
+    assert found is not None, reason
+    assert [exchanges_in(plan) for plan in device.plans] == [True] + [False] * (len(device.plans) - 1)
+    assert device.plans[0].num_processes == 4
+    assert len(device.plans[0].components) == 1, "what several devices time is not beside what one does"
+    assert found.communication_seconds is not None
+    assert 0 < found.communication_seconds < found.step_seconds
+    (note,) = (note for note in found.notes if "between 4 devices is included in the time" in note)
+    assert f"{found.communication_seconds / found.step_seconds:.1%}" in note
+    assert found.whole_model is not None
+    assert found.whole_model.measurement.communication_seconds is not None
+    assert abs(found.whole_model.step_error) < 0.01
+    table = SpaceTable([candidate(m) for m in (1, 2, 4, 8)], req.model, req, exchanges=True)
+    truth = device.true_tokens_per_second(table)
+    assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
+
+
+def test_slow_links_favour_large_micro_batches_where_each_one_exchanges() -> None:
+    chosen = {}
+    for factor in (0.01, 100.0):
+        req = request("zero3")
+        device = SimulatedDevice(req, noise=0.0)
+        device.traffic_factor = factor
+        found, _, _ = run(req, device)
+        assert found is not None
+        assert found.communication_seconds is not None
+        chosen[factor] = (found.candidate.micro_batch_size, found.communication_seconds / found.step_seconds)
+    assert chosen[100.0][0] == 8
+    assert chosen[0.01][1] < 0.01
+    assert chosen[100.0][1] > 0.5
+
+
+def test_too_few_devices_leave_it_out_and_say_so() -> None:
+    req = request("zero2")
+    device = SimulatedDevice(req)
+    found, reason, _ = run(req, device, num_devices=2)
+    assert found is not None, reason
+    assert found.communication_seconds is None
+    assert not any(exchanges_in(plan) for plan in device.plans)
+    assert any("communication between devices is not included in the time" in note for note in found.notes)
+    assert not any("is included in the time" in note for note in found.notes)
+
+
+def test_a_resumed_exploration_does_not_exchange_again() -> None:
+    req = request("zero1")
+    first = SimulatedDevice(req, noise=0.0)
+    found, _, trials = run(req, first)
+    again = SimulatedDevice(req, noise=0.0)
+    resumed, _, _ = run(req, again, history=tuple(trials[:2]))
+    assert not any(exchanges_in(plan) for plan in again.plans)
+    assert resumed is not None and found is not None
+    assert resumed.candidate == found.candidate
+    assert resumed.step_seconds == pytest.approx(found.step_seconds)
+
+
+def test_an_exploration_of_before_the_host_was_timed_exchanges_again() -> None:
+    req = request("zero1")
+    first = SimulatedDevice(req, noise=0.0)
+    first.handling = (0.0, 0.3)
+    found, _, trials = run(req, first)
+
+    def without_host(trial: Trial) -> Trial:
+        parts = [c.model_copy(update={"host_once_seconds": None}) for c in trial.measurement.components]
+        return trial.model_copy(
+            update={"measurement": trial.measurement.model_copy(update={"components": tuple(parts)})}
+        )
+
+    again = SimulatedDevice(req, noise=0.0)
+    again.handling = first.handling
+    resumed, _, _ = run(req, again, history=tuple(map(without_host, trials[:3])))
+    assert [exchanges_in(plan) for plan in again.plans].count(True) == 1
+    assert resumed is not None and found is not None
+    assert resumed.step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
+
+
+def test_an_exploration_of_before_the_exchange_was_timed_goes_on() -> None:
+    req = request()
+    _, _, trials = run(req, SimulatedDevice(req, noise=0.0), num_devices=1)
+    old = tuple(t.model_copy(update={"number": i}) for i, t in enumerate(trials) if t.kind is TrialKind.COMPONENTS)
+    device = SimulatedDevice(req, noise=0.0)
+    found, reason, _ = run(req, device, history=old)
+    assert found is not None, reason
+    assert found.communication_seconds is not None
+    assert sum(exchanges_in(plan) for plan in device.plans) == 1
+
+
+def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
+    req = request()
+
+    class Broken(SimulatedDevice):
+        def __call__(self, plan: TrialPlan) -> Measurement:
+            if not exchanges_in(plan):
+                return super().__call__(plan)
+            return Measurement(
+                candidate=plan.candidate,
+                outcome=Outcome.CRASHED,
+                reason="no link",
+                failed_component=plan.components[0],
+            )
+
+    found, reason, trials = run(req, Broken(req))
+    assert found is None
+    assert reason is not None and "no link" in reason
+    assert len(trials) == 1
+
+
+def test_a_whole_model_of_an_earlier_version_is_completed_by_what_is_composed() -> None:
+    req, rep = request(), report(experts=False, num_devices=4)
+    table = survey_variant(req.model, req, rep).table
+    assert table is not None
+    belief = Belief(table, table.candidates, req, rep.hardware)
+    chosen = table.candidates[0]
+    composed = belief.seconds(0)
+    assert composed.communication > 0
+    figures: dict[str, Any] = {
+        "micro_step_seconds": composed.micro_step,
+        "standard_error_seconds": 0.0,
+        "peak_bytes": 1,
+        "reserved_bytes": 1,
+        "repeats": 3,
+    }
+    old = WholeModelMeasurement(optimizer_seconds=composed.optimizer + 1.0, **figures)
+    new = WholeModelMeasurement(
+        optimizer_seconds=composed.optimizer, communication_seconds=composed.communication, **figures
+    )
+    for whole in (old, new):
+        found = whole_model_tokens_per_second(belief, chosen, whole)
+        assert found == pytest.approx(composed.tokens_per_second)

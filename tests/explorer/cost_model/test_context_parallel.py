@@ -1,0 +1,399 @@
+"""Devices that share sequences: which spaces there are, what a step then costs, and what the search makes of it."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+
+from bexp.kernels.context_parallel.layouts import context_parallel_layout
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.candidate_table import SpaceTable, predict_component_table
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.search_space import EmptySpaceError, base_candidates, enumerate_candidates
+from explorer.cost_model.step import combine_seconds
+from explorer.records.recommendation import Answer
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.explore import explore
+from explorer.search.feasibility import at_least
+from explorer.search.optuna_sampler import DIMENSIONS, admits, distributions, to_candidate, to_params
+from explorer.search.report import accumulate
+from explorer.spec.candidate import Candidate
+from explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
+from explorer.spec.hardware import BackendSupport, DeviceReport
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.simulator import SimulatedDevice, report
+
+MODEL: dict[str, Any] = {
+    "name": "long",
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_query_groups": 4,
+    "vocab_size": 32000,
+    "seq_length": 16384,
+}
+SMALL: dict[str, Any] = {
+    "micro_batch_size": [1, 2, 4],
+    "attention_backends": ["cudnn", "flash"],
+    "recompute": ["none", "full"],
+    "batch_size": 64,
+    "num_devices": 4,
+}
+
+
+def request(sizes: Any = (1, 2, 4), **changes: Any) -> ExplorationRequest:
+    shared = {"sizes": sizes, **changes.pop("context_parallel", {})}
+    return ExplorationRequest.model_validate({"model": MODEL, **SMALL, "context_parallel": shared, **changes})
+
+
+def sharings(req: ExplorationRequest, rep: DeviceReport) -> set[tuple[int, str | None]]:
+    space = enumerate_candidates(req, rep, req.model)
+    return {(c.context_parallel_size, c.context_parallel_layout) for c in space.candidates}
+
+
+def candidate(m: int, size: int = 1, layout: str | None = None) -> Candidate:
+    return Candidate(
+        micro_batch_size=m,
+        attention_backend="cudnn",
+        num_query_groups=4,
+        context_parallel_size=size,
+        context_parallel_layout=layout,
+    )
+
+
+# -- requests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"sizes": [3]}, "context_parallel.sizes: 3 does not divide num_devices (4)"),
+        ({"sizes": []}, "context_parallel.sizes"),
+        ({"sizes": [0]}, "context_parallel.sizes"),
+        ({"sizes": "all"}, "context_parallel.sizes"),
+        ({"context_parallel": {"layouts": ["spiral"]}}, "context_parallel.layouts"),
+        ({"sizes": [4], "model": {**MODEL, "seq_length": 4098}}, "the ring layout over 4 devices takes multiples of 4"),
+        (
+            {"sizes": [2], "context_parallel": {"layouts": ["zigzag"]}, "model": {**MODEL, "seq_length": 4098}},
+            "the zigzag layout over 2 devices takes multiples of 4 tokens, not 4098",
+        ),
+        ({"sizes": [2], "batch_size": 1}, "smaller than the number of groups of 2 devices (2)"),
+        ({"sizes": [1, 4], "batch_size": 3}, "batch_size (3) is smaller than num_devices (4)"),
+        ({"sizes": [2], "batch_size": 5, "micro_batch_size": "auto"}, "a multiple of the number of groups"),
+        ({"sizes": "explore", "num_devices": 64, "micro_batch_size": "explore", "recompute": None}, "restrict sizes"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_with_the_reason(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=r"context_parallel|batch_size|multiple") as caught:
+        request(**changes)
+    assert part in str(caught.value).replace("\n", ".")
+
+
+def test_without_being_asked_for_a_sequence_has_a_device_to_itself() -> None:
+    plain = ExplorationRequest.model_validate({"model": MODEL, **SMALL})
+    assert plain.context_parallel_sizes == (1,)
+    assert plain.devices_needed() == 1, "num_devices is planned for, from one device's profile"
+    assert sharings(plain, report(experts=False, num_devices=4)) == {(1, None)}
+    stored = plain.model_dump(mode="json", exclude={"context_parallel"})
+    assert ExplorationRequest.model_validate(stored) == plain
+
+
+def test_explore_takes_every_divisor_that_lengths_and_batch_admit() -> None:
+    assert request("explore", num_devices=12).context_parallel_sizes == (1, 2, 4)
+    assert request("explore", num_devices=8, batch_size=2).context_parallel_sizes == (4, 8)
+    short = request("explore", model={**MODEL, "seq_length": 4098})
+    assert [(s.size, s.layout) for s in short.sharings] == [(1, None), (2, "ring"), (2, "striped")]
+
+
+def test_a_worker_needs_devices_for_the_largest_listed_size() -> None:
+    assert request((1, 2)).devices_needed() == 2
+    assert request((4, 2)).devices_needed(1) == 4
+    assert request("explore").devices_needed() == 2
+    assert [request("explore").devices_needed(n) for n in (2, 3, 4, 8)] == [2, 2, 4, 4]
+
+
+# -- the space -----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_and_layouts_multiply_the_space_and_compose_with_the_rest() -> None:
+    rep = report(experts=False, num_devices=4)
+    alone = enumerate_candidates(request((1,)), rep, request().model).candidates
+    found = enumerate_candidates(request(), rep, request().model).candidates
+    assert len(found) == 7 * len(alone)
+    assert len(set(found)) == len(found)
+    assert sharings(request(), rep) == {(1, None), *product((2, 4), LAYOUTS)}
+    assert {c.bta_tile for c in found if c.context_parallel_size == 4} == {None, 1, 2, 4}
+    assert [c for c in found if c.context_parallel_size == 1] == list(alone), "in the same order"
+
+
+def test_layouts_are_dropped_where_the_length_refuses_them() -> None:
+    rep = report(experts=False, num_devices=4)
+    odd = request((1, 4), model={**MODEL, "seq_length": 4100})
+    assert sharings(odd, rep) == {(1, None), (4, "ring"), (4, "striped")}
+
+
+def test_no_more_devices_share_than_the_profiler_has() -> None:
+    assert sharings(request("explore"), report(experts=False, num_devices=2)) == {(1, None), *product((2,), LAYOUTS)}
+    assert sharings(request("explore"), report(experts=False)) == {(1, None)}
+    with pytest.raises(EmptySpaceError, match="shared by 2 devices need as many; this worker's profiler has 1"):
+        sharings(request((2, 4)), report(experts=False))
+
+
+def test_attention_that_does_not_serve_shared_sequences_is_left_out_of_them() -> None:
+    rep = report(experts=False, num_devices=4)
+    both = request(attention_backends=["efficient", "flash"])
+    space = enumerate_candidates(both, rep, both.model).candidates
+    assert {c.attention_backend for c in space if c.context_parallel_size == 1} == {"efficient", "flash"}
+    assert {c.attention_backend for c in space if c.context_parallel_size > 1} == {"flash"}
+    old = rep.model_copy(update={"attention_backends": (BackendSupport(name="flash", usable=True),)})
+    assert sharings(request(attention_backends=["flash"]), old) == {(1, None)}, "a stored report says nothing of it"
+    only = request((2,), attention_backends=["efficient"])
+    with pytest.raises(EmptySpaceError, match="no attention back end serves context parallelism"):
+        enumerate_candidates(only, rep, only.model)
+
+
+def test_the_base_shares_no_more_than_it_must() -> None:
+    rep = report(experts=False, num_devices=4)
+    bases = base_candidates(request(), rep, request().model)
+    assert [(b.context_parallel_size, b.context_parallel_layout) for b in bases[::3]] == [
+        (1, None),
+        (2, "ring"),
+        (4, "ring"),
+    ]
+    only = request((2,), context_parallel={"layouts": ["zigzag", "striped"]})
+    rep = rep.model_copy(update={"default_attention": "efficient"})
+    first = base_candidates(only, rep, only.model)[0]
+    assert (first.context_parallel_layout, first.attention_backend) == ("striped", "cudnn")
+
+
+def test_auto_follows_the_groups() -> None:
+    req = request((1, 4), micro_batch_size="auto", batch_size=8, num_devices=4)
+    assert (req.micro_batch_sizes_over(1), req.micro_batch_sizes_over(4)) == ((1, 2), (1, 2, 4, 8))
+    space = enumerate_candidates(req, report(experts=False, num_devices=4), req.model).candidates
+    assert {c.micro_batch_size for c in space if c.context_parallel_size == 1} == {1, 2}
+    assert {c.micro_batch_size for c in space if c.context_parallel_size == 4} == {1, 2, 4, 8}
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_is_micro_batch_times_accumulation_times_groups() -> None:
+    req = request(batch_size=64, num_devices=4)
+    assert accumulate(req, candidate(4)) == (4, ())
+    assert accumulate(req, candidate(4, 2, "ring")) == (8, ())
+    assert accumulate(req, candidate(4, 4, "ring")) == (16, ())
+    assert accumulate(request(batch_size=10), candidate(4, 2, "ring")) == (None, (8, 16))
+
+
+def test_tokens_a_device_compare_across_sizes() -> None:
+    """Devices that share a micro-batch and take as long for their part as one alone for all of it lose the factor."""
+    req = request(batch_size=64, num_devices=4)
+    alone = combine_seconds(0.4, 0.1, 2, req.model, req)
+    assert alone.step == pytest.approx(64 / 4 / 2 * 0.4 + 0.1)
+    assert alone.tokens_per_second == pytest.approx(64 * 16384 / 4 / alone.step)
+    ideal = combine_seconds(0.2, 0.1, 2, req.model, req, context_parallel_size=2)
+    assert ideal.step == pytest.approx(alone.step)
+    assert ideal.tokens_per_second == pytest.approx(alone.tokens_per_second)
+    slow = combine_seconds(0.4, 0.1, 2, req.model, req, context_parallel_size=2)
+    assert slow.step == pytest.approx(2 * (alone.step - 0.1) + 0.1)
+    evaluated = request(mode="eval", recompute=["none"])
+    shared = combine_seconds(0.2, 0.0, 2, req.model, evaluated, context_parallel_size=4)
+    assert shared.tokens_per_second == pytest.approx(2 * 16384 / 4 / 0.2)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_table_composes_as_one_step_is_combined(mode: str) -> None:
+    req = request(mode=mode, recompute=["none"])
+    chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(4, 4, "striped")]
+    table = SpaceTable(chosen, req.model, req)
+    device = np.linspace(0.1, 0.9, len(table.components))[None, :]
+    host = np.zeros(len(table.components))
+    micro, optimizer = table.micro_step_seconds(device, host)[0], table.optimizer_seconds(device, host)[0]
+    found = table.tokens_per_second(device, host)[0]
+    for i, one in enumerate(chosen):
+        size = one.context_parallel_size
+        step = combine_seconds(micro[i], optimizer[i], one.micro_batch_size, req.model, req, context_parallel_size=size)
+        assert found[i] == pytest.approx(step.tokens_per_second)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("size", "seq_length"), [(2, 8), (4, 16), (4, 64), (3, 36)])
+def test_the_busiest_device_is_that_of_the_kernels(layout: str, size: int, seq_length: int) -> None:
+    kernel = context_parallel_layout(layout)
+    each = [kernel.num_pairs(rank, size, seq_length, causal=True) for rank in range(size)]
+    assert busiest_pairs(Sharing(size, layout), seq_length).attended == max(each)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lengths_are_refused_as_the_kernels_refuse_them(layout: str) -> None:
+    kernel = context_parallel_layout(layout)
+    for size, seq_length in product((2, 3, 4), range(1, 30)):
+        assert (refuse_layout(layout, size, seq_length) is None) is (kernel.refusal(seq_length, size) is None)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) -> None:
+    for loss in ("chunked", "full"):
+        req = request(mode=mode, recompute=["none"], training={"loss": {"kind": loss}}, attention_backends=[backend])
+        chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(2, 4, "zigzag")]
+        chosen = [c.model_copy(update={"attention_backend": backend}) for c in chosen]
+        table = SpaceTable(chosen, req.model, req)
+        saved, transient = table.activation_bytes(*predict_component_table(table))
+        total = saved + transient
+        assert total[0] > total[1] > total[2]
+        if mode == "train":
+            assert saved[0] > 1.5 * saved[1] > 2.2 * saved[2], "activations follow the tokens of a device"
+
+
+def test_state_is_sharded_over_all_devices_whatever_shares_sequences() -> None:
+    req = request(training={"sharding": "zero3"})
+    parts = {SpaceTable([candidate(2, s, ly)], req.model, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
+    assert len(parts) == 1
+    assert req.optimizer_shards == 4
+
+
+def test_the_prior_of_a_ring_is_bound_by_its_busiest_rank() -> None:
+    req, hardware = request(), report().hardware
+
+    def seconds(layout: str | None, size: int) -> float:
+        component = Component(
+            kind=ComponentKind.ATTENTION,
+            micro_batch_size=1,
+            backend="flash",
+            num_query_groups=4,
+            context_parallel_size=size,
+            context_parallel_layout=layout,
+        )
+        return predict_component_seconds(component, req.model, req, hardware).device
+
+    assert seconds("zigzag", 4) == pytest.approx(seconds("striped", 4), rel=0.01)
+    assert seconds("zigzag", 4) == pytest.approx(seconds(None, 1) / 4, rel=0.15)
+    assert 1.3 < seconds("ring", 4) / seconds("striped", 4) < 2 - 1 / 4
+
+
+# -- the search ----------------------------------------------------------------------------------------------------
+
+
+def run(req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4) -> tuple[Answer, list[TrialPlan]]:
+    rep = report(memory_gib=40, experts=False, num_devices=num_devices)
+    device.hardware = rep.hardware
+    answer = list(explore(req, rep, device))[-1].answer
+    assert answer is not None
+    return answer, device.plans
+
+
+@pytest.mark.parametrize("best", ["ring", "striped", "zigzag"])
+def test_the_search_finds_the_layout_that_the_device_likes(best: str) -> None:
+    req = request((2, 4), model={**MODEL, "seq_length": 65536})
+    device = SimulatedDevice(req, seed=1)
+    # The prior holds the ring to be slower: to be the best it must be so by more than the prior says.
+    device.layout_speed = {layout: 2.0 if layout == best else 0.8 for layout in LAYOUTS}
+    answer, plans = run(req, device)
+    found = answer.variants[0].recommendation
+    assert found is not None
+    assert found.candidate.context_parallel_layout == best
+    assert {plan.num_processes for plan in plans} == {4}, "a step waits for the slowest of those that train together"
+    assert any("passes between devices are included" in note for note in found.notes)
+    assert any("the exchange of gradients between 4 devices is included" in note for note in found.notes)
+
+
+def test_a_profiler_of_a_part_of_the_devices_runs_no_more_than_share_a_sequence() -> None:
+    req = request((2,), model={**MODEL, "seq_length": 65536})
+    _, plans = run(req, SimulatedDevice(req), num_devices=3)
+    for plan in plans:
+        communicating = [c.context_parallel_size for c in plan.components if c.communicates]
+        most = 2 if plan.kind is TrialKind.WHOLE_MODEL else max(communicating, default=1)
+        assert plan.num_processes == most
+    assert {plan.num_processes for plan in plans} == {1, 2}
+
+
+def test_sharing_wins_where_memory_leaves_nothing_else_and_loses_where_it_only_costs() -> None:
+    roomy = request((1, 2), attention_backends=["flash"])
+    device = SimulatedDevice(roomy)
+    device.layout_speed = dict.fromkeys(LAYOUTS, 0.5)
+    best = run(roomy, device)[0].variants[0].recommendation
+    assert best is not None
+    assert best.candidate.context_parallel_size == 1
+    long = request((1, 2, 4), model={**MODEL, "seq_length": 1 << 20}, recompute=["full"], attention_backends=["flash"])
+    answer = run(long, SimulatedDevice(long))[0].variants[0]
+    assert answer.recommendation is not None, answer.reason
+    assert answer.recommendation.candidate.context_parallel_size == 4
+    assert answer.recommendation.base.context_parallel_size == 2, "the first base that fits"
+
+
+def test_a_worker_with_one_device_serves_what_does_not_share() -> None:
+    req = request("explore")
+    answer, plans = run(req, SimulatedDevice(req), num_devices=1)
+    found = answer.variants[0].recommendation
+    assert found is not None
+    assert found.candidate.context_parallel_size == 1
+    assert {plan.num_processes for plan in plans} == {1}
+    assert "context-parallel sizes 2, 4 need more devices than the 1 here" in found.notes
+
+
+def test_a_failed_block_says_nothing_of_other_layouts() -> None:
+    def attention(m: int, size: int = 1, layout: str | None = None) -> Component:
+        return Component(
+            kind=ComponentKind.ATTENTION,
+            micro_batch_size=m,
+            backend="flash",
+            num_query_groups=4,
+            context_parallel_size=size,
+            context_parallel_layout=layout,
+        )
+
+    assert at_least(attention(4, 2, "ring"), attention(2, 2, "ring"))
+    assert not at_least(attention(4, 2, "zigzag"), attention(2, 2, "ring"))
+    assert not at_least(attention(4, 4, "ring"), attention(2, 2, "ring"))
+    assert not at_least(attention(4, 4, "ring"), attention(4))
+    ffn = Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1, context_parallel_size=2)
+    assert not at_least(ffn, Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1))
+    assert at_least(Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1), ffn)
+
+
+# -- studies -------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_from_before_is_still_admitted_and_read() -> None:
+    rep = report(experts=False)
+    plain = ExplorationRequest.model_validate({"model": MODEL, **SMALL})
+    candidates = enumerate_candidates(plain, rep, plain.model).candidates
+    space = distributions(candidates)
+    assert set(space) == set(DIMENSIONS)
+    old = {name: space[name] for name in DIMENSIONS[:5]}
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.add_trial(
+        optuna.trial.create_trial(
+            value=1.0, params={name: to_params(candidates[0])[name] for name in old}, distributions=old
+        )
+    )
+    assert admits(study, space)
+    asked = study.ask(space)
+    assert asked.params["context_parallel_size"] == 1
+    assert asked.params["context_parallel_layout"] is None
+    assert to_candidate(study.trials[0].params, 4) == candidates[0]
+
+
+def test_predicted_bytes_of_shared_attention_follow_the_device() -> None:
+    """A ring keeps a device's own queries, keys, values and output, and no scores."""
+    req = request()
+    shared = Component(
+        kind=ComponentKind.ATTENTION,
+        micro_batch_size=2,
+        backend="math",
+        num_query_groups=4,
+        context_parallel_size=4,
+        context_parallel_layout="striped",
+    )
+    plain = Component(kind=ComponentKind.ATTENTION, micro_batch_size=2, backend="flash", num_query_groups=4)
+    assert (
+        4 * predict_component_bytes(shared, req.model, req).saved
+        == predict_component_bytes(plain, req.model, req).saved
+    )

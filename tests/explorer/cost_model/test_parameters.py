@@ -1,0 +1,110 @@
+"""Counts by hand; equality with transformers, module by module, is checked with the formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.parameters import (
+    count_attention,
+    count_dense_ffn,
+    count_embedding,
+    count_head,
+    count_layer,
+    count_moe_ffn,
+    count_norm,
+    count_parameters,
+)
+from explorer.spec.model import LayerKind, ModelSpec
+
+
+def build(**changes: Any) -> ModelSpec:
+    shape = {
+        "num_layers": 3,
+        "hidden_size": 10,
+        "ffn_hidden_size": 7,
+        "num_attention_heads": 5,
+        "vocab_size": 11,
+        "seq_length": 13,
+    }
+    return ModelSpec.model_validate({**shape, **changes})
+
+
+def experts(**changes: Any) -> dict[str, Any]:
+    return {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 3, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 10 + 4 * 100),
+        ({"norm": "layernorm"}, 20 + 4 * 100),
+        ({"num_query_groups": 1}, 10 + 200 + 2 * 20),
+        ({"head_dim": 4}, 10 + 4 * 200),
+        ({"head_dim": 4, "num_query_groups": 1}, 10 + 2 * 200 + 2 * 40),
+        ({"qkv_bias": True}, 10 + 400 + 30),
+        ({"qkv_bias": True, "num_query_groups": 1}, 10 + 240 + 14),
+        ({"attention_output_bias": True, "head_dim": 4}, 10 + 800 + 10),
+        ({"qk_norm": "head"}, 10 + 400 + 4),
+        ({"qk_norm": "full", "num_query_groups": 1}, 10 + 240 + 12),
+    ],
+)
+def test_attention(changes: dict[str, Any], count: int) -> None:
+    assert count_attention(build(**changes)) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 10 + 210),
+        ({"gated_mlp": False}, 10 + 140),
+        ({"mlp_bias": True}, 10 + 210 + 14 + 10),
+        ({"mlp_bias": True, "gated_mlp": False, "norm": "layernorm"}, 20 + 140 + 7 + 10),
+    ],
+)
+def test_dense_ffn(changes: dict[str, Any], count: int) -> None:
+    assert count_dense_ffn(build(**changes)) == count
+
+
+@pytest.mark.parametrize(
+    ("moe", "changes", "count"),
+    [
+        ({}, {}, 10 + 40 + 4 * 90),
+        ({}, {"gated_mlp": False}, 10 + 40 + 4 * 60),
+        ({"shared_expert_ffn_hidden_size": 6}, {}, 10 + 40 + 360 + 180),
+        ({"shared_expert_ffn_hidden_size": 6, "shared_expert_gate": True}, {}, 10 + 40 + 360 + 180 + 10),
+        ({"top_k": 1}, {}, 10 + 40 + 360),
+    ],
+)
+def test_moe_ffn(moe: dict[str, Any], changes: dict[str, Any], count: int) -> None:
+    assert count_moe_ffn(build(moe=experts(**moe), **changes)) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "embedding", "head"),
+    [
+        ({}, 110, 10 + 110),
+        ({"tie_embeddings": True}, 110, 10),
+        ({"tie_embeddings": True, "lm_head_bias": True}, 110, 10 + 11),
+        ({"position": "learned"}, 110 + 130, 120),
+        ({"position": "learned", "max_position_embeddings": 20}, 110 + 200, 120),
+        ({"position": "none"}, 110, 120),
+    ],
+)
+def test_ends(changes: dict[str, Any], embedding: int, head: int) -> None:
+    model = build(**changes)
+    assert (count_embedding(model), count_head(model)) == (embedding, head)
+
+
+@pytest.mark.parametrize("moe", [None, experts(), experts(first_k_dense=1), experts(moe_layer_frequency=3)])
+def test_the_whole_is_the_sum_of_its_parts(moe: dict[str, Any] | None) -> None:
+    model = build(moe=moe)
+    layers = sum(count_layer(model, kind) for kind in model.layer_kinds)
+    assert count_parameters(model) == count_embedding(model) + layers + count_head(model)
+    assert count_layer(model, LayerKind.DENSE) == count_attention(model) + count_dense_ffn(model)
+    assert count_norm(model) == 10
+
+
+def test_parallel_residuals_keep_both_norms() -> None:
+    assert count_parameters(build(parallel_residual=True)) == count_parameters(build())

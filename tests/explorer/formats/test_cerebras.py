@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.parameters import count_parameters
+from explorer.formats.document import FormatError, load_document
+from explorer.formats.request import parse_request
+
+GPT_111M = {
+    "hidden_size": 768,
+    "num_hidden_layers": 10,
+    "num_heads": 12,
+    "filter_size": 3072,
+    "vocab_size": 50257,
+    "max_position_embeddings": 2048,
+    "position_embedding_type": "learned",
+    "share_embedding_weights": True,
+    "nonlinearity": "gelu",
+    "dropout_rate": 0.1,
+    "initializer": {"name": "truncated_normal", "std": 0.02},
+    "mixed_precision": True,
+    "fp16_type": "bfloat16",
+}
+
+LLAMA_1B = {
+    "name": "llama",
+    "attention_module": "multiquery_attention",
+    "extra_attention_params": {"num_kv_groups": 8},
+    "filter_size": 8192,
+    "fp16_type": "cbfloat16",
+    "hidden_size": 2048,
+    "max_position_embeddings": 8192,
+    "nonlinearity": "swiglu",
+    "norm_type": "rmsnorm",
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "pos_scaling_type": "llama3",
+    "position_embedding_type": "rotary",
+    "rotary_dim": 64,
+    "share_embedding_weights": True,
+    "use_bias_in_output": False,
+    "use_ffn_bias": False,
+    "use_ffn_bias_in_attention": False,
+    "use_projection_bias_in_attention": False,
+    "vocab_size": 128256,
+}
+
+
+def run(**sections: Any) -> dict[str, Any]:
+    document = {
+        "runconfig": {"use_cs_grad_accum": True, "num_csx": 2, "max_steps": 100},
+        "train_input": {"batch_size": 120, "micro_batch_size": "explore", "data_dir": "./data"},
+        "model": GPT_111M,
+    } | sections
+    return {key: value for key, value in document.items() if value is not None}
+
+
+def trainer(*callbacks: dict[str, Any], model: dict[str, Any] | None = None, **fit: Any) -> dict[str, Any]:
+    return {
+        "trainer": {
+            "init": {
+                "backend": {"backend_type": "CSX", "cluster_config": {"num_csx": 4}},
+                "model": GPT_111M if model is None else model,
+                "optimizer": {"AdamW": {"betas": [0.9, 0.95]}},
+                "callbacks": [{"ComputeNorm": {}}, *callbacks],
+            },
+            "fit": fit or {"train_dataloader": {"batch_size": 120}},
+        }
+    }
+
+
+def bta(enable: Any = True, max_tile: Any = 4) -> dict[str, Any]:
+    return {"GlobalFlags": {"csx.debug.ini": {"ws_opt_enable_bta": enable, "ws_opt_bta_max_tile": max_tile}}}
+
+
+def refusal(document: dict[str, Any]) -> dict[tuple[str | int, ...], str]:
+    with pytest.raises(FormatError) as caught:
+        parse_request(document)
+    return dict(caught.value.errors)
+
+
+def test_the_documented_run_configuration() -> None:
+    text = """
+        train_input:
+          batch_size: 120
+          micro_batch_size: explore
+        model: {hidden_size: 768, num_hidden_layers: 10, num_heads: 12, max_position_embeddings: 2048}
+        runconfig:
+          use_cs_grad_accum: True
+          num_csx: 2
+    """
+    request = parse_request(load_document(text))
+    assert (request.mode, request.micro_batch_size, request.batch_size, request.num_devices) == (
+        "train",
+        "explore",
+        120,
+        2,
+    )
+    assert request.model.seq_length == 2048
+
+
+@pytest.mark.parametrize("choice", ["explore", "auto", {"explore": {"min": 2, "max": 8}}, 4])
+@pytest.mark.parametrize("section", ["train_input", "eval_input"])
+def test_micro_batch_choices_of_either_input(section: str, choice: Any) -> None:
+    document = run(train_input=None) | {section: {"batch_size": 64, "micro_batch_size": choice}}
+    request = parse_request(document)
+    assert request.mode == section.removesuffix("_input")
+    assert request.batch_size == 64
+    assert request.micro_batch_size == parse_request({**NATIVE, "micro_batch_size": choice}).micro_batch_size
+
+
+NATIVE = {
+    "model": {
+        "num_layers": 1,
+        "hidden_size": 64,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+        "seq_length": 8,
+    }
+}
+
+
+def test_the_input_that_explores_decides_the_mode() -> None:
+    both = run(
+        train_input={"batch_size": 64, "micro_batch_size": 4},
+        eval_input={"batch_size": 32, "micro_batch_size": "explore"},
+    )
+    assert (parse_request(both).mode, parse_request(both).batch_size) == ("eval", 32)
+    equal = run(eval_input={"batch_size": 32, "micro_batch_size": "explore"})
+    assert parse_request(equal).mode == "train"
+    overridden = parse_request(equal, overrides={"mode": "eval"})
+    assert (overridden.mode, overridden.batch_size) == ("eval", 32)
+
+
+def test_a_missing_micro_batch_means_explore() -> None:
+    assert parse_request(run(train_input={"batch_size": 8})).micro_batch_size == "explore"
+    assert parse_request(run(train_input={"batch_size": 8, "micro_batch_size": None})).micro_batch_size == "explore"
+
+
+@pytest.mark.parametrize("runconfig", [{}, {"use_cs_grad_accum": False}, {"use_cs_grad_accum": None}])
+@pytest.mark.parametrize("choice", ["explore", {"explore": {"min": 1, "max": 2}}])
+def test_exploring_needs_gradient_accumulation(runconfig: dict[str, Any], choice: Any) -> None:
+    document = run(runconfig=runconfig, train_input={"batch_size": 8, "micro_batch_size": choice})
+    assert "true" in refusal(document)["runconfig", "use_cs_grad_accum"]
+
+
+def test_a_quoted_true_is_true() -> None:
+    assert parse_request(run(runconfig={"use_cs_grad_accum": "True"})).micro_batch_size == "explore"
+
+
+def test_a_trainer_with_bta() -> None:
+    request = parse_request(trainer(bta()))
+    assert (request.bta.enable, request.bta.max_tile) == (True, 4)
+    assert (request.batch_size, request.num_devices, request.mode) == (120, 4, "train")
+    assert count_parameters(request.model) == 111_050_496
+
+
+def test_flags_may_be_dotted() -> None:
+    dotted = {
+        "GlobalFlags": {
+            "csx.debug.ini.ws_opt_enable_bta": False,
+            "csx.performance.micro_batch_size": {"explore": {"min": 2, "max": 4}},
+        }
+    }
+    request = parse_request(trainer(dotted))
+    assert request.bta.enable is False
+    assert (
+        request.micro_batch_size
+        == parse_request({**NATIVE, "micro_batch_size": {"explore": {"min": 2, "max": 4}}}).micro_batch_size
+    )
+
+
+def test_scoped_flags_decide_the_mode() -> None:
+    scoped = {"ScopedValidateFlags": {"csx.performance.micro_batch_size": "explore"}}
+    request = parse_request(trainer(scoped, train_dataloader={"batch_size": 120}, val_dataloader={"batch_size": 96}))
+    assert (request.mode, request.batch_size) == ("eval", 96)
+
+
+@pytest.mark.parametrize(
+    ("document", "location", "part"),
+    [
+        (trainer(bta(max_tile=7)), ("GlobalFlags", "csx.debug.ini", "ws_opt_bta_max_tile"), "must divide"),
+        (trainer(bta(enable=False)), ("bta",), "no meaning"),
+        (trainer(bta(max_tile=0)), ("ws_opt_bta_max_tile",), "greater than or equal to 1"),
+        (trainer({"GlobalFlags": {"csx.debug.ini.ws_opt_bta": 2}}), ("csx.debug.ini.ws_opt_bta",), "unknown BTA flag"),
+        ({"trainer": {"init": {"callbacks": [bta()]}}}, ("trainer", "init", "model"), "missing"),
+        ({"trainer": [1]}, ("trainer",), "must be a mapping"),
+        (trainer(train_dataloader=[{"batch_size": 2}]), ("trainer", "fit", "train_dataloader"), "keep one"),
+        (run(model=None), ("model",), "missing"),
+        (run(optimizer={"optimizer_type": "lion"}), ("optimizer", "optimizer_type"), "supported: AdamW"),
+        (run(sparsity={"sparsity": 0.75}), ("sparsity",), "sparse weights"),
+        (run(batch_size=64), ("batch_size",), "second time, beside train_input.batch_size"),
+        (run(an_invention=64), ("an_invention",), "Extra inputs"),
+        (run(model={**GPT_111M, "num_heads": 7}), ("model", "hidden_size"), "num_heads is num_attention_heads"),
+        (run(model={**GPT_111M, "position_embedding_type": "alibi"}), ("model", "position_embedding_type"), "alibi"),
+        (run(model={**GPT_111M, "attention_sink_tokens": 4}), ("model", "attention_sink_tokens"), "sinks"),
+        (run(model={**GPT_111M, "attention_logit_softcapping": 5.0}), ("attention_logit_softcapping",), "soft-capped"),
+        (run(model={**GPT_111M, "nonlinearity": "squared_gelu"}), ("model", "nonlinearity"), "supported: gelu"),
+        (run(model={**GPT_111M, "moe": {"num_experts": 4}}), ("model", "use_ffn_bias"), "biases in experts"),
+        (run(model={**GPT_111M, "an_invention": 1}), ("model", "an_invention"), "known"),
+        (run(model={**GPT_111M, "name": "gptj"}), ("model", "name"), "supported: gpt2"),
+        (run(model={"name": "vit", "num_heads": 12}), ("model", "name"), "limited to language models"),
+        (run(model={"image_size": [224, 224], "num_heads": 12}), ("model", "image_size"), "limited to language models"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(document: dict[str, Any], location: tuple[str, ...], part: str) -> None:
+    errors = refusal(document)
+    messages = [message for where, message in errors.items() if where[-len(location) :] == location]
+    assert messages, errors
+    assert part in messages[0]
+
+
+def test_a_gated_grouped_query_model() -> None:
+    model = parse_request(run(model=LLAMA_1B)).model
+    assert (model.query_groups, model.gated_mlp, model.activation, model.norm) == (8, True, "silu", "rmsnorm")
+    assert (model.seq_length, model.dtype, model.position, model.rotary_fraction) == (8192, "bfloat16", "rope", 1.0)
+    assert count_parameters(model) == 1_235_814_400
+
+
+def test_a_mixture_of_experts_with_a_shared_one() -> None:
+    moe = {"num_experts": 8, "top_k": 2, "num_shared_experts": 1, "load_balancing_loss_coef": 0.01, "router_fp32": True}
+    spec = parse_request(run(model={**LLAMA_1B, "moe": moe})).model.moe
+    assert spec is not None
+    assert (spec.num_experts, spec.top_k, spec.norm_topk_prob) == (8, 2, True)
+    assert spec.expert_ffn_hidden_size == spec.shared_expert_ffn_hidden_size == 8192
+    assert parse_request(run(model={**LLAMA_1B, "moe_params": moe})).model.moe == spec
+    assert parse_request(run(model={**LLAMA_1B, "moe": {"num_experts": 1}})).model.moe is None
+
+
+def test_any_model_shape_in_a_cerebras_run() -> None:
+    assert parse_request(run(model={"model_type": "gpt2"})).model.name == "gpt2"
+    assert parse_request(run(model=NATIVE["model"])).model.num_layers == 1
+
+
+def test_our_own_fields_beside_a_run() -> None:
+    request = parse_request(run(budget={"max_trials": 3}, memory_limit_gib=8))
+    assert (request.budget.max_trials, request.memory_limit_gib) == (3, 8)
+
+
+def test_a_trainers_precision_goes_before_the_models() -> None:
+    document = trainer()
+    for precision, dtype in (({"fp16_type": "float16"}, "float16"), ({"enabled": False}, "float32"), ({}, "bfloat16")):
+        document["trainer"]["init"]["precision"] = precision
+        assert parse_request(document).model.dtype == dtype
+    document["trainer"]["init"]["precision"] = {"fp16_type": "int8"}
+    assert "int8" in refusal(document)["trainer", "init", "precision", "fp16_type"]
+
+
+def test_precision_and_the_optimizer() -> None:
+    assert parse_request(run(model={**GPT_111M, "mixed_precision": False})).model.dtype == "float32"
+    assert parse_request(run(model={**GPT_111M, "fp16_type": "float16"})).model.dtype == "float16"
+    assert parse_request(run(optimizer={"optimizer_type": "SGD"})).training.optimizer.name == "sgd"

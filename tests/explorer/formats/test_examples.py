@@ -1,0 +1,79 @@
+"""Every example is accepted, and is the model that it says it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from explorer.cost_model.parameters import count_parameters
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
+from explorer.spec.request import ExplorationRequest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+PUBLISHED = {  # of the checkpoints themselves, tied embeddings counted once
+    "gpt2-124m": 124_439_808,
+    "cerebras-gpt-1.3b": 1_315_723_264,
+    "cerebras-bta": 111_050_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+SEQ_LENGTHS = {
+    "gpt2-124m": 1024,
+    "cerebras-gpt-1.3b": 2048,
+    "llama-3.2-1b": 8192,
+    "olmoe-1b-7b": 4096,
+    "switch-like-e128": 2048,
+}
+
+
+def read(name: str) -> ExplorationRequest:
+    return parse_request(load_document((EXAMPLES / f"{name}.yaml").read_text()))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_every_example_is_accepted(path: Path) -> None:
+    assert path.suffix in (".yaml", ".json")
+    assert parse_request(load_document(path.read_text()))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name: str) -> None:
+    assert count_parameters(read(name).model) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", SEQ_LENGTHS)
+def test_sequence_lengths(name: str) -> None:
+    assert read(name).model.seq_length == SEQ_LENGTHS[name]
+
+
+def test_cerebras_gpt_agrees_with_gpt2_of_the_same_shape() -> None:
+    shape = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048}
+    imported = parse_request(shape).model
+    ours = read("cerebras-gpt-1.3b").model
+    assert ours.model_copy(update={"name": imported.name}) == imported
+
+
+def test_the_bta_example_tiles_attention() -> None:
+    request = read("cerebras-bta")
+    assert (request.bta.enable, request.bta.max_tile, request.micro_batch_size) == (True, 4, "explore")
+
+
+def test_the_switch_like_example_sends_each_token_to_one_of_128_experts() -> None:
+    moe = read("switch-like-e128").model.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k) == (128, 1)
+
+
+def test_the_demo_is_small_enough_for_a_laptop() -> None:
+    request = read("tiny-moe")
+    assert request.model.moe is not None
+    assert request.device_kind == "cpu"
+    assert count_parameters(request.model) < 10_000_000
+    assert request.budget.max_seconds <= 60

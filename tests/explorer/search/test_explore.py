@@ -1,0 +1,415 @@
+"""The exploration against a simulated device whose truth is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable, required_table
+from explorer.cost_model.components import Component
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.records.event import EventCode, Progress
+from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from explorer.records.recommendation import Answer
+from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from explorer.search.explore import explore
+from explorer.search.optuna_sampler import MEASUREMENT
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.simulator import SimulatedDevice, report
+
+MODEL: dict[str, Any] = {
+    "name": "moe",
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_query_groups": 4,
+    "vocab_size": 32000,
+    "seq_length": 2048,
+    "moe": {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 512},
+}
+
+
+def request(**changes: Any) -> ExplorationRequest:
+    """A space of some hundred candidates, so that a run takes well under a second."""
+    small = {"micro_batch_size": {"explore": {"min": 1, "max": 16}}, "attention_backends": ["cudnn", "flash"]}
+    return ExplorationRequest.model_validate({"model": MODEL, **small, **changes})
+
+
+def run(
+    req: ExplorationRequest,
+    device: Measure,
+    *,
+    rep: DeviceReport | None = None,
+    history: Sequence[Trial] = (),
+    stop_after: int | None = None,
+) -> list[Progress]:
+    steps = []
+    for step in explore(req, rep or report(memory_gib=40), device, history=history):
+        steps.append(step)
+        if stop_after is not None and len(steps) >= stop_after:
+            break
+    return steps
+
+
+def answer_of(steps: list[Progress]) -> Answer:
+    answer = steps[-1].answer
+    assert answer is not None
+    return answer
+
+
+def trials_of(steps: list[Progress]) -> list[Trial]:
+    return [step.trial for step in steps if step.trial is not None]
+
+
+def lines(steps: list[Progress], code: EventCode) -> list[str]:
+    return [event.message for step in steps for event in step.events if event.code is code]
+
+
+def test_finds_a_candidate_within_tolerance_in_few_trials() -> None:
+    req = request(micro_batch_size="explore", attention_backends=None)
+    device = SimulatedDevice(req)
+    steps = run(req, device)
+    found = answer_of(steps).recommendation
+    assert found is not None
+    space = enumerate_candidates(req, report(memory_gib=40), req.model)
+    table = SpaceTable(space.candidates, req.model, req)
+    truth = device.true_tokens_per_second(table)
+    sizes = np.array([device.weigh(c, table.model) for c in table.components], dtype=float).T
+    saved, transient = table.activation_bytes(*sizes)
+    required = required_table(table, saved + transient, report(memory_gib=40).hardware)
+    fitting = truth[required <= found.memory_limit_bytes]
+    assert truth[table.row[found.candidate]] >= 0.99 * max(fitting)
+    assert len(trials_of(steps)) <= 40 < len(fitting)
+    assert found.confidence >= req.budget.confidence_target
+
+
+def test_measures_no_component_twice_and_ends_with_the_whole_model() -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    run(req, device)
+    measured = [c.key for plan in device.plans for c in plan.components]
+    assert len(measured) == len(set(measured))
+    kinds = [plan.kind for plan in device.plans]
+    assert kinds[kinds.index(TrialKind.WHOLE_MODEL) :] == [TrialKind.WHOLE_MODEL] * 2
+
+
+def test_same_seed_same_trials() -> None:
+    req = request(seed=3)
+    first = [t.candidate for t in trials_of(run(req, SimulatedDevice(req, seed=1)))]
+    second = [t.candidate for t in trials_of(run(req, SimulatedDevice(req, seed=1)))]
+    assert first == second
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 6])
+def test_resumes_where_it_would_have_gone(stop_after: int) -> None:
+    """Noise-free, so that an interrupted and an uninterrupted run see the same measurements."""
+    req = request()
+    whole = run(req, SimulatedDevice(req, noise=0.0))
+    before = run(req, SimulatedDevice(req, noise=0.0), stop_after=stop_after)
+    device = SimulatedDevice(req, noise=0.0)
+    after = run(req, device, history=trials_of(before))
+    assert [t.candidate for t in trials_of(before) + trials_of(after)] == [t.candidate for t in trials_of(whole)]
+    stored = {c.component.key for t in trials_of(before) for c in t.measurement.components}
+    assert not stored & {c.key for plan in device.plans for c in plan.components}
+    assert [e.message for s in before + after for e in s.events if e.code is EventCode.RECOMMENDATION] == lines(
+        whole, EventCode.RECOMMENDATION
+    )
+    for code in (EventCode.SPACE, EventCode.BASE, EventCode.TRIAL, EventCode.SUCCEEDED):
+        assert len(lines(before + after, code)) == len(lines(whole, code))
+
+
+def test_base_is_torchs_default_untiled_without_recomputation() -> None:
+    req = request()
+    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    assert found is not None
+    assert found.base == Candidate(
+        micro_batch_size=1, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
+    )
+
+
+def test_base_falls_back_to_recomputation_where_it_must() -> None:
+    req = request(base_micro_batch_size=12, micro_batch_size={"explore": {"min": 1, "max": 16}}, memory_limit_gib=14)
+    steps = run(req, SimulatedDevice(req))
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.base.micro_batch_size == 12
+    assert found.base.recompute is Recompute.FULL
+    assert any("plainer ones do not fit" in line for line in lines(steps, EventCode.BASE))
+
+
+def test_nothing_fits_names_the_smallest_change() -> None:
+    req = request(
+        memory_limit_gib=12, micro_batch_size=64, attention_backends=None, recompute=["none"], bta={"enable": False}
+    )
+    steps = run(req, SimulatedDevice(req))
+    answer = answer_of(steps)
+    assert answer.recommendation is None
+    assert "would fit with micro_batch_size" in str(answer.variants[0].reason)
+    assert lines(steps, EventCode.NOTHING_FITS)
+
+
+def test_nothing_fits_when_the_state_alone_is_too_large() -> None:
+    req = request(memory_limit_gib=4)
+    reason = answer_of(run(req, SimulatedDevice(req))).variants[0].reason
+    assert reason is not None
+    assert "training state alone" in reason
+    assert "zero3 over" in reason
+
+
+def test_whole_model_out_of_memory_moves_the_recommendation() -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    device.whole_model_outcomes = [Outcome.OUT_OF_MEMORY]
+    steps = run(req, device)
+    whole = [t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL]
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.candidate == whole[1].candidate != whole[0].candidate
+    assert found.runner_up is not None
+    assert [t.candidate for t in whole[2:]] == [found.runner_up.candidate]
+
+
+class FailingDevice(SimulatedDevice):
+    """One back end crashes."""
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        broken = [c for c in plan.components if c.backend == "grouped_mm"]
+        if not broken:
+            return super().__call__(plan)
+        self.plans.append(plan)
+        return Measurement(
+            candidate=plan.candidate,
+            outcome=Outcome.CRASHED,
+            reason="illegal memory access",
+            failed_component=broken[0],
+            phases=PhaseSeconds(timed=0.1),
+        )
+
+
+def test_a_crashing_back_end_is_tried_once_a_mode_and_avoided() -> None:
+    req = request()
+    device = FailingDevice(req)
+    steps = run(req, device)
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.candidate.expert_backend != "grouped_mm"
+    crashed = [t for t in trials_of(steps) if t.measurement.outcome is Outcome.CRASHED]
+    assert 1 <= len(crashed) <= 4
+    assert any("illegal memory access" in line for line in lines(steps, EventCode.INFEASIBLE))
+
+
+def test_variants_stand_side_by_side() -> None:
+    req = request(num_query_groups=[4, 1, None])
+    steps = run(req, SimulatedDevice(req))
+    answer = answer_of(steps)
+    assert [v.num_query_groups for v in answer.variants] == [4, 1, 16]
+    assert all(v.recommendation is not None for v in answer.variants)
+    assert len({v.num_parameters for v in answer.variants}) == 3
+    assert len(lines(steps, EventCode.VARIANT)) == 3
+
+
+def test_eval_mode_has_no_recomputation_and_no_optimizer() -> None:
+    req = request(mode="eval")
+    device = SimulatedDevice(req)
+    found = answer_of(run(req, device)).recommendation
+    assert found is not None
+    assert found.candidate.recompute is Recompute.NONE
+    assert found.optimizer_seconds == 0
+    assert found.memory.gradients == found.memory.optimizer_states == 0
+    assert not any(c.kind.value == "optimizer" for plan in device.plans for c in plan.components)
+
+
+def test_budget_ends_the_search_with_an_honest_confidence() -> None:
+    req = request(budget={"max_trials": 2}, verify=False)
+    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    assert found is not None
+    assert found.confidence < 90
+
+
+def test_a_small_effective_batch_lets_the_optimizer_decide() -> None:
+    """With B close to m the optimizer's share weighs, but never which candidates are legal."""
+    req = request(batch_size=8, micro_batch_size=[1, 2, 3, 4, 6])
+    steps = run(req, SimulatedDevice(req))
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.grad_accum_steps == 8 // found.candidate.micro_batch_size or found.nearest_batch_sizes
+
+
+def test_the_study_can_be_opened_with_optunas_own_tools() -> None:
+    req = request()
+    storage = optuna.storages.InMemoryStorage()
+
+    def open_study(name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
+        return optuna.create_study(
+            study_name=name or "job", sampler=sampler, storage=storage, direction="maximize", load_if_exists=True
+        )
+
+    steps = list(explore(req, report(memory_gib=40), SimulatedDevice(req), open_study=open_study))
+    found = answer_of(steps).recommendation
+    study = optuna.load_study(study_name="job", storage=storage)
+    trials = [t for t in trials_of(steps) if t.kind is TrialKind.COMPONENTS]
+    assert len(study.trials) == len(trials)
+    assert all(MEASUREMENT in t.user_attrs for t in study.trials)
+    assert found is not None
+    assert study.best_trial.values[0] == pytest.approx(found.tokens_per_second, rel=0.02)
+
+
+def test_a_study_that_was_begun_with_fewer_choices_does_not_end_the_job() -> None:
+    """As after an upgrade: the request says the same, and the space has grown."""
+    storage = optuna.storages.InMemoryStorage()
+
+    def open_study(name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
+        return optuna.create_study(
+            study_name=f"job/{name}", sampler=sampler, storage=storage, direction="maximize", load_if_exists=True
+        )
+
+    older = request(recompute=["none", "selective", "full"])
+    device = SimulatedDevice(older, noise=0.0)
+    steps = []
+    for step in explore(older, report(memory_gib=40), device, open_study=open_study):
+        steps.append(step)
+        if len(trials_of(steps)) == 4:
+            break
+    req = request()
+    after = list(
+        explore(
+            req,
+            report(memory_gib=40),
+            SimulatedDevice(req, noise=0.0),
+            history=trials_of(steps),
+            open_study=open_study,
+        )
+    )
+    assert answer_of(after).recommendation is not None
+    names = sorted(study.study_name for study in optuna.get_all_study_summaries(storage))
+    assert len(names) == 2
+    again = optuna.load_study(study_name=names[1], storage=storage)
+    assert len(again.trials) == len([t for t in trials_of(steps + after) if t.kind is TrialKind.COMPONENTS])
+
+
+def test_restrictions_leave_an_explanation() -> None:
+    req = request(attention_backends=["nosuch"])
+    answer = answer_of(run(req, SimulatedDevice(req)))
+    assert answer.recommendation is None
+    assert "unknown attention back end 'nosuch'" in str(answer.variants[0].reason)
+
+
+def test_every_component_of_a_plan_belongs_to_its_candidate() -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    run(req, device)
+    for plan in device.plans:
+        for component in plan.components:
+            assert isinstance(component, Component)
+            assert component.micro_batch_size in (0, plan.candidate.micro_batch_size)
+
+
+def test_a_whole_model_that_disagrees_lowers_the_confidence() -> None:
+    req = request()
+    agreeing, disagreeing = SimulatedDevice(req), SimulatedDevice(req)
+    disagreeing.whole_model_factor = 1.4
+    sure, unsure = (answer_of(run(req, device)).recommendation for device in (agreeing, disagreeing))
+    assert sure is not None
+    assert unsure is not None
+    assert unsure.whole_model is not None
+    assert unsure.whole_model.step_error == pytest.approx(1 / 1.4 - 1, abs=0.02)
+    assert unsure.confidence < 75
+    assert sure.confidence >= 90
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.4])
+def test_resumes_after_the_whole_model_without_another_trial(factor: float) -> None:
+    req = request()
+    device = SimulatedDevice(req, noise=0.0)
+    device.whole_model_factor = factor
+    whole = run(req, device)
+    again = SimulatedDevice(req, noise=0.0)
+    after = run(req, again, history=trials_of(whole))
+    assert again.plans == []
+    assert answer_of(after) == answer_of(whole)
+
+
+def test_a_whole_model_that_does_not_fit_rules_out_all_that_need_as_much() -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    device.whole_model_outcomes = [Outcome.OUT_OF_MEMORY, Outcome.OUT_OF_MEMORY]
+    steps = run(req, device)
+    peaks = [t.predicted_peak_bytes for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL]
+    assert len(peaks) == 3
+    assert peaks[0] is not None and peaks[1] is not None and peaks[2] is not None
+    assert peaks[0] > peaks[1] > peaks[2]
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.whole_model is not None
+
+
+def test_a_whole_model_that_crashes_is_not_recommended() -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    device.whole_model_outcomes = [Outcome.CRASHED]
+    steps = run(req, device)
+    crashed = next(t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL)
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.candidate != crashed.candidate
+    assert found.whole_model is not None
+
+
+class BrokenDevice(SimulatedDevice):
+    """Nothing runs, for a reason that is no candidate's."""
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        self.plans.append(plan)
+        return Measurement(candidate=plan.candidate, outcome=Outcome.UNSUPPORTED, reason="no C compiler")
+
+
+def test_a_device_that_runs_nothing_is_given_up_soon_and_for_its_own_reason() -> None:
+    req = request()
+    device = BrokenDevice(req)
+    answer = answer_of(run(req, device))
+    assert len(device.plans) <= 6
+    assert answer.recommendation is None
+    assert "no C compiler" in str(answer.variants[0].reason)
+    assert "fit" not in str(answer.variants[0].reason)
+
+
+def test_variants_share_what_they_have_in_common() -> None:
+    req = request(num_query_groups=[4, 1], micro_batch_size=[2, 4])
+    device = SimulatedDevice(req)
+    run(req, device)
+    measured = [c.key for plan in device.plans for c in plan.components]
+    assert len(measured) == len(set(measured))
+
+
+def test_the_space_is_told_even_if_nothing_is_tried() -> None:
+    steps = run(request(memory_limit_gib=1), SimulatedDevice(request()))
+    assert lines(steps, EventCode.SPACE)
+    assert any(step.space for step in steps)
+
+
+def test_a_spent_budget_still_finds_one_candidate_beside_a_base_outside_the_space() -> None:
+    req = request(base_micro_batch_size=24, budget={"max_trials": 1}, verify=False)
+    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    assert found is not None
+    assert found.base.micro_batch_size == 24 != found.candidate.micro_batch_size
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(32_001, 32_064), (50_257, 50_304), (50_264, None), (32_000, None)])
+def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded: int | None) -> None:
+    req = request(model=MODEL | {"vocab_size": vocab_size}, micro_batch_size=[1, 2], verify=False)
+    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    assert found is not None
+    notes = [note for note in found.notes if "vocab_size" in note]
+    if padded is None:
+        assert not notes
+        return
+    (note,) = notes
+    share = int(note.split("take ")[1].split("%")[0])
+    assert 0 < share < 50
+    assert note.endswith(f"{padded} would not")

@@ -1,0 +1,120 @@
+"""What would make a request fit of which nothing does: in the order of preference, each with what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.cost_model.step import GIB, memory_limit
+from explorer.records.recommendation import Remedy, RemedyKind
+from explorer.search.explore import explore
+from explorer.search.relaxations import explain_nothing_fits, find_remedies, smallest_requirement
+from explorer.spec.candidate import Recompute
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.search.test_explore import answer_of, request
+from tests.explorer.simulator import SimulatedDevice, report
+
+DEVICE = report(memory_gib=40)
+
+
+def cramped(**changes: Any) -> ExplorationRequest:
+    """Sixty-four sequences at once, on eight devices that share nothing yet, and nothing else allowed."""
+    return request(
+        **{
+            "micro_batch_size": 64,
+            "batch_size": 512,
+            "num_devices": 8,
+            "recompute": ["none"],
+            "bta": {"enable": False},
+            "memory_limit_gib": 20,
+            **changes,
+        }
+    )
+
+
+def remedies(req: ExplorationRequest) -> tuple[Remedy, ...]:
+    return find_remedies(req, DEVICE, req.model)
+
+
+def test_every_kind_is_named_in_the_order_of_preference() -> None:
+    wide = cramped(training={"sharding": "zero1", "loss": {"kind": "full"}}, micro_batch_size=16)
+    limit = smallest_requirement(wide, DEVICE, wide.model) / GIB - 0.01
+    req = wide.model_copy(update={"memory_limit_gib": limit})
+    several = report(memory_gib=40, num_devices=8)
+    found = find_remedies(req, several, req.model)
+    assert list(dict.fromkeys(remedy.kind for remedy in found)) == list(RemedyKind)[:-1]
+    shared = [remedy for remedy in found if remedy.kind is RemedyKind.CONTEXT_PARALLEL]
+    assert [remedy.change for remedy in shared] == ["2 devices a sequence (context_parallel sizes [2])"]
+    assert [remedy.kind for remedy in remedies(req)] == [r.kind for r in found if r not in shared], "with one device"
+    assert (
+        explain_nothing_fits(req, DEVICE, req.model, remedies(req)).count("It would fit with micro_batch_size 8 (") == 1
+    )
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+def test_each_is_predicted_to_fit_when_it_is_asked_for(sharding: str) -> None:
+    req = cramped(training={"sharding": sharding})
+    assert smallest_requirement(req, DEVICE, req.model) > memory_limit(req, DEVICE.hardware)
+    found = remedies(req)
+    assert found
+    for remedy in found:
+        changed = ExplorationRequest.model_validate({**req.model_dump(), **remedy.settings})
+        table = SpaceTable(enumerate_candidates(changed, DEVICE, changed.model).candidates, changed.model, changed)
+        needed = float(predict_memory(table, DEVICE.hardware).min())
+        assert remedy.required_bytes == pytest.approx(needed, abs=2)
+        assert needed <= memory_limit(changed, DEVICE.hardware)
+        assert remedy.predicted_peak_bytes < remedy.required_bytes
+
+
+def test_the_nearest_micro_batch_that_fits_is_named() -> None:
+    req = cramped()
+    first = remedies(req)[0]
+    assert first.kind is RemedyKind.MICRO_BATCH_SIZE
+    size = first.settings["micro_batch_size"]
+    above = ExplorationRequest.model_validate({**req.model_dump(), "micro_batch_size": 2 * size})
+    assert smallest_requirement(above, DEVICE, req.model) > memory_limit(req, DEVICE.hardware)
+    assert first.change == f"micro_batch_size {size}"
+
+
+def test_more_devices_before_a_higher_level_where_the_state_is_sharded() -> None:
+    wide = cramped(micro_batch_size=1, recompute=["full"], num_devices=2, batch_size=8, training={"sharding": "zero1"})
+    limit = smallest_requirement(wide, DEVICE, wide.model) / GIB - 0.3
+    found = remedies(wide.model_copy(update={"memory_limit_gib": limit}))
+    assert found[0].kind is RemedyKind.NUM_DEVICES
+    assert [r.change for r in found if r.kind is RemedyKind.SHARDING] == ["sharding zero2", "sharding zero3"]
+    assert found[0].settings == {"num_devices": 4, "batch_size": 16}
+    assert found[-1].settings["training"]["sharding"] == "zero3"
+
+
+def test_several_together_only_where_no_single_one_helps() -> None:
+    (remedy,) = remedies(cramped(memory_limit_gib=5))
+    assert remedy.kind is RemedyKind.SEVERAL
+    assert "zero3 over" in remedy.change
+
+
+def test_full_recomputation_leaves_no_policy_to_offer() -> None:
+    found = remedies(cramped(recompute=["none", "full"], micro_batch_size=256, batch_size=2048, memory_limit_gib=12))
+    assert found
+    assert all(remedy.kind is not RemedyKind.RECOMPUTE for remedy in found)
+
+
+def test_a_sequence_too_long_for_any_change_has_none() -> None:
+    req = cramped(memory_limit_gib=0.6)
+    assert remedies(req) == ()
+    assert "No micro-batch, recomputation or sharding" in explain_nothing_fits(req, DEVICE, req.model, ())
+
+
+def test_the_answer_holds_them_and_names_the_first() -> None:
+    req = cramped()
+    steps = list(explore(req, DEVICE, SimulatedDevice(req)))
+    (variant,) = answer_of(steps).variants
+    assert variant.recommendation is None
+    assert variant.remedies == remedies(req)
+    assert variant.reason is not None
+    assert f"It would fit with {variant.remedies[0].change} (predicted to need" in variant.reason
+    assert Recompute.FULL.value in {r.settings["recompute"][0] for r in variant.remedies if r.kind == "recompute"}
+    told = steps[-1].events[0].data["answer"]["variants"][0]["remedies"]
+    assert [Remedy.model_validate(item) for item in told] == list(variant.remedies)

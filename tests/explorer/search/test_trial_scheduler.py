@@ -1,0 +1,218 @@
+"""Several trials in flight: they look at different things, and the answer is as good as with one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.records.measurement import Conditions, Measurement, Outcome
+from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.acquisition import Suggestion, measuring_seconds, split
+from explorer.search.search_state import Belief
+from explorer.search.trial_scheduler import OneAtATime, TrialExecutor
+from tests.explorer.search.test_explore import answer_of, request, run, trials_of
+from tests.explorer.simulator import SimulatedDevice, report
+
+
+class Several(TrialExecutor):
+    """Trials end in an order that a seed decides; null: in the order in which they began."""
+
+    def __init__(self, device: SimulatedDevice, capacity: int, order: int | None = 0) -> None:
+        self.device = device
+        self.in_flight: list[TrialPlan] = []
+        self.together: list[tuple[TrialPlan, ...]] = []
+        self._capacity = capacity
+        self._rng = None if order is None else random.Random(order)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def submit(self, plan: TrialPlan) -> None:
+        self.in_flight.append(plan)
+        self.together.append(tuple(self.in_flight))
+        assert len(self.in_flight) <= self._capacity
+
+    def wait(self) -> tuple[TrialPlan, Measurement]:
+        index = 0 if self._rng is None else self._rng.randrange(len(self.in_flight))
+        plan = self.in_flight.pop(index)
+        return plan, self.device(plan)
+
+
+def plans_of(steps_trials: Sequence[Trial]) -> list[tuple[int, str]]:
+    return [(t.number, t.candidate.describe()) for t in steps_trials]
+
+
+@pytest.mark.parametrize("order", [None, 0, 1])
+def test_nothing_is_ordered_twice_and_the_answer_is_within_tolerance(order: int | None) -> None:
+    req = request()
+    device = SimulatedDevice(req)
+    several = Several(device, 4, order)
+    found = answer_of(run(req, several)).recommendation
+    assert found is not None
+    assert found.confidence >= req.budget.confidence_target
+    for together in several.together:
+        keys = [c.key for plan in together for c in plan.components]
+        assert len(keys) == len(set(keys))
+    measured = [c.key for plan in device.plans for c in plan.components if not plan.again]
+    assert len(measured) == len(set(measured))
+    assert max(map(len, several.together)) == 4
+    table = SpaceTable(enumerate_candidates(req, report(memory_gib=40), req.model).candidates, req.model, req)
+    truth = device.true_tokens_per_second(table)
+    alone = answer_of(run(req, SimulatedDevice(req))).recommendation
+    assert alone is not None
+    assert truth[table.row[found.candidate]] >= 0.99 * truth[table.row[alone.candidate]]
+
+
+def test_base_and_whole_models_have_the_devices_to_themselves() -> None:
+    several = Several(SimulatedDevice(request()), 4)
+    steps = run(request(), several)
+    base = trials_of(steps)[0].candidate
+    first_other = next(t for t in several.together if any(plan.candidate != base for plan in t))
+    known = [c for plan in several.device.plans for c in plan.components if plan.candidate == base]
+    assert all(plan.candidate != base for plan in first_other)
+    assert len(known) >= 4
+    whole = [t for t in several.together if any(plan.kind is TrialKind.WHOLE_MODEL for plan in t)]
+    assert whole
+    assert all(len(together) == 1 for together in whole)
+
+
+def test_one_in_flight_is_the_search_as_it_was() -> None:
+    req = request(seed=5)
+    plain = trials_of(run(req, SimulatedDevice(req)))
+    for executor in (OneAtATime(SimulatedDevice(req)), Several(SimulatedDevice(req), 1)):
+        again = trials_of(run(req, executor))
+        assert [(t.number, t.measurement) for t in again] == [(t.number, t.measurement) for t in plain]
+
+
+def test_an_order_of_completion_decides_what_is_suggested() -> None:
+    req = request()
+    first, second, other = (
+        trials_of(run(req, Several(SimulatedDevice(req, noise=0.0), 3, order))) for order in (1, 1, 2)
+    )
+    assert plans_of(first) == plans_of(second)
+    assert plans_of(first) != plans_of(other)
+    assert [t.number for t in first] != sorted(t.number for t in first)
+
+
+@pytest.mark.parametrize("stop_after", [2, 5, 9])
+def test_a_resume_measures_what_was_in_flight_and_nothing_that_is_stored(stop_after: int) -> None:
+    req = request()
+    before = trials_of(run(req, Several(SimulatedDevice(req, noise=0.0), 4), stop_after=stop_after))
+    device = SimulatedDevice(req, noise=0.0)
+    steps = run(req, Several(device, 4), history=sorted(before, key=lambda t: t.number))
+    after = trials_of(steps)
+    numbers = [t.number for t in (*before, *after)]
+    assert len(numbers) == len(set(numbers))
+    assert min(t.number for t in after) == max(t.number for t in before) + 1
+    stored = {c.component.key for t in before for c in t.measurement.components}
+    assert not stored & {c.key for plan in device.plans for c in plan.components}
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.confidence >= req.budget.confidence_target
+
+
+@pytest.mark.parametrize("most", [3, 7, 10])
+def test_the_budget_counts_what_is_in_flight(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("explorer.search.variant_search.MOST_COMPARISONS", 0)  # they may take more
+    req = request(budget={"max_trials": most, "confidence_target": 99}, verify=False)
+    several = Several(SimulatedDevice(req), 4)
+    steps = run(req, several)
+    assert len(several.device.plans) == len(trials_of(steps)) == most
+    assert answer_of(steps).recommendation is not None
+
+
+def test_what_was_tainted_is_measured_again() -> None:
+    req = request(verify=False)
+    device = SimulatedDevice(req)
+    shared = Conditions(foreign_processes=1)
+    device.conditions = lambda plan, component: shared if plan.number in {1, 6, 7} else None
+    several = Several(device, 4)
+    steps = run(req, several)
+    tainted = [t for t in trials_of(steps) if t.measurement.outcome is Outcome.TAINTED]
+    assert len(tainted) == 3
+    for trial in tainted:
+        for found in trial.measurement.components:
+            runs = [p.number for p in device.plans if found.component in p.components]
+            assert any(number != trial.number for number in runs)
+    assert answer_of(steps).recommendation is not None
+
+
+def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
+    req = request(memory_limit_gib=14)
+    steps = run(req, Several(SimulatedDevice(req, activations=1.6), 4))
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.measured_peak_bytes is not None
+    assert found.memory.total <= found.memory_limit_bytes
+
+
+def belief_after_base() -> tuple[Belief, SimulatedDevice]:
+    req = request()
+    rep = report(memory_gib=40)
+    candidates = enumerate_candidates(req, rep, req.model).candidates
+    belief = Belief(SpaceTable(candidates, req.model, req), candidates, req, rep.hardware)
+    device = SimulatedDevice(req)
+    plan = plan_of(belief, 0, Suggestion(0, belief.table.missing(0, belief.surrogate.known_K)))
+    belief.learn_trials([(0, device(plan))])
+    return belief, device
+
+
+def plan_of(belief: Belief, number: int, suggestion: Suggestion) -> TrialPlan:
+    return TrialPlan(
+        number=number,
+        kind=TrialKind.COMPONENTS,
+        model=belief.table.model,
+        candidate=belief.table.candidates[suggestion.row],
+        components=suggestion.components,
+        timeout_seconds=1.0,
+    )
+
+
+def test_trials_in_flight_move_the_next_suggestion_and_nothing_else() -> None:
+    belief, device = belief_after_base()
+    verdict, means = belief.recommend(), belief.mean_tokens_per_second().copy()
+    first = belief.suggest()
+    assert first is not None
+    belief.expect(1, first)
+    second = belief.suggest()
+    assert second is not None
+    assert not set(second.components) & set(first.components)
+    assert belief.recommend() == verdict
+    assert np.array_equal(belief.mean_tokens_per_second(), means)
+    untouched, _ = belief_after_base()
+    found = device(plan_of(belief, 1, first))
+    for each in (belief, untouched):
+        each.learn_trials([(1, found)])
+    assert belief.suggest() == untouched.suggest()
+
+
+def test_the_believed_surrogate_is_surer_of_what_is_in_flight_and_expects_the_same() -> None:
+    belief, _ = belief_after_base()
+    suggestion = belief.suggest()
+    assert suggestion is not None
+    columns = [belief.table.column[c] for c in suggestion.components]
+    believed = belief.surrogate.believing(suggestion.components)
+    assert believed.log_std_K[columns].sum() < 0.5 * belief.surrogate.log_std_K[columns].sum()
+    assert believed.device_mean_K[columns] == pytest.approx(belief.surrogate.device_mean_K[columns], rel=0.05)
+    assert not belief.surrogate.known_K[columns].any()
+
+
+def test_parts_of_a_suggestion_take_about_as_long() -> None:
+    belief, _ = belief_after_base()
+    row = len(belief.table.candidates) - 1
+    suggestion = Suggestion(row, belief.table.missing(row, belief.surrogate.known_K))
+    assert len(suggestion.components) >= 3
+    assert split(suggestion, 1, belief.table, belief.surrogate) == (suggestion,)
+    parts = split(suggestion, 2, belief.table, belief.surrogate)
+    assert sorted(c.key for p in parts for c in p.components) == sorted(c.key for c in suggestion.components)
+    costs = measuring_seconds(belief.surrogate.device_mean_K)
+    loads = [sum(costs[belief.table.column[c]] for c in part.components) for part in parts]
+    longest = max(costs[belief.table.column[c]] for c in suggestion.components)
+    assert len(parts) == 2
+    assert max(loads) <= max(longest, 4 / 3 * sum(loads) / 2)

@@ -1,0 +1,196 @@
+"""The whole models at the end of an exploration: what is run, what it changes, and that a restart changes nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from explorer.records.event import EventCode, Progress
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.explore import explore
+from explorer.spec.candidate import Candidate
+from tests.explorer.search.test_explore import answer_of, lines, request, trials_of
+from tests.explorer.simulator import SimulatedDevice, report
+
+
+def run(device: SimulatedDevice, history: tuple[Trial, ...] = ()) -> list[Progress]:
+    return list(explore(device.request, report(memory_gib=40), device, history=history, clock=lambda: 0.0))
+
+
+def device_with(
+    own: dict[Candidate, float] | None = None, *, common: float = 1.0, outcomes: tuple[Outcome, ...] = (), **asked: Any
+) -> SimulatedDevice:
+    device = SimulatedDevice(request(**asked), noise=0.0)
+    device.own_factors = own or {}
+    device.whole_model_factor = common
+    device.whole_model_outcomes = list(outcomes)
+    return device
+
+
+def found_by(steps: list[Progress]) -> Recommendation:
+    found = answer_of(steps).recommendation
+    assert found is not None
+    return found
+
+
+def whole(steps: list[Progress]) -> list[Trial]:
+    return [t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL]
+
+
+@cache
+def plain() -> tuple[Progress, ...]:
+    """Where whole models do what their components compose to."""
+    return tuple(run(device_with()))
+
+
+def pair() -> tuple[Candidate, Candidate]:
+    """The recommended candidate and its runner-up there."""
+    first, second = (t.candidate for t in whole(list(plain())))
+    return first, second
+
+
+def test_the_runner_up_is_run_whole_and_told() -> None:
+    steps = list(plain())
+    found = found_by(steps)
+    winner, rival = pair()
+    assert found.candidate == winner != rival
+    assert found.runner_up is not None
+    assert found.runner_up.candidate == rival
+    assert found.runner_up.whole_model is not None
+    assert found.runner_up.gain is not None and found.runner_up.gain > 1
+    assert found.runner_up.whole_model.tokens_per_second == pytest.approx(whole(steps)[1].tokens_per_second)
+    told = [e for s in steps for e in s.events if e.code is EventCode.WHOLE_MODEL]
+    assert [e.data["role"] for e in told] == ["recommended", "runner_up"]
+    assert 0.01 <= told[1].data["probability_better"] <= 1
+    assert not lines(steps, EventCode.ANSWER_CHANGED)
+    assert any(s.recommendation is not None and s.recommendation.runner_up is not None for s in steps[:-1])
+
+
+def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> None:
+    winner, rival = pair()
+    steps = run(device_with({rival: 0.97}))
+    found = found_by(steps)
+    assert [t.candidate for t in whole(steps)] == [winner, rival]
+    assert found.candidate == rival
+    assert found.runner_up is not None
+    assert found.runner_up.candidate == winner
+    assert found.whole_model is not None
+    assert found.tokens_per_second == pytest.approx(found.whole_model.tokens_per_second, rel=0.01)
+    assert found.confidence >= 80
+    (line,) = lines(steps, EventCode.ANSWER_CHANGED)
+    assert line == f"Whole models change the answer from {winner.describe()} to {rival.describe()}"
+    last = [e for s in steps for e in s.events if e.code is EventCode.RECOMMENDATION][-1]
+    assert last.data["recommendation"]["candidate"] == rival.model_dump(mode="json")
+
+
+def test_a_faster_runner_up_within_the_noise_of_its_run_changes_nothing_and_is_noted() -> None:
+    winner, rival = pair()
+    device = device_with({rival: 0.95})
+    device.whole_model_error = 0.2
+    found = found_by(run(device))
+    assert found.candidate == winner
+    assert found.runner_up is not None
+    assert found.runner_up.gain is not None and found.runner_up.gain < 1
+    assert any("the runner-up was the faster one" in note for note in found.notes)
+    assert not any("runner-up" in note for note in found_by(list(plain())).notes)
+
+
+def test_a_winner_that_disappoints_makes_way_for_one_that_is_run_in_its_turn() -> None:
+    winner, _ = pair()
+    steps = run(device_with({winner: 1.06}))
+    found = found_by(steps)
+    assert found.candidate != winner
+    assert found.whole_model is not None
+    assert found.runner_up is not None
+    assert found.runner_up.candidate == winner
+    assert len(whole(steps)) <= 3
+
+
+@pytest.mark.parametrize("common", [0.95, 0.98, 1.02, 1.05])
+def test_what_all_compositions_are_off_by_changes_nothing(common: float) -> None:
+    """An unrun candidate neither wins nor loses by it, though the winner alone was seen to have it."""
+    steps = run(device_with(common=common))
+    expected, found = found_by(list(plain())), found_by(steps)
+    assert [t.candidate for t in trials_of(steps)] == [t.candidate for t in trials_of(list(plain()))]
+    assert found.candidate == expected.candidate
+    assert found.confidence == pytest.approx(expected.confidence, abs=8)
+    assert found.performance == pytest.approx(expected.performance, rel=0.005)
+    assert found.tokens_per_second == pytest.approx(expected.tokens_per_second / common, rel=0.005)
+    assert found.whole_model is not None
+    assert found.whole_model.step_error == pytest.approx(1 / common - 1, abs=0.002)
+
+
+def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
+    winner, rival = pair()
+    steps = run(device_with(outcomes=(Outcome.OK, Outcome.OUT_OF_MEMORY)))
+    found = found_by(steps)
+    assert [t.candidate for t in whole(steps)[:2]] == [winner, rival]
+    assert found.candidate != rival
+    assert len(whole(steps)) <= 3
+    assert found.runner_up is not None
+    assert any("out_of_memory" in line for line in lines(steps, EventCode.WARNING))
+
+
+@pytest.mark.parametrize("outcome", [Outcome.UNSUPPORTED, Outcome.TIMED_OUT])
+def test_where_whole_models_do_not_run_the_runner_up_is_not_tried(outcome: Outcome) -> None:
+    steps = run(device_with(outcomes=(outcome,)))
+    assert len(whole(steps)) == 1
+    assert found_by(steps).runner_up is None
+
+
+def test_a_spent_budget_leaves_the_runner_up_out() -> None:
+    searched = sum(t.kind is TrialKind.COMPONENTS for t in trials_of(list(plain())))
+    steps = run(device_with(budget={"max_trials": searched + 1}))
+    assert [t.candidate for t in whole(steps)] == [pair()[0]]
+    assert found_by(steps).runner_up is None
+    assert found_by(steps).whole_model is not None
+
+
+def test_nothing_is_run_whole_unless_asked_for() -> None:
+    assert whole(run(device_with(verify=False))) == []
+
+
+class Interrupted(SimulatedDevice):
+    """Fails a test that asks for what is stored."""
+
+    stored: frozenset[tuple[TrialKind, Candidate]] = frozenset()
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        assert plan.kind is TrialKind.COMPONENTS or (plan.kind, plan.candidate) not in self.stored
+        return super().__call__(plan)
+
+
+@pytest.mark.parametrize(
+    ("own", "outcomes"),
+    [
+        ((1.0, 1.0), ()),
+        ((1.0, 0.97), ()),
+        ((1.06, 1.0), ()),
+        ((1.0, 1.0), (Outcome.OUT_OF_MEMORY,)),
+        ((1.0, 1.0), (Outcome.OK, Outcome.OUT_OF_MEMORY)),
+        ((1.0, 0.97), (Outcome.CRASHED, Outcome.OK)),
+    ],
+)
+def test_a_restart_at_any_point_of_the_checks_changes_nothing(
+    own: tuple[float, float], outcomes: tuple[Outcome, ...]
+) -> None:
+    factors = dict(zip(pair(), own, strict=True))
+    undisturbed = run(device_with(factors, outcomes=outcomes))
+    trials = trials_of(undisturbed)
+    first = next(i for i, t in enumerate(trials) if t.kind is TrialKind.WHOLE_MODEL)
+    for stored in range(first - 1, len(trials) + 1):
+        history = tuple(trials[:stored])
+        done = [t for t in history if t.kind is TrialKind.WHOLE_MODEL]
+        device = Interrupted(request(), noise=0.0)
+        device.stored = frozenset((t.kind, t.candidate) for t in done)
+        device.own_factors = factors
+        device.whole_model_outcomes = list(outcomes[len(done) :])
+        steps = run(device, history)
+        assert [*history, *trials_of(steps)] == trials
+        assert answer_of(steps) == answer_of(undisturbed)
+        said = [e.message for s in undisturbed[stored:] for e in s.events if e.code >= EventCode.TRIAL]
+        assert [e.message for s in steps for e in s.events if e.code >= EventCode.TRIAL] == said

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from explorer.spec.options import ExploreRange
+from explorer.spec.request import ExplorationRequest
+
+MODEL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "seq_length": 32,
+}
+MOE: dict[str, Any] = {**MODEL, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 32}}
+
+
+def build(**changes: Any) -> ExplorationRequest:
+    return ExplorationRequest.model_validate({"model": MODEL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"micro_batch_size": 257}, "micro_batch_size"),
+        ({"micro_batch_size": "largest"}, "micro_batch_size"),
+        ({"micro_batch_size": []}, "micro_batch_size"),
+        ({"micro_batch_size": list(range(1, 66))}, "micro_batch_size"),
+        ({"micro_batch_size": {"explore": {"min": 3, "max": 2}}}, "min (3) exceeds max (2)"),
+        ({"micro_batch_size": {"explore": {"max": 10**6}}}, "less than or equal to 256"),
+        ({"micro_batch_size": "auto", "batch_size": 9, "num_devices": 2}, "multiple of num_devices (2)"),
+        ({"batch_size": 2, "num_devices": 4}, "batch_size (2) is smaller than num_devices (4)"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"num_devices": 0}, "num_devices"),
+        ({"device_kind": "tpu"}, "device_kind"),
+        ({"bta": {"max_tile": 3}, "batch_size": 16}, "bta.max_tile (3) must divide batch_size (16)"),
+        ({"bta": {"enable": False, "max_tile": 2}}, "no meaning when enable is false"),
+        ({"bta": {"enable": False, "tiles": [2]}}, "no meaning when enable is false"),
+        ({"bta": {"tiles": []}}, "bta.tiles"),
+        ({"recompute": []}, "recompute"),
+        ({"recompute": ["some"]}, "recompute"),
+        ({"attention_backends": []}, "attention_backends"),
+        ({"attention_backends": ["../x"]}, "attention_backends"),
+        ({"attention_backends": ["flash"], "flash_attention": False}, "flash_attention is false"),
+        ({"expert_backends": ["loop"]}, "without experts"),
+        ({"model": MOE, "expert_backends": []}, "expert_backends"),
+        ({"model": MOE, "routing": {"kind": "shares", "shares": [1, 1]}}, "routing.shares has 2 entries for 4 experts"),
+        ({"model": MOE, "routing": {"kind": "shares", "shares": [6, 2, 1, 1]}}, "exceeds 1 / top_k"),
+        ({"training": {"sharding": "zero2"}}, "needs num_devices > 1"),
+        ({"training": {"loss": {"chunk_tokens": 1}}}, "chunk_tokens"),
+        ({"training": {"optimizer": {"name": "lion"}}}, "optimizer"),
+        ({"execution": "graph"}, "execution"),
+        ({"mode": "test"}, "mode"),
+        ({"parallelism": {"pipeline_parallel_size": 4}}, "not supported yet"),
+        ({"num_query_groups": [3]}, "num_query_groups (3) must divide num_attention_heads (4)"),
+        ({"num_query_groups": []}, "num_query_groups"),
+        ({"num_query_groups": [1] * 9}, "num_query_groups"),
+        ({"model": {**MODEL, "num_query_groups": [1, 2]}, "num_query_groups": [4]}, "twice"),
+        ({"memory_limit_gib": 0}, "memory_limit_gib"),
+        ({"memory_limit_gib": float("nan")}, "memory_limit_gib"),
+        ({"tolerance": 0.5}, "tolerance"),
+        ({"tolerance": float("inf")}, "tolerance"),
+        ({"budget": {"max_trials": 10**6}}, "max_trials"),
+        ({"budget": {"max_seconds": 10**9}}, "max_seconds"),
+        ({"budget": {"confidence_target": 100}}, "confidence_target"),
+        ({"seed": -1}, "seed"),
+        ({"an_invention": 1}, "an_invention"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_each_rule(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        build(**changes)
+    assert part in str(caught.value)
+
+
+def test_num_csx_is_num_devices() -> None:
+    assert build(num_csx=4, batch_size=8).num_devices == 4
+    assert ExplorationRequest(model=build().model, num_devices=4).num_devices == 4
+
+
+def test_choices_of_a_micro_batch() -> None:
+    assert build().micro_batch_size == "explore"
+    assert build(micro_batch_size="auto").micro_batch_size == "auto"
+    assert build(micro_batch_size=8).micro_batch_size == 8
+    assert build(micro_batch_size=[2, 4]).micro_batch_size == (2, 4)
+    ranged = build(micro_batch_size={"explore": {"min": 2, "max": 9}}).micro_batch_size
+    assert isinstance(ranged, ExploreRange)
+    assert (ranged.explore.min, ranged.explore.max) == (2, 9)
+
+
+def test_exploring_is_independent_of_the_effective_batch() -> None:
+    assert (
+        build(batch_size=7, num_devices=2, micro_batch_size={"explore": {"min": 5, "max": 11}}).device_batch_size == 3.5
+    )
+
+
+def test_variants_are_distinct_models() -> None:
+    request = build(num_query_groups=[None, 4, 1])
+    assert [model.query_groups for model in request.variants()] == [4, 1]
+    assert build().variants() == (build().model,)
+
+
+def test_a_list_in_the_model_names_variants() -> None:
+    request = build(model={**MODEL, "num_query_groups": [2, 1]})
+    assert request.model.num_query_groups == 2
+    assert [model.query_groups for model in request.variants()] == [2, 1]
+
+
+def test_a_stored_request_is_read_back_as_it_was() -> None:
+    request = build(
+        model=MOE,
+        num_csx=2,
+        num_query_groups=[1, 2],
+        routing={"kind": "shares", "shares": [1, 2, 2, 3]},
+        training={"sharding": "zero1"},
+        recompute=["none", "partial_50"],
+        micro_batch_size={"explore": {"max": 8}},
+    )
+    assert ExplorationRequest.model_validate_json(request.model_dump_json()) == request

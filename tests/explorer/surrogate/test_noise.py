@@ -1,0 +1,198 @@
+"""What the search does about noise, and about components that it can predict."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable, required_table
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.records.event import EventCode
+from explorer.records.measurement import Measurement
+from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.candidate_posterior import Outlook
+from explorer.search.search_state import Belief
+from explorer.search.setup import survey_variant
+from explorer.spec.candidate import Candidate
+from explorer.spec.request import ExplorationRequest
+from explorer.surrogate.extrapolation import BYTES_STD_NEAR
+from tests.explorer.search.test_explore import answer_of, lines, request, run, trials_of
+from tests.explorer.simulator import SimulatedDevice, report
+
+
+class NoisyDevice(SimulatedDevice):
+    """Runs differ by `noise`, of which a run's own standard error says nothing; draws depend on the trial's number."""
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        self.rng = np.random.default_rng([plan.number, 7])
+        found = super().__call__(plan)
+        quiet = tuple(
+            c.model_copy(update={"standard_error_seconds": 0.001 * c.device_seconds}) for c in found.components
+        )
+        return found.model_copy(update={"components": quiet})
+
+
+def again(device: SimulatedDevice) -> list[TrialPlan]:
+    return [plan for plan in device.plans if plan.again]
+
+
+def test_a_noisy_device_is_measured_again_and_a_quiet_one_is_not() -> None:
+    req = request()
+    quiet, noisy = NoisyDevice(req, noise=0.001), NoisyDevice(req, noise=0.05)
+    found = [answer_of(run(req, device)).recommendation for device in (quiet, noisy)]
+    assert not again(quiet)
+    assert again(noisy)
+    assert found[0] is not None
+    assert found[0].confidence >= 95
+
+
+def test_noise_that_repeats_cannot_overcome_lowers_the_confidence() -> None:
+    req = request()
+    found = answer_of(run(req, NoisyDevice(req, noise=0.3))).recommendation
+    assert found is not None
+    assert found.confidence < 80
+
+
+def test_no_component_is_run_more_often_than_tells_anything() -> None:
+    req = request()
+    device = NoisyDevice(req, noise=0.2)
+    steps = run(req, device)
+    counts = Counter(c.key for plan in device.plans for c in plan.components)
+    assert 2 <= max(counts.values()) <= 4
+    assert all(set(plan.components) for plan in again(device))
+    assert any("components again" in line for line in lines(steps, EventCode.TRIAL))
+
+
+def test_confident_answers_on_a_noisy_device_are_right() -> None:
+    confident = 0
+    for seed in range(4):
+        req = request(seed=seed, tolerance=0.03, verify=False)
+        device = NoisyDevice(req, noise=0.03)
+        found = answer_of(run(req, device)).recommendation
+        assert found is not None
+        candidates = enumerate_candidates(req, report(memory_gib=40), req.model).candidates
+        table = SpaceTable(candidates, req.model, req)
+        truth = device.true_tokens_per_second(table)
+        sizes = np.array([device.weigh(c, table.model) for c in table.components], dtype=float).T
+        required = required_table(table, np.add(*table.activation_bytes(*sizes)), report(memory_gib=40).hardware)
+        best = max(truth[required <= found.memory_limit_bytes])
+        if found.confidence >= 90:
+            confident += 1
+            assert truth[table.row[found.candidate]] >= 0.96 * best
+    assert confident >= 1
+
+
+@pytest.mark.parametrize("stop_after", [4, 20])
+def test_a_noisy_search_resumes_where_it_would_have_gone(stop_after: int) -> None:
+    req = request()
+    whole = run(req, NoisyDevice(req, noise=0.05))
+    assert any(len(plans) > 1 for plans in _runs(trials_of(whole)).values())
+    before = run(req, NoisyDevice(req, noise=0.05), stop_after=stop_after)
+    after = run(req, NoisyDevice(req, noise=0.05), history=trials_of(before))
+
+    def told(trials: list[Trial]) -> list[tuple[object, ...]]:
+        return [(t.number, t.candidate, t.measurement.components) for t in trials]
+
+    assert told([*trials_of(before), *trials_of(after)]) == told(trials_of(whole))
+    assert answer_of(after) == answer_of(whole)
+
+
+def _runs(trials: list[Trial]) -> dict[Component, list[int]]:
+    found: dict[Component, list[int]] = {}
+    for trial in trials:
+        for measured in trial.measurement.components:
+            found.setdefault(measured.component, []).append(trial.number)
+    return found
+
+
+def wide() -> ExplorationRequest:
+    return request(micro_batch_size={"explore": {"min": 1, "max": 256}}, memory_limit_gib=None)
+
+
+def test_large_sizes_are_predicted_where_smaller_ones_tell_enough() -> None:
+    req = wide()
+    device = SimulatedDevice(req, noise=0.001)
+    steps = run(req, device, rep=report(memory_gib=132))
+    found = answer_of(steps).recommendation
+    assert found is not None
+    assert found.largest_micro_batch is not None
+    assert found.largest_micro_batch.candidate.micro_batch_size > found.candidate.micro_batch_size
+    spent = sum(t.measurement.phases.total for t in trials_of(steps))
+    largest = found.largest_micro_batch.candidate.micro_batch_size
+    large = [
+        t.measurement.phases.total
+        for t in trials_of(steps)
+        if t.kind is TrialKind.COMPONENTS and t.candidate.micro_batch_size == largest
+    ]
+    assert sum(large) < 0.3 * spent
+    heads = {c.micro_batch_size for p in device.plans for c in p.components if c.kind is ComponentKind.HEAD}
+    if largest not in heads:
+        assert any("predicted in part" in note for note in found.notes)
+
+
+def test_the_recommended_candidate_is_measured_in_full() -> None:
+    for req in (request(), wide()):
+        device = SimulatedDevice(req)
+        found = answer_of(run(req, device, rep=report(memory_gib=132))).recommendation
+        assert found is not None
+        table = SpaceTable([found.candidate], req.model, req)
+        measured = {c for plan in device.plans for c in plan.components}
+        assert set(table.components) <= measured
+
+
+@pytest.mark.parametrize("slack", [1.0, 2.3, 3.0])
+@pytest.mark.parametrize("size", [8, 12, 16])
+def test_no_incumbent_is_left_in_doubt_whether_it_fits(size: int, slack: float) -> None:
+    """The limit is a little above what the plain candidate of a size needs, by its predicted bytes' deviations."""
+    req = request()
+    candidate = Candidate(
+        micro_batch_size=size, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
+    )
+    table = SpaceTable([candidate], req.model, req)
+    sizes = np.array([SimulatedDevice(req).weigh(c, table.model) for c in table.components], dtype=float).T
+    activations = np.add(*table.activation_bytes(*sizes)) * np.exp(slack * BYTES_STD_NEAR)
+    limit = float(required_table(table, activations, report().hardware)[0]) / 2**30
+    belief = SearchedBelief(request(memory_limit_gib=limit))
+    for _ in range(40):
+        outlook = belief.outlook
+        assert (outlook.composed_NA[:, outlook.clear_A] > 0).all()
+        if not belief.measure_next():
+            return
+    raise AssertionError("the search does not end")
+
+
+class SearchedBelief:
+    """A belief that measures what it suggests."""
+
+    def __init__(self, req: ExplorationRequest) -> None:
+        rep = report(memory_gib=40)
+        survey = survey_variant(req.model, req, rep)
+        assert survey.table is not None
+        self.device = SimulatedDevice(req, noise=0.001)
+        self.belief = Belief(survey.table, survey.legal.candidates, req, rep.hardware)
+        self.number = 0
+
+    @property
+    def outlook(self) -> Outlook:
+        return self.belief._outlook
+
+    def measure_next(self) -> bool:
+        found = self.belief.suggest()
+        verdict = self.belief.recommend()
+        if found is None or (verdict is not None and verdict.probability >= 0.95):
+            return False
+        table = self.belief.table
+        plan = TrialPlan(
+            number=self.number,
+            kind=TrialKind.COMPONENTS,
+            model=table.model,
+            candidate=table.candidates[found.row],
+            components=found.components,
+            timeout_seconds=60,
+        )
+        self.belief.learn_trials([(self.number, self.device(plan))])
+        self.number += 1
+        return True

@@ -1,0 +1,78 @@
+"""Conditioning on whole models against the exact posterior of the same Gaussian model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.surrogate.whole_model_error import COMMON_STD, OWN_STD, POLICY_STD, CompositionErrors, WholeModelRun
+
+NUM_SAMPLES = 40_000
+CANDIDATES = [
+    Candidate(micro_batch_size=m, recompute=policy, attention_backend="cudnn", num_query_groups=1)
+    for m, policy in ((1, Recompute.NONE), (2, Recompute.NONE), (1, Recompute.FULL), (2, Recompute.FULL))
+]
+ROWS = np.arange(len(CANDIDATES))
+
+
+def errors() -> CompositionErrors:
+    return CompositionErrors(CANDIDATES, "cuda", 0, NUM_SAMPLES, np.random.default_rng(0))
+
+
+def test_samples_have_the_covariance_that_is_stated() -> None:
+    sampled = np.cov(errors().sample(NUM_SAMPLES, ROWS).T)
+    assert sampled == pytest.approx(errors().covariance(ROWS, ROWS), abs=3e-5)
+
+
+@pytest.mark.parametrize("distances", [{0: 0.02}, {0: 0.02, 3: 0.015}])
+def test_the_posterior_is_that_of_the_exact_gaussian(distances: dict[int, float]) -> None:
+    model = errors()
+    block_std = np.diag([0.004, 0.004, 0.006, 0.006])
+    mixing = np.array([[1, 0.5, 0, 0], [0.5, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]) @ block_std
+    composed = np.random.default_rng(1).standard_normal((NUM_SAMPLES, 4)) @ mixing.T
+    rows = np.array(sorted(distances))
+    runs = {row: WholeModelRun(log_tokens=value, standard_error=0.002) for row, value in distances.items()}
+    found = model.condition(runs, np.zeros(len(rows)), composed[:, rows], np.full(len(rows), 0.002))
+    assert found.scale == 1.0
+
+    prior = mixing @ mixing.T + model.covariance(ROWS, ROWS)
+    noise = np.eye(len(rows)) * (0.002**2 + 0.002**2 + 0.001**2)
+    gain = prior[:, rows] @ np.linalg.inv(prior[np.ix_(rows, rows)] + noise)
+    mean = gain @ np.array([distances[row] for row in rows])
+    covariance = prior - gain @ prior[rows]
+
+    shift, error = found.samples(ROWS, composed)
+    posterior = composed + model.sample(NUM_SAMPLES, ROWS, found.scale) + shift + error
+    assert found.mean(ROWS, composed) == pytest.approx(mean, abs=3e-4)
+    assert posterior.mean(axis=0) == pytest.approx(mean, abs=3e-4)
+    assert np.cov(posterior.T) == pytest.approx(covariance, abs=3e-6)
+
+
+def test_what_the_winner_shows_is_taken_to_be_common_to_all() -> None:
+    exact = np.zeros((2, len(CANDIDATES)))
+    found = errors().condition({0: WholeModelRun(-0.02, 0.001)}, np.zeros(1), exact[:, :1], np.zeros(1))
+    shift = found.mean(ROWS, exact)
+    assert shift == pytest.approx(np.full(4, -0.02), abs=0.002)
+    assert np.ptp(shift) < 0.002
+
+
+def test_a_surprise_widens_every_part() -> None:
+    exact = np.zeros((2, len(CANDIDATES)))
+    expected = np.sqrt(COMMON_STD["cuda"] ** 2 + POLICY_STD**2 + OWN_STD["cuda"] ** 2)
+    scales = [
+        errors().condition({0: WholeModelRun(k * expected, 0.001)}, np.zeros(1), exact[:, :1], np.zeros(1)).scale
+        for k in (0.5, 1.0, 3.0, 10.0)
+    ]
+    assert scales[:2] == [1.0, pytest.approx(1.0, abs=1e-3)]
+    assert 1.2 < scales[2] < scales[3] < 5
+
+
+def test_nothing_depends_on_the_order_of_the_runs() -> None:
+    runs = {2: WholeModelRun(0.01, 0.001), 0: WholeModelRun(0.02, 0.001)}
+    composed = 0.003 * np.random.default_rng(2).standard_normal((100, 2))
+    first, second = (
+        errors().condition(dict(order), np.zeros(2), composed, np.zeros(2))
+        for order in (runs.items(), reversed(runs.items()))
+    )
+    assert np.array_equal(first.weights_NJ, second.weights_NJ)

@@ -1,0 +1,40 @@
+import pytest
+
+from workers.devices import discovery as devices
+
+UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_gpu_uuids", lambda: UUIDS)
+
+
+@pytest.mark.parametrize(
+    ("visible", "keys"),
+    [
+        (None, UUIDS),
+        ("2,0", ["GPU-cccc-2", "GPU-aaaa-0"]),
+        ("GPU-bbbb", ["GPU-bbbb-1"]),
+        ("1,7,0", ["GPU-bbbb-1"]),  # CUDA stops at the first that does not exist
+        ("", []),
+        ("-1", []),
+        ("MIG-1234", ["MIG-1234"]),
+    ],
+)
+def test_numbering_follows_cuda_visible_devices(visible: str | None, keys: list[str]) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = devices.visible_devices(environment)
+    assert found == ("cpu", *(f"cuda:{i}" for i in range(len(keys))))
+    assert [devices.device_key(device, environment) for device in found[1:]] == keys
+
+
+def test_cuda_alone_means_the_first() -> None:
+    assert devices.device_key("cuda", {}) == UUIDS[0]
+    assert devices.device_key("cpu", {}) == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cuda:3", "cuda:x", "tpu", "mps:0"])
+def test_unknown_devices_are_named(device: str) -> None:
+    with pytest.raises(ValueError, match=device):
+        devices.device_key(device, {})

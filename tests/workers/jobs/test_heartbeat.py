@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.jobs import JobState, get_job
+from storage.leases import Claim, HeartbeatStatus, Lease
+from storage.queue import Queue
+from tests.contracts.samples import make_request
+from workers.jobs.heartbeat import Interruption, LeaseKeeper
+
+POLL = timedelta(milliseconds=20)
+
+
+def claim(queue: Queue) -> Claim:
+    queue.enqueue(make_request())
+    found = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert found is not None
+    return found
+
+
+@contextmanager
+def keeping(queue: Queue, lease: Lease) -> Iterator[tuple[LeaseKeeper, threading.Event]]:
+    interrupted = threading.Event()
+    with LeaseKeeper(queue, lease, interrupted.set, poll=POLL) as keeper:
+        yield keeper, interrupted
+
+
+def test_a_kept_lease_outlives_its_length(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database, lease=timedelta(seconds=0.5))
+    held = claim(queue)
+    with keeping(queue, held.lease) as (keeper, interrupted):
+        time.sleep(1.0)
+        assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint="f") is None
+        assert not interrupted.is_set()
+    assert keeper.reason is None
+    assert get_job(sqlite_database, held.job.id).state is JobState.RUNNING
+
+
+def test_a_cancellation_interrupts(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    held = claim(queue)
+    with keeping(queue, held.lease) as (keeper, interrupted):
+        queue.request_cancel(held.job.id)
+        assert interrupted.wait(10)
+        assert keeper.reason is Interruption.CANCELLED
+
+
+def test_a_lost_lease_interrupts(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    held = claim(queue)
+    with keeping(queue, held.lease) as (keeper, interrupted):
+        queue.release(held.lease)
+        assert interrupted.wait(10)
+        assert keeper.reason is Interruption.LEASE_LOST
+
+
+@pytest.mark.parametrize("lease_seconds", [0.3, 30])
+def test_a_database_that_is_away_is_borne_for_as_long_as_the_lease_lasts(
+    sqlite_database: Database, lease_seconds: float
+) -> None:
+    class Away(Queue):
+        def heartbeat(self, lease: Lease) -> HeartbeatStatus:
+            raise sa.exc.OperationalError("UPDATE", {}, Exception("the server is gone"))
+
+        watch = heartbeat
+
+    queue = Away(sqlite_database, lease=timedelta(seconds=lease_seconds))
+    held = claim(queue)
+    with keeping(queue, held.lease) as (keeper, interrupted):
+        assert interrupted.wait(1.0) == (lease_seconds < 1)
+    assert keeper.reason is (Interruption.LEASE_LOST if lease_seconds < 1 else None)

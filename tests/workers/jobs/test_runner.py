@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from explorer.records.event import EventDraft, Progress
+from explorer.records.measurement import Outcome
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import Job, JobState, get_job
+from storage.leases import Claim
+from storage.queue import Queue
+from storage.tables import jobs
+from storage.trials import read_trials
+from tests.contracts.samples import make_report, make_request
+from tests.workers.fakes import FakeProfiler, fake_explore
+from workers.jobs.runner import JobEnd, run_job
+from workers.process.profiler import ProfilerError
+
+FINGERPRINT = make_report().hardware.fingerprint
+
+
+@pytest.fixture
+def queue(sqlite_database: Database) -> Queue:
+    return Queue(sqlite_database)
+
+
+def claim_next(queue: Queue, owner: str = "a") -> Claim:
+    claim = queue.claim(owner, device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT)
+    assert claim is not None
+    return claim
+
+
+def run(queue: Queue, claim: Claim, profiler: FakeProfiler, explore: Any = fake_explore) -> JobEnd:
+    return run_job(claim, queue, profiler, stopping=threading.Event(), explore=explore)
+
+
+def codes(queue: Queue, job: Job) -> list[int]:
+    events = read_events(queue.database, job.id)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    return [int(event.code) for event in events]
+
+
+def expire(queue: Queue, job: Job) -> None:
+    with queue.database.begin() as connection:
+        past = queue.database.clock(timedelta(seconds=-1))
+        connection.execute(sa.update(jobs).where(jobs.c.id == job.id).values(lease_expires_at=past))
+
+
+def test_a_job_runs_to_its_answer(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler()
+    assert run(queue, claim_next(queue), profiler) is JobEnd.SUCCEEDED
+    done = get_job(queue.database, job.id)
+    assert done.state is JobState.SUCCEEDED
+    assert done.report == make_report()
+    assert profiler.measured == [0, 1, 2]
+    assert codes(queue, job) == [101, 102, 201, 201, 201, 401]
+    assert done.answer is not None
+    timings = done.answer.timings
+    assert timings["build"] == 0.75
+    assert timings["timed"] == 1.5
+    assert timings["storage"] > 0
+    # The fake's processes were ready before: what it says of their start is not part of the job.
+    assert timings["process_start"] < 0.5
+
+
+def test_nothing_that_fits_is_a_failure_with_its_own_end(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request(seed=13))
+    assert run(queue, claim_next(queue), FakeProfiler()) is JobEnd.FAILED
+    done = get_job(queue.database, job.id)
+    assert (done.state, done.error) == (JobState.FAILED, "no feasible candidate")
+    assert done.answer is not None
+    assert codes(queue, job)[-1] == 402
+    assert codes(queue, job).count(403) == 0
+
+
+def test_each_step_is_stored_before_the_next_begins(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler()
+    stored: list[int] = []
+    profiler.before_measure = lambda plan: stored.append(len(read_trials(queue.database, job.id)))
+    run(queue, claim_next(queue), profiler)
+    assert stored == [0, 1, 2]
+
+
+def test_a_replaced_profiler_is_an_event_of_the_same_step(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler(outcomes=[Outcome.OK, Outcome.CRASHED])
+    run(queue, claim_next(queue), profiler)
+    assert codes(queue, job) == [101, 102, 201, 303, 201, 201, 401]
+    replaced = read_events(queue.database, job.id)[3]
+    assert replaced.data == {"trial": 1, "reason": "it was too large"}
+
+
+def test_a_cancelled_job_stops_its_trial_within_five_seconds(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler(hanging=[1])
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(run, queue, claim_next(queue), profiler)
+        assert profiler.is_hanging.wait(20)
+        asked = time.monotonic()
+        queue.request_cancel(job.id)
+        assert end.result(timeout=20) is JobEnd.CANCELLED
+    assert time.monotonic() - asked < 5
+    assert get_job(queue.database, job.id).state is JobState.CANCELLED
+    assert codes(queue, job) == [101, 102, 201, 404]
+    assert len(read_trials(queue.database, job.id)) == 1
+
+
+def test_a_worker_that_lost_its_lease_stops_and_writes_nothing(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler(hanging=[1])
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(run, queue, claim_next(queue), profiler)
+        assert profiler.is_hanging.wait(20)
+        expire(queue, job)
+        second = claim_next(queue, "b")
+        assert end.result(timeout=20) is JobEnd.LOST
+    assert codes(queue, job) == [101, 102, 201, 106]
+    resumed = FakeProfiler()
+    assert run(queue, second, resumed) is JobEnd.SUCCEEDED
+    assert resumed.measured == [1, 2]
+    assert codes(queue, job) == [101, 102, 201, 106, 201, 201, 401]
+
+
+def test_a_lease_that_is_lost_between_trials_stops_the_job(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler()
+
+    def lose(plan: object) -> None:
+        if len(profiler.measured) == 1:
+            expire(queue, job)
+            claim_next(queue, "b")
+
+    profiler.before_measure = lose
+    assert run(queue, claim_next(queue), profiler) is JobEnd.LOST
+    assert codes(queue, job) == [101, 102, 201, 106]
+
+
+def test_a_worker_that_shuts_down_puts_its_job_back(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler(hanging=[2])
+    stopping = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(run_job, claim_next(queue), queue, profiler, stopping=stopping, explore=fake_explore)
+        assert profiler.is_hanging.wait(20)
+        stopping.set()
+        profiler.interrupt()
+        assert end.result(timeout=20) is JobEnd.RELEASED
+    assert get_job(queue.database, job.id).state is JobState.QUEUED
+    assert len(claim_next(queue).history) == 2
+
+
+def test_a_profiler_that_died_while_idle_is_started_again(queue: Queue) -> None:
+    queue.enqueue(make_request())
+    profiler = FakeProfiler()
+    profiler.failures = ["the profiler process of cpu was killed by SIGKILL"]
+    assert run(queue, claim_next(queue), profiler) is JobEnd.SUCCEEDED
+    assert profiler.calls[:4] == ["start", "begin", "start", "begin"]
+
+
+def test_a_job_whose_device_is_unusable_is_put_back_with_the_reason(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler()
+    profiler.failures = ["no such device"] * 2
+    with pytest.raises(ProfilerError):
+        run(queue, claim_next(queue), profiler)
+    assert get_job(queue.database, job.id).state is JobState.QUEUED
+    assert read_events(queue.database, job.id)[-1].message == "Put back: no such device"
+
+
+def test_a_fault_of_the_search_fails_the_job_alone(queue: Queue) -> None:
+    def faulty(request: object, report: object, measure: object, **_: object) -> Iterator[Progress]:
+        yield Progress((EventDraft(code=201, message="so far so good"),))
+        raise ZeroDivisionError("of all things")
+
+    job, _ = queue.enqueue(make_request())
+    assert run(queue, claim_next(queue), FakeProfiler(), faulty) is JobEnd.FAILED
+    done = get_job(queue.database, job.id)
+    assert (done.state, done.error) == (JobState.FAILED, "internal error: ZeroDivisionError: of all things")
+    assert codes(queue, job) == [101, 102, 201, 403]
+
+
+def database_trouble(queue: Queue) -> Callable[..., Iterator[Progress]]:
+    def explore(request: object, report: object, measure: object, **_: object) -> Iterator[Progress]:
+        yield Progress()
+        raise sa.exc.OperationalError("SELECT 1", {}, Exception("the server is gone"))
+
+    return explore
+
+
+def test_a_database_that_is_away_leaves_the_job_to_its_lease(queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    with pytest.raises(sa.exc.OperationalError):
+        run(queue, claim_next(queue), FakeProfiler(), database_trouble(queue))
+    assert get_job(queue.database, job.id).state is JobState.RUNNING

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from storage.database import Database
+from storage.jobs import JobState, get_job, list_jobs
+from storage.queue import Queue
+from storage.workers import list_workers
+from tests.contracts.samples import make_report, make_request
+from tests.workers.fakes import FakeProfiler, fake_explore
+from workers.jobs.worker import Worker
+from workers.process.profiler import ProfilerError
+
+
+def make_worker(database: Database, profiler: FakeProfiler) -> Worker:
+    return Worker(Queue(database), profiler, "cpu", explore=fake_explore)
+
+
+def test_each_job_gets_a_process_of_its_own_and_none_is_started_in_vain(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    for _ in range(2):
+        queue.enqueue(make_request())
+    profiler = FakeProfiler()
+    make_worker(sqlite_database, profiler).run(max_jobs=2)
+    # A job's own `start` finds the process running.
+    assert profiler.calls == ["start", "start", "begin", "close", "start", "start", "begin", "close", "close"]
+    assert {job.state for job in list_jobs(sqlite_database)[0]} == {JobState.SUCCEEDED}
+
+
+def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
+    profiler = FakeProfiler()
+    worker = make_worker(sqlite_database, profiler)
+    seen = threading.Event()
+    profiler.before_measure = lambda plan: seen.set()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(worker.run)
+        queue = Queue(sqlite_database)
+        job, _ = queue.enqueue(make_request())
+        assert seen.wait(20)
+        assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
+        assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
+        deadline = time.monotonic() + 20
+        while get_job(sqlite_database, job.id).state is not JobState.SUCCEEDED and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+        worker.stop()
+        done.result(timeout=20)
+    assert list_workers(sqlite_database) == []
+
+
+def test_a_worker_stops_in_the_middle_of_a_trial(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler(hanging=[1])
+    worker = make_worker(sqlite_database, profiler)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(worker.run)
+        assert profiler.is_hanging.wait(20)
+        worker.stop()
+        done.result(timeout=20)
+    assert get_job(sqlite_database, job.id).state is JobState.QUEUED
+    assert profiler.calls[-1] == "close"
+
+
+def test_a_worker_goes_on_after_a_cancelled_job(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    cancelled, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler(hanging=[1])
+    worker = make_worker(sqlite_database, profiler)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(worker.run, max_jobs=2)
+        assert profiler.is_hanging.wait(20)
+        queue.request_cancel(cancelled.id)
+        profiler._hanging.clear()
+        job, _ = queue.enqueue(make_request())
+        done.result(timeout=20)
+    assert get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED
+    assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+
+
+def test_a_worker_without_a_device_says_so(sqlite_database: Database) -> None:
+    class NoDevice(FakeProfiler):
+        def start(self) -> None:
+            raise ProfilerError("no such device")
+
+    profiler = NoDevice()
+    with pytest.raises(ProfilerError, match="no such device"):
+        make_worker(sqlite_database, profiler).run()
+    assert profiler.calls == ["close"]
+    assert list_workers(sqlite_database) == []

@@ -1,0 +1,179 @@
+"""Real worker processes with a real profiler on the CPU: killed, cancelled, told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import sqlalchemy as sa
+
+from explorer.records.trial import Trial
+from explorer.spec.candidate import Recompute
+from explorer.spec.model import ModelSpec
+from explorer.spec.options import BTASpec, Budget
+from explorer.spec.request import ExplorationRequest
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState, get_job
+from storage.queue import Queue
+from storage.tables import jobs
+from storage.trials import read_trials
+from storage.workers import list_workers
+
+pytestmark = pytest.mark.slow
+
+MODEL = ModelSpec(
+    name="tiny",
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    vocab_size=256,
+    seq_length=64,
+    dtype="float32",
+)
+REQUEST = ExplorationRequest(
+    model=MODEL,
+    micro_batch_size=(1, 2, 3, 4, 6, 8),
+    batch_size=48,
+    bta=BTASpec(enable=False),
+    recompute=(Recompute.NONE,),
+    attention_backends=("math",),
+    device_kind="cpu",
+    budget=Budget(confidence_target=99, max_trials=6),
+    verify=False,
+)
+
+
+class Workers:
+    """Starts `python -m workers` and ends what is left of it."""
+
+    def __init__(self, database: Database, folder: Path) -> None:
+        # The device's lock lies in the temporary directory: with one of its own, a test waits for nobody.
+        self._environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder)}
+        self._environment["OMP_NUM_THREADS"] = "1"  # spinning threads of two tests at once slow each other down
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "workers", "--device", "cpu", *options]
+        process = subprocess.Popen(command, env=self._environment, stdin=subprocess.PIPE)
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(20)
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+@pytest.fixture
+def workers(sqlite_database: Database, tmp_path: Path) -> Iterator[Workers]:
+    started = Workers(sqlite_database, tmp_path)
+    yield started
+    started.end()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 90.0) -> float:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, "it did not happen"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def has_trials(database: Database, job_id: str, count: int) -> Callable[[], bool]:
+    return lambda: len(read_trials(database, job_id)) >= count
+
+
+def profilers(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(worker.pid).children(recursive=True)
+
+
+def components(trials: list[Trial]) -> list[str]:
+    return [measured.component.key for trial in trials for measured in trial.measurement.components]
+
+
+def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Database, workers: Workers) -> None:
+    job, _ = Queue(sqlite_database).enqueue(REQUEST)
+    first = workers.start()
+    wait_until(has_trials(sqlite_database, job.id, 2))
+    orphans = profilers(first)
+    assert orphans
+    first.send_signal(signal.SIGKILL)
+    first.wait(20)
+    assert psutil.wait_procs(orphans, timeout=10)[1] == [], "a profiler outlives its worker"
+    before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
+    told = read_events(sqlite_database, job.id)
+    assert get_job(sqlite_database, job.id).state is JobState.RUNNING
+    with sqlite_database.begin() as connection:  # rather than wait for the lease to run out
+        past = sqlite_database.clock(timedelta(seconds=-1))
+        connection.execute(sa.update(jobs).values(lease_expires_at=past))
+
+    second = workers.start("--once")
+    assert second.wait(90) == 0
+    done = get_job(sqlite_database, job.id)
+    assert done.state is JobState.SUCCEEDED
+    assert done.attempt == 2
+    trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
+    assert trials[: len(before)] == before
+    assert [trial.number for trial in trials] == list(range(len(trials)))
+    assert len(trials) > len(before)
+    events = read_events(sqlite_database, job.id)
+    repeats = {event.data["trial"] for event in events if "components again" in event.message}  # the host is noisy
+    measured = components([trial for trial in trials if trial.number not in repeats])
+    assert len(measured) == len(set(measured)), "a stored result was measured again"
+
+    assert events[: len(told)] == told
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    codes = [int(event.code) for event in events]
+    assert codes[len(told)] == 106
+    assert [codes.count(once) for once in (101, 102, 103, 104, 106, 401)] == [1] * 6
+    numbers = [event.data["trial"] for event in events if event.code in {201, 301}]
+    assert numbers == [trial.number for trial in trials]
+
+
+def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
+    sqlite_database: Database, workers: Workers
+) -> None:
+    queue = Queue(sqlite_database)
+    cancelled, _ = queue.enqueue(REQUEST)
+    worker = workers.start()
+    wait_until(has_trials(sqlite_database, cancelled.id, 1))
+    busy = profilers(worker)
+    queue.request_cancel(cancelled.id)
+    ended = wait_until(lambda: get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED)
+    assert ended < 5
+    assert psutil.wait_procs(busy, timeout=5 - ended)[1] == [], "the device is not free"
+
+    job, _ = queue.enqueue(REQUEST)
+    wait_until(has_trials(sqlite_database, job.id, 1))
+    busy = profilers(worker)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(20) == 0
+    assert psutil.wait_procs(busy, timeout=5)[1] == []
+    put_back = get_job(sqlite_database, job.id)
+    assert (put_back.state, put_back.owner) == (JobState.QUEUED, None)
+    assert read_trials(sqlite_database, job.id) != []
+    assert list_workers(sqlite_database) == []
+
+
+def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
+    worker = workers.start("--jobs-from-stdin")
+    wait_until(lambda: profilers(worker) != [])
+    assert worker.stdin is not None
+    worker.stdin.close()
+    assert worker.wait(20) == 0
+
+
+def test_a_wrong_device_is_a_usage_error(workers: Workers) -> None:
+    assert workers.start("--device", "tpu").wait(60) == 2

@@ -1,0 +1,93 @@
+"""A real worker process that owns two ranks on the CPU and explores how sequences may be shared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from explorer.records.trial import TrialKind
+from explorer.spec.candidate import Recompute
+from explorer.spec.context_parallel import ContextParallelSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.options import BTASpec, Budget
+from explorer.spec.request import ExplorationRequest
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState, get_job
+from storage.queue import Queue
+from storage.trials import read_trials
+
+pytestmark = pytest.mark.slow
+
+REQUEST = ExplorationRequest(
+    model=ModelSpec(
+        name="tiny",
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        vocab_size=256,
+        seq_length=256,
+        dtype="float32",
+    ),
+    micro_batch_size=(1, 2),
+    batch_size=8,
+    num_devices=2,
+    bta=BTASpec(enable=False),
+    recompute=(Recompute.NONE,),
+    attention_backends=("flash",),
+    context_parallel=ContextParallelSpec(sizes=(1, 2)),
+    device_kind="cpu",
+    budget=Budget(confidence_target=99, max_trials=12, max_seconds=30),
+)
+
+
+def run_worker(database: Database, folder: Path, *options: str) -> int:
+    environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "workers", *options, "--once"]
+    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=100, check=False).returncode
+
+
+def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: Database, tmp_path: Path) -> None:
+    queue = Queue(sqlite_database)
+    job, _ = queue.enqueue(REQUEST)
+    alone = queue.claim("alone", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert alone is None, "one device is too few"
+    assert run_worker(sqlite_database, tmp_path, "--device", "cpu,cpu", "--group") == 0
+
+    done = get_job(sqlite_database, job.id)
+    assert done.state is JobState.SUCCEEDED, [event.message for event in read_events(sqlite_database, job.id)]
+    assert done.recommendation is not None
+    assert done.space is not None
+    assert done.space["context_parallel_size"] == [1, 2]
+    assert done.space["context_parallel_layout"] == [None, "ring", "striped", "zigzag"]
+    trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
+    measured = {
+        (m.component.context_parallel_size, m.component.context_parallel_layout)
+        for trial in trials
+        for m in trial.measurement.components
+        if m.component.communicates
+    }
+    assert measured, "no ring was run"
+    assert measured <= {(2, "ring"), (2, "striped"), (2, "zigzag")}
+    whole = [trial for trial in trials if trial.kind is TrialKind.WHOLE_MODEL]
+    assert whole, "the recommended candidate is run on both devices"
+    assert whole[0].measurement.whole_model is not None, whole[0].measurement.reason
+    best = done.recommendation
+    groups = REQUEST.data_parallel_size(best.candidate.context_parallel_size)
+    assert best.grad_accum_steps == REQUEST.batch_size // (best.candidate.micro_batch_size * groups)
+    exchanged = [
+        trial for trial in trials if any(m.component.kind == "communication" for m in trial.measurement.components)
+    ]
+    assert [trial.number for trial in exchanged] == [0], "measured once, before all else"
+    assert whole[0].measurement.whole_model.communication_seconds is not None
+    assert best.communication_seconds is not None
+    assert any("exchange of gradients between 2 devices is included in the time" in note for note in best.notes)
+
+
+def test_twice_the_same_device_needs_a_group(sqlite_database: Database, tmp_path: Path) -> None:
+    assert run_worker(sqlite_database, tmp_path, "--device", "cpu,cpu") == 2

@@ -1,0 +1,314 @@
+"""Real profiler processes on the CPU: what they answer, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from explorer.cost_model.components import ComponentKind
+from explorer.records.measurement import Measurement, Outcome
+from explorer.spec.base import Frozen
+from explorer.spec.candidate import Recompute
+from explorer.spec.request import ExplorationRequest
+from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
+from workers.devices.lock import DeviceBusyError
+from workers.process.child import ProfilerProcess
+from workers.process.profiler import Profiler, ProfilerError, ProfilerInterruptedError
+from workers.process.protocol import Begin, Reply, ReportReply
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""Threads that wait for each other on a busy host take longer than one alone."""
+
+HUGE = MODEL.model_copy(update={"hidden_size": 1024, "seq_length": 1024, "vocab_size": 4096})
+"""At a large micro-batch: seconds to run, and gigabytes of activations."""
+
+
+@pytest.fixture(scope="module")
+def profiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Profiler]:
+    """One process for the tests that leave it well, or replaced."""
+    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path_factory.mktemp("locks")) as shared:
+        yield shared
+
+
+def works(profiler: Profiler) -> bool:
+    """Whether a small trial succeeds."""
+    chosen = candidate(1)
+    return profiler.measure(plan(chosen, components_of(chosen)[:1])).outcome is Outcome.OK
+
+
+def attention_of(m: int) -> tuple:  # type: ignore[type-arg]  # any components
+    return tuple(c for c in components_of(candidate(m), HUGE) if c.kind is ComponentKind.ATTENTION)
+
+
+def slow_trial(profiler: Profiler, *, timeout_seconds: float = 60.0) -> Measurement:
+    chosen = candidate(4)
+    components = components_of(chosen, HUGE)
+    return profiler.measure(plan(chosen, components, model=HUGE, timeout_seconds=timeout_seconds))
+
+
+def in_the_middle(profiler: Profiler, act: Callable[[int], None], delay: float = 0.5) -> threading.Timer:
+    pid = profiler.pid
+    assert pid is not None
+    timer = threading.Timer(delay, act, args=(pid,))
+    timer.start()
+    return timer
+
+
+def test_the_parent_needs_no_torch() -> None:
+    script = "import sys, workers.process.profiler, workers.doctor; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_hardware_is_measured_once(profiler: Profiler) -> None:
+    hardware = profiler.hardware()
+    assert hardware.device_kind == "cpu"
+    assert 0 < hardware.memory_limit_bytes < hardware.memory_bytes
+    assert hardware.matmul_flops_per_second["float32"] > 1e8  # type: ignore[index]  # never null here
+    assert hardware.versions.torch.startswith("2.")
+    assert profiler.hardware() is hardware
+
+
+def test_report_names_what_is_usable_and_why_the_rest_is_not(profiler: Profiler) -> None:
+    report = profiler.begin(REQUEST)
+    support = {backend.name: backend for backend in (*report.attention_backends, *report.expert_backends)}
+    assert support["flash"].usable
+    assert support["grouped_mm"].usable
+    assert not support["cudnn"].usable
+    assert "CUDA" in (support["cudnn"].reason or "")
+    assert report.default_experts == "grouped_mm"
+    assert support[report.default_attention].usable
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_every_component_is_measured(profiler: Profiler, mode: str) -> None:
+    profiler.begin(REQUEST.model_copy(update={"mode": mode}))
+    chosen = candidate(2)
+    components = components_of(chosen, training=mode == "train")
+    result = profiler.measure(plan(chosen, components))
+    assert result.outcome is Outcome.OK, result.reason
+    assert tuple(m.component for m in result.components) == components
+    for found in result.components:
+        assert found.device_seconds > 0
+        assert found.repeats >= 2
+        if found.component.kind is ComponentKind.OPTIMIZER:
+            continue
+        assert found.saved_bytes <= found.forward_peak_bytes
+        if mode == "train":
+            assert 0 < found.forward_device_seconds < found.device_seconds
+        else:
+            assert found.backward_peak_bytes == 0
+    assert result.phases.timed > 0
+    assert result.phases.messaging < 0.5
+
+
+def test_recomputation_and_tiles_trade_bytes_for_seconds(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    saved = {}
+    for tile, recompute in ((None, Recompute.NONE), (None, Recompute.SELECTIVE), (2, Recompute.NONE)):
+        chosen = candidate(4, bta_tile=tile, recompute=recompute)
+        (attention,) = (c for c in components_of(chosen) if c.kind is ComponentKind.ATTENTION)
+        result = profiler.measure(plan(chosen, (attention,)))
+        saved[tile, recompute] = result.components[0].saved_bytes
+    assert saved[2, Recompute.NONE] < saved[None, Recompute.SELECTIVE] < saved[None, Recompute.NONE]
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+def test_the_whole_model_weighs_its_state_and_more(profiler: Profiler, recompute: Recompute) -> None:
+    from explorer.cost_model.parameters import count_parameters
+
+    profiler.begin(REQUEST)
+    result = profiler.measure(whole_model_plan(candidate(2, recompute=recompute)))
+    assert result.outcome is Outcome.OK, result.reason
+    whole = result.whole_model
+    assert whole is not None
+    state = 16 * count_parameters(MODEL)  # float32: weights, gradients and two moments
+    assert state < whole.peak_bytes < 3 * state
+    assert whole.micro_step_seconds > 0
+    assert whole.optimizer_seconds > 0
+
+
+def test_what_cannot_run_is_unsupported_and_says_why(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    result = profiler.measure(plan(candidate(2, attention="cudnn")))
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert "CUDA" in (result.reason or "")
+    assert result.failed_component is not None
+    assert result.failed_component.kind is ComponentKind.ATTENTION
+    assert [m.component.kind for m in result.components] == [ComponentKind.EMBEDDING], "what came before is kept"
+
+    sharded = {**REQUEST.model_dump(), "num_devices": 2, "training": {"sharding": "zero1"}}
+    profiler.begin(ExplorationRequest.model_validate(sharded))
+    result = profiler.measure(whole_model_plan(candidate(2)))
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert "zero1" in (result.reason or "")
+
+
+def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_works(profiler: Profiler) -> None:
+    profiler.begin(REQUEST.model_copy(update={"memory_limit_gib": 0.25}))
+    chosen = candidate(64)
+    result = profiler.measure(plan(chosen, attention_of(64), model=HUGE))
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    assert result.failed_component == attention_of(64)[0]
+    assert result.reason
+    assert works(profiler)
+
+
+def test_a_process_that_outgrows_its_limit_unnoticed_by_the_allocator_is_killed(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    assert profiler._job is not None
+    profiler._job.memory_limit_bytes = 0  # the process itself was told another one
+    restarts = profiler.restarts
+    result = slow_trial(profiler)
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    assert "memory limit" in (result.reason or "")
+    assert profiler.restarts == restarts + 1
+    profiler.begin(REQUEST)
+    assert works(profiler)
+
+
+def test_a_killed_process_is_a_crash_and_is_replaced(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    restarts, pid = profiler.restarts, profiler.pid
+    in_the_middle(profiler, lambda pid: os.kill(pid, signal.SIGSEGV))
+    result = slow_trial(profiler)
+    assert result.outcome is Outcome.CRASHED
+    assert "SIGSEGV" in (result.reason or "")
+    assert result.failed_component is not None
+    assert profiler.restarts == restarts + 1
+    after = profiler.measure(plan(candidate(1), components_of(candidate(1))[:1]))
+    assert after.outcome is Outcome.OK, after.reason
+    assert after.phases.process_start > 0
+    assert profiler.pid != pid
+
+
+def test_a_hung_process_times_out_and_is_replaced(tmp_path: Path) -> None:
+    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, setup_allowance_seconds=0.0) as profiler:
+        profiler.begin(REQUEST)
+        in_the_middle(profiler, lambda pid: os.kill(pid, signal.SIGSTOP), delay=0.2)
+        started = time.monotonic()
+        result = slow_trial(profiler, timeout_seconds=1.0)
+        assert time.monotonic() - started < 5
+        assert result.outcome is Outcome.TIMED_OUT
+        assert "1 s" in (result.reason or "")
+        assert profiler.restarts == 1
+        assert profiler.pid is None
+
+
+def test_a_process_that_dies_between_trials_is_replaced_in_silence(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    process = profiler._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    _wait_for(lambda: not process.alive)
+    assert works(profiler)
+
+
+def test_interrupt_ends_a_running_trial_at_once(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    pid = profiler.pid
+    assert pid is not None
+    at: list[float] = []
+
+    def interrupt(_: int) -> None:
+        at.append(time.monotonic())
+        profiler.interrupt()
+
+    in_the_middle(profiler, interrupt)
+    with pytest.raises(ProfilerInterruptedError):
+        slow_trial(profiler)
+    assert time.monotonic() - at[0] < 1.0
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(ProfilerInterruptedError):
+        profiler.begin(REQUEST)
+    profiler.start()
+    profiler.begin(REQUEST)
+    assert works(profiler)
+
+
+def test_a_device_has_one_profiler_at_a_time(profiler: Profiler, tmp_path: Path) -> None:
+    directory = profiler._lock._locks[0]._path.parent
+    with pytest.raises(DeviceBusyError, match="in use"):
+        Profiler("cpu", environment=ENVIRONMENT, lock_directory=directory, lock_timeout_seconds=0.1).start()
+
+
+def test_a_device_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cuda:0"):
+        Profiler("cuda:0", environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart is missing')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    profiler = Profiler("cpu", lock_directory=tmp_path, environment=environment)
+    with pytest.raises(ProfilerError, match="libcudart is missing"):
+        profiler.start()
+    profiler.close()
+
+
+def test_the_process_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import pathlib
+from tests.workers.profiler.samples import REQUEST
+from tests.workers.process.test_profiler import ENVIRONMENT, slow_trial
+from workers.process.profiler import Profiler
+profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=pathlib.Path({str(tmp_path)!r}))
+profiler.start()
+profiler.begin(REQUEST)
+print(profiler.pid, flush=True)
+while True:
+    slow_trial(profiler)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.5)
+    assert child.is_running()
+    parent.kill()
+    parent.communicate(timeout=10)
+    _wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, lock_timeout_seconds=5.0)._lock.acquire(
+        timeout_seconds=5.0
+    )
+
+
+def _wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_a_replacement_is_told_who_held_the_device_when_the_job_began(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU names nobody: what the first process said is made up."""
+    orders: list[Frozen] = []
+    send, receive = ProfilerProcess.send, ProfilerProcess.receive
+
+    def overheard(process: ProfilerProcess, order: Frozen) -> None:
+        orders.append(order)
+        send(process, order)
+
+    def exaggerated(process: ProfilerProcess, timeout_seconds: float) -> Reply | None:
+        reply = receive(process, timeout_seconds)
+        return reply.model_copy(update={"others_bytes": 5}) if isinstance(reply, ReportReply) else reply
+
+    monkeypatch.setattr(ProfilerProcess, "send", overheard)
+    monkeypatch.setattr(ProfilerProcess, "receive", exaggerated)
+    profiler.begin(REQUEST)
+    assert profiler.pid is not None
+    os.kill(profiler.pid, signal.SIGKILL)
+    assert profiler.measure(plan(candidate(1), components_of(candidate(1))[:1])).outcome in Outcome
+    assert works(profiler)
+    assert [order.others_bytes for order in orders if isinstance(order, Begin)] == [None, 5]

@@ -1,0 +1,35 @@
+"""Who runs a trial together, and what they make of their numbers, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from workers.profiler.distributed.__main__ import launch_config
+
+
+def test_ranks_find_their_rings_and_agree(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "tests.workers.profiler.distributed.process_group_ranks", str(tmp_path)],
+        check=True,
+        timeout=90,
+        cwd=Path(__file__).parents[4],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for rank, said in enumerate(found):
+        assert said["largest"] == [3.0, 0.0]
+        assert said["total"] == [6.0, 6.0, 6.0]
+        assert said["ring"] == [[0, 1] if rank < 2 else [2, 3]]
+        assert said["part"] == [True, rank < 3]
+        assert said.get("three") == ([2.0] if rank < 3 else None)
+        assert said.get("gradient") == ([1.0] if rank < 3 else None)
+        assert said["eight"] == "the trial needs 8 devices; the profiler has 4"
+
+
+def test_no_rank_is_ever_started_again() -> None:
+    config = launch_config(2, 12345)
+    assert (config.max_restarts, config.nproc_per_node, config.min_nodes, config.max_nodes) == (0, 2, 1, 1)

@@ -1,0 +1,83 @@
+"""Small models, and requests for them."""
+
+from __future__ import annotations
+
+from explorer.cost_model.components import Component, Decomposer
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.model import DType, ModelSpec, MoESpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+MODEL = ModelSpec(
+    name="small",
+    num_layers=3,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=512,
+    seq_length=64,
+    dtype=DType.FLOAT32,
+    moe=MoESpec(num_experts=4, top_k=2, expert_ffn_hidden_size=64, first_k_dense=1),
+)
+REQUEST = ExplorationRequest(model=MODEL)
+
+
+def candidate(
+    micro_batch_size: int = 2,
+    *,
+    bta_tile: int | None = None,
+    recompute: Recompute = Recompute.NONE,
+    attention: str = "flash",
+    experts: str | None = "grouped_mm",
+    layout: str | None = None,
+    size: int = 1,
+    sharding: Sharding | None = None,
+) -> Candidate:
+    return Candidate(
+        micro_batch_size=micro_batch_size,
+        bta_tile=bta_tile,
+        recompute=recompute,
+        attention_backend=attention,
+        expert_backend=experts,
+        num_query_groups=2,
+        context_parallel_size=size,
+        context_parallel_layout=layout,
+        sharding=sharding,
+    )
+
+
+def components_of(chosen: Candidate, model: ModelSpec = MODEL, *, training: bool = True) -> tuple[Component, ...]:
+    return Decomposer(model, training=training)(chosen).components
+
+
+def plan(
+    chosen: Candidate,
+    components: tuple[Component, ...] | None = None,
+    *,
+    model: ModelSpec = MODEL,
+    timeout_seconds: float = 60.0,
+    num_processes: int = 1,
+) -> TrialPlan:
+    """A components trial; of all the candidate's components unless some are named."""
+    return TrialPlan(
+        number=0,
+        kind=TrialKind.COMPONENTS,
+        model=model,
+        candidate=chosen,
+        components=components_of(chosen, model) if components is None else components,
+        timeout_seconds=timeout_seconds,
+        num_processes=num_processes,
+    )
+
+
+def whole_model_plan(chosen: Candidate, *, model: ModelSpec = MODEL, num_processes: int = 1) -> TrialPlan:
+    return TrialPlan(
+        number=0,
+        kind=TrialKind.WHOLE_MODEL,
+        model=model,
+        candidate=chosen,
+        timeout_seconds=60.0,
+        num_processes=num_processes,
+    )

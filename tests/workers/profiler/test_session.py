@@ -1,0 +1,195 @@
+"""The child's side of a trial, without the process around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bexp.measure.device_monitor import Surroundings
+from explorer.records.measurement import Measurement, Outcome
+from explorer.spec.base import Frozen
+from explorer.spec.hardware import HardwareSpec, SoftwareVersions
+from explorer.spec.model import DType
+from tests.workers.profiler.fakes import FakeGpu
+from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
+from workers.process.protocol import Begin, ComponentMeasured, ComponentStarted, ReportReply, RunTrial, TrialFinished
+from workers.profiler.bench import Bench
+from workers.profiler.session import Session
+from workers.profiler.trials import component as component_trial
+
+HARDWARE = HardwareSpec(
+    device_kind="cpu",
+    device_name="test",
+    memory_bytes=1 << 34,
+    memory_limit_bytes=1 << 33,
+    matmul_flops_per_second={DType.FLOAT32: 1e11},
+    memory_bandwidth_bytes_per_second=1e10,
+    launch_seconds=1e-6,
+    versions=SoftwareVersions(python="3", torch="2"),
+)
+
+
+class UnlimitedBench(Bench):
+    """Leaves the limits of the test's own process alone."""
+
+    leftover = 0
+
+    def limit_memory(self, limit_bytes: int, context_bytes: int) -> None:
+        self.limited = limit_bytes
+
+    def settle(self, *, release: bool) -> int:
+        return self.leftover
+
+
+@pytest.fixture
+def bench() -> UnlimitedBench:
+    return UnlimitedBench(torch.device("cpu"))
+
+
+@pytest.fixture
+def sent() -> list[Frozen]:
+    return []
+
+
+@pytest.fixture
+def session(bench: UnlimitedBench, sent: list[Frozen]) -> Session:
+    session = Session(bench, None, sent.append)
+    assert session.answer(Begin(request=REQUEST, hardware=HARDWARE))
+    assert isinstance(sent.pop(), ReportReply)
+    return session
+
+
+def test_components_are_told_as_they_are_measured(session: Session, sent: list[Frozen]) -> None:
+    chosen = candidate()
+    components = components_of(chosen)[:2]
+    assert session.answer(RunTrial(plan=plan(chosen, components)))
+    assert [type(message) for message in sent] == [
+        *(ComponentStarted, ComponentMeasured),
+        *(ComponentStarted, ComponentMeasured),
+        TrialFinished,
+    ]
+    finished = sent[-1]
+    assert isinstance(finished, TrialFinished)
+    assert [m.component for m in finished.measurement.components] == list(components)
+    assert finished.measurement.phases.total == pytest.approx(finished.seconds, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (MemoryError("std::bad_alloc"), Outcome.OUT_OF_MEMORY),
+        (RuntimeError("the kernel gave up"), Outcome.CRASHED),
+        (TypeError("a fault in a block"), Outcome.CRASHED),
+    ],
+)
+def test_whatever_a_block_raises_is_an_outcome(
+    session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: Outcome
+) -> None:
+    class Broken(nn.Module):
+        def forward(self, *_: object) -> None:
+            raise error
+
+    monkeypatch.setattr(component_trial, "build_block", lambda *_, **__: Broken())
+    chosen = candidate()
+    assert session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[1:2]))), "fit for the next trial"
+    finished = sent[-1]
+    assert isinstance(finished, TrialFinished)
+    assert finished.measurement.outcome is outcome
+    assert str(error) in (finished.measurement.reason or "")
+    assert finished.measurement.failed_component == components_of(chosen)[1]
+    assert not finished.poisoned
+
+
+def test_memory_that_a_trial_leaves_behind_asks_for_a_new_process(
+    session: Session, bench: UnlimitedBench, sent: list[Frozen]
+) -> None:
+    bench.leftover = 1 << 30
+    chosen = candidate()
+    assert not session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+    finished = sent[-1]
+    assert isinstance(finished, TrialFinished)
+    assert finished.poisoned
+    assert finished.measurement.outcome is Outcome.OK, "what was measured before is sound"
+
+
+def test_compiling_without_a_compiler_is_unsupported(
+    bench: UnlimitedBench, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    session = Session(bench, None, sent.append)
+    session.answer(Begin(request=REQUEST.model_copy(update={"execution": "compile"}), hardware=HARDWARE))
+    session.answer(RunTrial(plan=plan(candidate())))
+    finished = sent[-1]
+    assert isinstance(finished, TrialFinished)
+    assert finished.measurement.outcome is Outcome.UNSUPPORTED
+    assert "compiler" in (finished.measurement.reason or "")
+
+
+def test_the_request_may_lower_the_memory_limit_but_not_raise_it(bench: UnlimitedBench, sent: list[Frozen]) -> None:
+    session = Session(bench, None, sent.append)
+    for gib, expected in ((None, 1 << 33), (1.0, 1 << 30), (100.0, 1 << 34)):
+        session.answer(Begin(request=REQUEST.model_copy(update={"memory_limit_gib": gib}), hardware=HARDWARE))
+        assert bench.limited == expected
+
+
+def finished_trials(sent: list[Frozen]) -> list[Measurement]:
+    return [message.measurement for message in sent if isinstance(message, TrialFinished)]
+
+
+def test_every_timing_carries_its_conditions(bench: UnlimitedBench, session: Session, sent: list[Frozen]) -> None:
+    gpu = FakeGpu()
+    bench.surroundings = Surroundings(gpu, gpu.tenants())
+    chosen = candidate()
+    session.answer(RunTrial(plan=plan(chosen)))
+    session.answer(RunTrial(plan=whole_model_plan(chosen)))
+    components, whole = finished_trials(sent)
+    found = [m.conditions for m in components.components]
+    assert len(found) == len(components_of(chosen))
+    assert whole.whole_model is not None
+    for conditions in (*found, whole.whole_model.conditions):
+        assert conditions is not None
+        assert conditions.sm_clock_mhz == 1980
+        assert conditions.taint is None
+
+
+def test_a_trial_after_a_disturbed_one_waits_for_the_device_to_calm_down(
+    bench: UnlimitedBench, session: Session, sent: list[Frozen]
+) -> None:
+    gpu = FakeGpu(reasons=("hw_thermal_slowdown",))
+    waited: list[float] = []
+
+    class Patient(Surroundings):
+        def wait_until_calm(self, seconds: float) -> bool:
+            waited.append(seconds)
+            gpu.reasons = ("sw_power_cap",)
+            return True
+
+    bench.surroundings = Patient(gpu, gpu.tenants())
+    chosen = candidate()
+    for _ in range(3):
+        session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+    first, *others = finished_trials(sent)
+    assert "throttled" in str(first.taint)
+    assert first.outcome is Outcome.OK, "what a taint leads to is the search's to decide"
+    assert [m.taint for m in others] == [None, None]
+    assert len(waited) == 1
+    assert 0 < waited[0] <= 10
+
+
+def test_a_replacement_is_told_who_was_there_when_the_job_began(bench: UnlimitedBench, sent: list[Frozen]) -> None:
+    gpu = FakeGpu(others=3 << 30)
+    bench.surroundings = Surroundings(gpu, gpu.tenants(used_before=3 << 30))
+    first = Session(bench, None, sent.append)
+    first.answer(Begin(request=REQUEST, hardware=HARDWARE))
+    reply = sent.pop()
+    assert isinstance(reply, ReportReply)
+    assert reply.others_bytes == 3 << 30
+    gpu.others = 9 << 30
+    bench.surroundings = Surroundings(gpu, gpu.tenants(used_before=9 << 30))
+    second = Session(bench, None, sent.append)
+    second.answer(Begin(request=REQUEST, hardware=HARDWARE, others_bytes=reply.others_bytes))
+    chosen = candidate()
+    second.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+    (measurement,) = finished_trials(sent)
+    assert "took 6 GiB" in str(measurement.taint)

@@ -1,0 +1,35 @@
+"""What sharded training state is predicted to take is what torch holds of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from explorer.cost_model.step import gathered_bytes, static_parts
+from tests.workers.profiler.sharded_memory_ranks import CASES, Case, name_of, request_of
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    folder = tmp_path_factory.mktemp("ranks")
+    subprocess.run(
+        [sys.executable, "-m", "tests.workers.profiler.sharded_memory_ranks", str(folder)],
+        check=True,
+        timeout=120,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    found: dict[str, int] = json.loads((folder / "peaks.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_state_is_counted_as_it_is_held(peaks: dict[str, int], case: Case) -> None:
+    request = request_of(case)
+    predicted = static_parts(request.model, request).total + gathered_bytes(request.model, request).at_layer
+    assert predicted == pytest.approx(peaks[name_of(case)], rel=0.05)

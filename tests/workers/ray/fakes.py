@@ -1,0 +1,70 @@
+"""Profilers for the actors of a cluster that measure nothing: what they do is told by the micro-batch size."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from explorer.records.trial import TrialPlan
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.request import ExplorationRequest
+from tests.contracts.samples import make_report
+
+SLOW, DEADLY, CRASHING, BROKEN = 64, 65, 66, 67
+SLOW_SECONDS = 1.5
+
+
+class FakeSeatProfiler:
+    """Measures in no time, unless it is told otherwise."""
+
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        self.restarts = 0
+        self._memory_bytes = memory_bytes
+
+    def start(self) -> None:
+        pass
+
+    def hardware(self) -> HardwareSpec:
+        hardware = make_report().hardware
+        return hardware.model_copy(update={"memory_bytes": self._memory_bytes}) if self._memory_bytes else hardware
+
+    def begin(self, request: ExplorationRequest) -> DeviceReport:
+        return make_report()
+
+    def measure(self, plan: TrialPlan) -> Measurement:
+        size = plan.candidate.micro_batch_size
+        outcome = Outcome.OK
+        if size == SLOW:
+            time.sleep(SLOW_SECONDS)
+        elif size == DEADLY:
+            os._exit(1)
+        elif size == CRASHING:
+            self.restarts += 1
+            outcome = Outcome.CRASHED
+        elif size == BROKEN:
+            raise RuntimeError("the device is broken")
+        return Measurement(candidate=plan.candidate, outcome=outcome, phases=PhaseSeconds(timed=0.01))
+
+    def interrupt(self) -> None:
+        raise AssertionError("an actor is ended, not interrupted")
+
+    def close(self) -> None:
+        pass
+
+
+def open_fake(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeSeatProfiler:
+    """On every node the same device."""
+    assert devices == ("cpu",)
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert locks is not None
+    return FakeSeatProfiler()
+
+
+def open_unlike(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeSeatProfiler:
+    """On every node another device."""
+    import ray
+
+    return FakeSeatProfiler(memory_bytes=10**10 + int(ray.get_runtime_context().get_node_id()[:6], 16))

@@ -1,0 +1,229 @@
+"""Trials on a local Ray cluster of two nodes with a CPU each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer.records.measurement import Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.request import ExplorationRequest
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState, get_job
+from storage.queue import Queue
+from storage.trials import read_trials
+from tests.contracts.samples import make_candidate, make_report, make_request
+from tests.workers.ray.fakes import BROKEN, CRASHING, DEADLY, SLOW, SLOW_SECONDS, open_fake, open_unlike
+from workers.jobs.worker import Worker
+from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.ray.pool import MOST_LOSSES, ClusterFleet
+
+ray: Any = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own: open sockets, deprecations
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(ROOT))  # of actors: these files, whatever is installed
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(environment: None) -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    made: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        made.add_node(num_cpus=1)
+    made.wait_for_nodes()
+    try:
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture
+def make_fleet(cluster: Any) -> Iterator[Callable[..., ClusterFleet]]:
+    made: list[ClusterFleet] = []
+
+    def make(open_profiler: Any = open_fake, **options: Any) -> ClusterFleet:
+        fleet = ClusterFleet(cluster.address, ("cpu",), open_profiler=open_profiler, **options)
+        made.append(fleet)
+        return fleet
+
+    yield make
+    for fleet in made:
+        fleet.close()
+
+
+def plan(number: int, size: int = 1, timeout: float = 5.0) -> TrialPlan:
+    return TrialPlan(
+        number=number,
+        kind=TrialKind.COMPONENTS,
+        model=make_request().model,
+        candidate=make_candidate(size),
+        timeout_seconds=timeout,
+    )
+
+
+def ready(fleet: ClusterFleet, number: int, request: ExplorationRequest | None = None) -> ClusterFleet:
+    """Started, with a job, and `number` actors."""
+    fleet.start()
+    fleet.begin(request or make_request())
+    until(lambda: fleet.capacity == number)
+    return fleet
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to be"
+        time.sleep(0.05)
+
+
+def test_trials_run_side_by_side_and_come_back_as_they_end(make_fleet: Callable[..., ClusterFleet]) -> None:
+    fleet = ready(make_fleet(), 2)
+    assert fleet.hardware() == make_report().hardware
+    started = time.monotonic()
+    fleet.submit(plan(0, SLOW))
+    fleet.submit(plan(1, SLOW))
+    assert {fleet.wait()[0].number, fleet.wait()[0].number} == {0, 1}
+    assert time.monotonic() - started < 1.7 * SLOW_SECONDS
+    fleet.submit(plan(2, SLOW))
+    fleet.submit(plan(3, 2))
+    assert [fleet.wait()[0].number, fleet.wait()[0].number] == [3, 2]
+    started = time.monotonic()
+    for number in range(4, 24):
+        assert fleet.measure(plan(number)).outcome is Outcome.OK
+    assert (time.monotonic() - started) / 20 < 0.1
+    assert fleet.take_events() == []
+
+
+def test_a_crash_below_an_actor_is_an_outcome(make_fleet: Callable[..., ClusterFleet]) -> None:
+    fleet = ready(make_fleet(), 2)
+    assert fleet.measure(plan(0, CRASHING)).outcome is Outcome.CRASHED
+    assert fleet.restarts == 1
+    assert fleet.measure(plan(1)).outcome is Outcome.OK
+    assert fleet.take_events() == []
+
+
+@pytest.mark.parametrize(("size", "said"), [(DEADLY, ""), (BROKEN, "the device is broken")])
+def test_a_trial_that_loses_every_actor_has_that_for_its_outcome(
+    make_fleet: Callable[..., ClusterFleet], size: int, said: str
+) -> None:
+    fleet = ready(make_fleet(), 2)
+    found = fleet.measure(plan(0, size))
+    assert found.outcome is Outcome.CRASHED
+    assert found.reason is not None
+    assert f"{MOST_LOSSES + 1} devices of the cluster were lost" in found.reason
+    assert said in found.reason
+    assert len(fleet.take_events()) == MOST_LOSSES + 1
+    assert fleet.measure(plan(1)).outcome is Outcome.OK
+
+
+def test_an_actor_that_does_not_answer_counts_as_lost(make_fleet: Callable[..., ClusterFleet]) -> None:
+    fleet = ready(make_fleet(setup_allowance_seconds=0.2), 2)
+    found = fleet.measure(plan(0, SLOW, timeout=0.2))
+    assert found.outcome is Outcome.CRASHED
+    assert "does not answer" in str(found.reason)
+
+
+def test_unlike_hardware_is_left_out_with_an_event(make_fleet: Callable[..., ClusterFleet]) -> None:
+    fleet = make_fleet(open_unlike)
+    ready(fleet, 1)
+    told: list[str] = []
+
+    def look() -> bool:
+        assert fleet.capacity == 1
+        told.extend(event.message for event in fleet.take_events())
+        return bool(told)
+
+    until(look)
+    assert len(told) == 1
+    assert "is left out" in told[0]
+    assert fleet.measure(plan(0)).outcome is Outcome.OK
+
+
+def test_an_interruption_ends_a_wait_and_the_next_start_mends_it(make_fleet: Callable[..., ClusterFleet]) -> None:
+    fleet = ready(make_fleet(), 2)
+    fleet.submit(plan(0, SLOW))
+    threading.Timer(0.2, fleet.interrupt).start()
+    started = time.monotonic()
+    with pytest.raises(ProfilerInterruptedError):
+        fleet.wait()
+    assert time.monotonic() - started < 1.0
+    with pytest.raises(ProfilerInterruptedError):
+        fleet.submit(plan(1))
+    ready(fleet, 2)
+    assert fleet.measure(plan(2)).outcome is Outcome.OK
+
+
+def test_a_cluster_without_such_a_device_says_so(cluster: Any) -> None:
+    fleet = ClusterFleet(cluster.address, ("cuda:0", "cuda:1"))
+    with pytest.raises(ProfilerError, match="has no GPU"):
+        fleet.start()
+    fleet.close()
+
+
+def test_a_node_that_dies_in_the_middle_of_a_trial(make_fleet: Callable[..., ClusterFleet], cluster: Any) -> None:
+    node = cluster.add_node(num_cpus=1)
+    fleet = ready(make_fleet(), 3)
+    for number in range(3):
+        fleet.submit(plan(number, SLOW))
+    time.sleep(0.3)
+    cluster.remove_node(node, allow_graceful=False)
+    done = [fleet.wait() for _ in range(3)]
+    assert sorted(p.number for p, _ in done) == [0, 1, 2]
+    assert all(found.outcome is Outcome.OK for _, found in done)
+    (event,) = fleet.take_events()
+    assert "was lost in trial" in event.message
+    assert fleet.capacity == 2
+
+
+TINY: dict[str, Any] = {
+    "model": {
+        "name": "tiny",
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "seq_length": 64,
+        "dtype": "float32",
+    },
+    "micro_batch_size": [1, 2, 3, 4, 6, 8],
+    "batch_size": 48,
+    "bta": {"enable": False},
+    "recompute": ["none"],
+    "attention_backends": ["math"],
+    "device_kind": "cpu",
+    "budget": {"confidence_target": 99, "max_trials": 12},
+    "verify": False,
+}
+
+
+def test_a_worker_explores_on_the_cluster_with_real_profilers(cluster: Any, sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    job, _ = queue.enqueue(ExplorationRequest.model_validate(TINY))
+    Worker(queue, ClusterFleet(cluster.address, ("cpu",)), "ray-cpu").run(max_jobs=1)
+    done = get_job(sqlite_database, job.id)
+    assert done.state is JobState.SUCCEEDED, [e.message for e in read_events(sqlite_database, job.id)]
+    trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
+    assert all(t.measurement.outcome is Outcome.OK for t in trials)
+    keys = [m.component.key for t in trials for m in t.measurement.components]
+    assert len(set(keys)) >= 5
+    assert done.answer is not None
+    timings = done.answer.timings
+    assert timings["timed"] > 0
+    parts = sum(seconds for name, seconds in timings.items() if name not in {"queue", "total", "profiler_idle"})
+    assert parts == pytest.approx(timings["total"], rel=0.01)

@@ -1,0 +1,100 @@
+"""A small table of a simulated device."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from benchmarks.simulated_tables import h200_report, simulate
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import Component
+from explorer.records.measurement import Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.setup import Survey
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from workers.replay.recording import Recording
+from workers.replay.rows import ComponentFigures, ComponentRow, RecordingHeader
+
+MODEL: dict[str, Any] = {
+    "name": "small",
+    "num_layers": 4,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 4096,
+    "num_attention_heads": 16,
+    "num_query_groups": 4,
+    "vocab_size": 32000,
+    "seq_length": 2048,
+}
+
+
+def request(**changes: Any) -> ExplorationRequest:
+    """Some dozens of candidates."""
+    small: dict[str, Any] = {
+        "micro_batch_size": [1, 2, 4, 8, 16],
+        "attention_backends": ["cudnn", "flash"],
+        "recompute": ["none", "full"],
+        "memory_limit_gib": 24,
+        "batch_size": 64,
+    }
+    return ExplorationRequest.model_validate({"model": MODEL, **small, **changes})
+
+
+def recording(seed: int = 0, whole_model_share: float = 0.0, **changes: Any) -> Recording:
+    asked = request(**changes)
+    return simulate("small", asked, h200_report(asked.model), seed, whole_model_share=whole_model_share)
+
+
+def empty(**changes: Any) -> Recording:
+    asked = request(**changes)
+    header = RecordingHeader(
+        name="small",
+        request=asked,
+        report=h200_report(asked.model),
+        recorded_at=datetime(2026, 1, 1, tzinfo=UTC),
+        process_start_seconds=5.0,
+        noise="none",
+    )
+    return Recording(header)
+
+
+def table_of(recorded: Recording) -> SpaceTable:
+    table = survey_of(recorded).table
+    assert table is not None
+    return table
+
+
+def survey_of(recorded: Recording) -> Survey:
+    return recorded.survey(recorded.header.request, recorded.header.request.model)
+
+
+def figures(seconds: float = 0.01, *, host: float = 0.001, error: float = 1e-5) -> ComponentFigures:
+    return ComponentFigures(
+        device_seconds=seconds,
+        host_seconds=host,
+        forward_device_seconds=seconds / 3,
+        standard_error_seconds=error,
+        repeats=8,
+        saved_bytes=1000,
+        forward_peak_bytes=2000,
+        backward_peak_bytes=3000,
+    )
+
+
+def row(component: Component, run: int = 0, seconds: float = 0.01, **changes: Any) -> ComponentRow:
+    given = {"component": component, "run": run, "figures": figures(seconds), **changes}
+    if given.get("outcome", Outcome.OK) is not Outcome.OK:
+        given["figures"] = None
+    return ComponentRow.model_validate(given)
+
+
+def plan(model: ModelSpec, candidate: Candidate, components: tuple[Component, ...] = (), number: int = 0) -> TrialPlan:
+    return TrialPlan(
+        number=number,
+        kind=TrialKind.COMPONENTS if components else TrialKind.WHOLE_MODEL,
+        model=model,
+        candidate=candidate,
+        components=components,
+        timeout_seconds=60,
+    )

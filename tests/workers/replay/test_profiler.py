@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import re
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.simulated_tables import write
+from explorer.records.event import Progress
+from explorer.search.explore import explore
+from explorer.spec.request import ExplorationRequest
+from storage.database import Database
+from storage.jobs import Job, JobState, get_job
+from storage.queue import Queue
+from storage.trials import read_trials
+from tests.workers.replay.samples import MODEL, recording, request, table_of
+from workers.jobs.runner import JobEnd, run_job
+from workers.jobs.worker import Worker
+from workers.process.profiler import ProfilerInterruptedError
+from workers.replay.profiler import ReplayProfiler, mismatch
+from workers.replay.recording import Recording
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "table.jsonl"
+    write(recording(whole_model_share=1.0), file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": MODEL | {"num_layers": 8}}, "another model, with num_layers 4 instead of 8"),
+        ({"model": MODEL | {"seq_length": 4096}}, "seq_length 2048 instead of 4096"),
+        ({"execution": "compile"}, "recorded with execution eager, not compile"),
+        ({"mode": "eval", "recompute": ["none"]}, "recorded with mode train, not eval"),
+        ({"training": {"loss": {"kind": "full"}}}, "recorded with training {}, not .*full"),
+        ({"micro_batch_size": [2, 3, 16]}, "lacks components of the micro-batch sizes 3"),
+        (
+            {"num_devices": 4, "training": {"sharding": "explore"}},
+            "recorded with one level of sharding, not a choice of sharding among none, zero1, zero2, zero3",
+        ),
+    ],
+)
+def test_a_job_that_the_table_cannot_answer_is_told_why(changes: dict[str, Any], message: str, path: Path) -> None:
+    asked = request(**changes)
+    profiler = ReplayProfiler(path)
+    report = profiler.begin(asked)
+    steps = list(explore(asked, report, profiler.measure))
+    assert steps[-1].answer is not None
+    (variant,) = steps[-1].answer.variants
+    assert variant.recommendation is None
+    assert variant.reason is not None
+    assert re.search(message, variant.reason)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": MODEL | {"name": "other"}},
+        {"memory_limit_gib": 16},
+        {"micro_batch_size": [2, 4]},
+        {"recompute": ["full"]},
+        {"seed": 7, "tolerance": 0.05, "batch_size": 128},
+    ],
+)
+def test_a_job_may_differ_in_what_no_measurement_depends_on(changes: dict[str, Any]) -> None:
+    assert mismatch(request(**changes), recording()) is None
+
+
+def test_what_a_table_of_several_levels_of_sharding_answers() -> None:
+    def choosing(levels: Any, num_devices: int = 4) -> ExplorationRequest:
+        return request(num_devices=num_devices, training={"sharding": levels})
+
+    table = recording()
+    header = table.header.model_copy(update={"request": choosing(["none", "zero3"])})
+    table = Recording(header, [row for rows in table.components.values() for row in rows])
+    assert "among none, zero3, not one level" in str(
+        mismatch(choosing("zero3").model_copy(update={"training": header.request.training}), table)
+    )
+    assert "among none, zero3, not a choice of sharding among zero2" in str(mismatch(choosing(["zero2"]), table))
+    assert "training on 4 devices, not 8" in str(mismatch(choosing(["zero3"], 8), table))
+    for levels in (["zero3", "none"], ["none"], ["zero3"]):
+        assert "recorded with" not in str(mismatch(choosing(levels), table))
+
+
+def test_the_device_says_that_it_is_replayed(path: Path) -> None:
+    hardware = ReplayProfiler(path).hardware()
+    assert hardware.device_name == "simulated H200, replayed"
+    assert hardware.fingerprint != recording().header.report.hardware.fingerprint
+
+
+def test_an_interrupted_replay_stays_so_until_it_is_started(path: Path) -> None:
+    profiler = ReplayProfiler(path)
+    profiler.interrupt()
+    with pytest.raises(ProfilerInterruptedError):
+        profiler.begin(request())
+    profiler.start()
+    profiler.begin(request())
+
+
+def enqueue(database: Database, asked: ExplorationRequest) -> tuple[Queue, Job]:
+    queue = Queue(database)
+    return queue, queue.enqueue(asked)[0]
+
+
+def replay_job(queue: Queue, path: Path, *, stop_after: int | None = None) -> JobEnd:
+    """One lease of the next job, put back after `stop_after` trials."""
+    profiler = ReplayProfiler(path)
+    hardware = profiler.hardware()
+    claim = queue.claim(
+        "a", device_kind=hardware.device_kind, num_devices=hardware.num_devices, fingerprint=hardware.fingerprint
+    )
+    assert claim is not None
+    stopping = threading.Event()
+
+    def search(*arguments: Any, **named: Any) -> Any:
+        return limited(explore(*arguments, **named, clock=profiler.clock), stop_after, stopping)
+
+    return run_job(claim, queue, profiler, stopping=stopping, explore=search)
+
+
+def limited(steps: Any, stop_after: int | None, stopping: threading.Event) -> Any:
+    number = 0
+    step: Progress
+    for step in steps:
+        yield step
+        number += step.trial is not None
+        if number == stop_after:
+            stopping.set()
+
+
+def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: Database, path: Path) -> None:
+    queue, whole = enqueue(sqlite_database, request())
+    assert replay_job(queue, path) is JobEnd.SUCCEEDED
+    _, cut = enqueue(sqlite_database, request())
+    assert replay_job(queue, path, stop_after=3) is JobEnd.RELEASED
+    assert len(read_trials(sqlite_database, cut.id)) == 3
+    assert replay_job(queue, path) is JobEnd.SUCCEEDED
+    measured = [[s.trial.measurement for s in read_trials(sqlite_database, job.id)] for job in (whole, cut)]
+    assert measured[0] == measured[1]
+    answers = [get_job(sqlite_database, job.id).answer for job in (whole, cut)]
+    assert answers[0] is not None and answers[1] is not None
+    assert answers[0].recommendation == answers[1].recommendation
+
+
+def test_a_worker_serves_a_table(sqlite_database: Database, path: Path) -> None:
+    queue, job = enqueue(sqlite_database, request())
+    profiler = ReplayProfiler(path)
+    Worker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock)).run(max_jobs=1)
+    done = get_job(sqlite_database, job.id)
+    assert done.state is JobState.SUCCEEDED
+    assert done.answer is not None and done.answer.recommendation is not None
+    assert done.answer.recommendation.whole_model is not None
+    assert done.answer.recommendation.candidate in table_of(profiler.recording).row
+    assert done.report is not None
+    assert done.report.hardware.device_name.endswith("replayed")
+    trials = read_trials(sqlite_database, job.id)
+    assert sum(stored.trial.seconds for stored in trials) > 1.0  # as recorded, not as it took here

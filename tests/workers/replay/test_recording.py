@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulated_tables import write
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.records.measurement import ComponentMeasurement, Conditions, Measurement, Outcome, PhaseSeconds, judge
+from tests.workers.replay.samples import empty, figures, recording, row, table_of
+from workers.replay.recording import Recording, RecordingError, RecordingFile
+from workers.replay.rows import ROWS, ComponentRow, encode_row
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    recorded = recording(whole_model_share=0.3)
+    write(recorded, tmp_path / "table.jsonl")
+    read = Recording.read(tmp_path / "table.jsonl")
+    assert read.header == recorded.header
+    assert read.components.keys() == recorded.components.keys()
+    assert read.whole_models.keys() == recorded.whole_models.keys()
+    for component, rows in recorded.components.items():
+        for before, after in zip(rows, read.components[component], strict=True):
+            assert before.figures is not None and after.figures is not None
+            assert after.figures.device_seconds == pytest.approx(before.figures.device_seconds, rel=1e-5)
+            assert after.figures.saved_bytes == before.figures.saved_bytes
+
+
+def test_equal_times_stay_equal_when_shortened() -> None:
+    component = table_of(empty()).components[0]
+    waits = row(component).model_copy(update={"figures": figures(0.0123456789, host=0.0123456789)})
+    read = ROWS.validate_json(encode_row(waits))
+    assert isinstance(read, ComponentRow)
+    assert read.measurement().device_seconds == read.measurement().host_seconds == 0.0123457
+
+
+def test_a_row_keeps_the_outcome_of_its_trial() -> None:
+    recorded = empty()
+    table = table_of(recorded)
+    failed = Measurement(
+        candidate=table.candidates[0],
+        outcome=Outcome.CRASHED,
+        reason="illegal access",
+        failed_component=table.components[0],
+        phases=PhaseSeconds(process_start=9.0, timed=2.0),
+    )
+    kept = ComponentRow.of(table.components[0], 0, failed, replaced=True)
+    assert (kept.outcome, kept.reason, kept.figures, kept.replaced) == (
+        Outcome.CRASHED,
+        "illegal access",
+        None,
+        True,
+    )
+    assert kept.phases.total == 2.0  # the next process's start is charged when it starts
+
+
+def test_what_a_killed_recorder_left_of_a_line_is_ignored_and_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "table.jsonl"
+    recorded = empty()
+    first, second = table_of(recorded).components[:2]
+    file = RecordingFile(path, recorded.header)
+    file.append(row(first))
+    file.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"type":"component","comp')
+    assert list(Recording.read(path).components) == [first]
+    again = RecordingFile(path, recorded.header)
+    again.append(row(second))
+    again.close()
+    assert path.read_bytes().startswith(whole)
+    assert list(Recording.read(path).components) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: [], "its first line is no header"),
+        (lambda lines: lines[1:], "its first line is no header"),
+        (lambda lines: [lines[0], lines[0]], "line 2: a second header"),
+        (lambda lines: [lines[0], '{"type": "component"}'], "line 2: component.component: Field required"),
+        (lambda lines: [lines[0], "nonsense"], "line 2: Invalid JSON"),
+        (lambda lines: [json.dumps(json.loads(lines[0]) | {"version": 2})], "line 1: header.version"),
+    ],
+)
+def test_what_is_no_table_is_refused_by_line(tmp_path: Path, change: object, message: str) -> None:
+    assert callable(change)
+    recorded = empty()
+    lines = [encode_row(recorded.header).strip(), encode_row(row(table_of(recorded).components[0])).strip()]
+    path = tmp_path / "table.jsonl"
+    path.write_text("".join(line + "\n" for line in change(lines)))
+    with pytest.raises(RecordingError, match=message):
+        Recording.read(path)
+
+
+def test_sizes_that_are_not_recorded_in_full_are_left_out() -> None:
+    recorded = recording()
+    gone = next(c for c in recorded.components if c.micro_batch_size == 8)
+    del recorded.components[gone]
+    covered = recorded.covered_request()
+    assert covered.micro_batch_sizes == (1, 2, 4, 16)
+    assert recorded.missing_sizes(covered, covered.model) == ()
+
+
+def test_nothing_is_covered_without_the_optimizer() -> None:
+    recorded = recording()
+    del recorded.components[next(c for c in recorded.components if c.micro_batch_size == 0)]
+    with pytest.raises(RecordingError, match="no micro-batch size"):
+        recorded.covered_request()
+
+
+HOT = Conditions(
+    sm_clock_mhz=1200,
+    sm_clock_min_mhz=1100,
+    sm_clock_max_mhz=1980,
+    memory_clock_mhz=3201,
+    power_watts=512.345,
+    temperature_celsius=90,
+    clock_reasons=("hw_thermal_slowdown",),
+    host_busy_share=0.123456,
+)
+CALM = HOT.model_copy(update={"clock_reasons": ("sw_power_cap",)})
+
+
+def measured(recorded: Recording, conditions: Conditions) -> Measurement:
+    table = table_of(recorded)
+    found = row(table.components[0]).measurement().model_copy(update={"conditions": conditions})
+    return judge(Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,)))
+
+
+def test_a_row_keeps_the_conditions_in_short() -> None:
+    recorded = empty()
+    component = table_of(recorded).components[0]
+    line = encode_row(ComponentRow.of(component, 0, measured(recorded, CALM), replaced=False))
+    assert json.loads(line)["conditions"] == {
+        "sm_clock_mhz": 1200,
+        "sm_clock_min_mhz": 1100,
+        "power_watts": 512,
+        "temperature_celsius": 90,
+        "clock_reasons": ["sw_power_cap"],
+        "host_busy_share": 0.12,
+    }
+    read = ROWS.validate_json(line)
+    assert isinstance(read, ComponentRow)
+    assert read.measurement().taint is None
+    plain = encode_row(ComponentRow.of(component, 0, measured(recorded, Conditions()), replaced=False))
+    assert "conditions" not in json.loads(plain)
+
+
+def test_a_row_keeps_what_the_host_does_about_an_exchange() -> None:
+    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=4)
+    figures = {"device_seconds": 0.1, "forward_device_seconds": 0.05, "standard_error_seconds": 0.0, "repeats": 5}
+    sizes = {"saved_bytes": 0, "forward_peak_bytes": 0, "backward_peak_bytes": 0}
+    host = {"host_seconds": 0.02, "host_once_seconds": 0.01, "slowdown": 0.25}
+    found = ComponentMeasurement.model_validate({"component": component, **figures, **sizes, **host})
+    recorded = empty()
+    plain = table_of(recorded).candidates[0]
+    measurement = Measurement(candidate=plain, outcome=Outcome.OK, components=(found,))
+    read = ROWS.validate_json(encode_row(ComponentRow.of(component, 0, measurement, replaced=False)))
+    assert isinstance(read, ComponentRow)
+    assert read.measurement() == found
+
+
+def test_tainted_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:
+    recorded = empty()
+    component = table_of(recorded).components[0]
+    tainted = ComponentRow.of(component, 0, measured(recorded, HOT), replaced=False)
+    assert tainted.outcome is Outcome.TAINTED
+    assert tainted.reason == "the device is throttled: hw_thermal_slowdown"
+    assert tainted.figures is None
+    file = RecordingFile(tmp_path / "table.jsonl", recorded.header)
+    file.append(tainted)
+    file.append(row(component, 0))
+    file.close()
+    read = Recording.read(tmp_path / "table.jsonl")
+    assert read.tainted == [tainted]
+    assert [kept.outcome for kept in read.components[component]] == [Outcome.OK]
+    assert read.components.keys() == {component}
+    assert read.whole_models == {}

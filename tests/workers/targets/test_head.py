@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
+from explorer.spec.model import ModelSpec
+from explorer.spec.training import LossSpec
+from tests.bexp.kernels.references import relative_error
+from tests.workers.targets.models import CPU, shake, small_model
+from workers.targets.reference.head import Head
+
+FULL, CHUNKED = LossSpec(kind="full"), LossSpec(kind="chunked", chunk_tokens=128)
+BATCH = 20  # 240 tokens: a whole chunk and a part of one
+
+
+def run(model: ModelSpec, loss: LossSpec, scale: float = 1.0, w_tied: nn.Parameter | None = None) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    head = Head(model, loss=loss, device=CPU, training=True, w_tied=w_tied)
+    shake(head, generator)
+    x = torch.randn(BATCH, 12, 48, generator=generator).to(head.w_vocab.dtype).requires_grad_()
+    targets = torch.randint(model.vocab_size, (BATCH, 12), generator=generator)
+    out = head(x, targets)
+    (out * scale).backward()
+    return {"out": out, "x": x.grad, **{name: p.grad for name, p in head.named_parameters()}}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.parametrize("fields", [{}, {"lm_head_bias": True, "norm": "layernorm"}], ids=str)
+def test_chunks_equal_the_full_loss(fields: dict[str, Any], scale: float) -> None:
+    model = small_model(**fields)
+    full, chunked = run(model, FULL, scale), run(model, CHUNKED, scale)
+    for name, value in full.items():
+        assert relative_error(chunked[name], value) <= 1e-5, name
+
+
+def test_chunks_equal_the_full_loss_in_bfloat16() -> None:
+    """The weight's gradient is rounded after each chunk, as gradients accumulated over micro-batches are."""
+    model = small_model(dtype="bfloat16", lm_head_bias=True)
+    full, chunked = run(model, FULL), run(model, CHUNKED)
+    for name, value in full.items():
+        assert relative_error(chunked[name], value) <= 2e-2, name
+    assert chunked["out"].dtype is torch.float32
+    assert chunked["w_vocab"].dtype is torch.bfloat16
+    assert chunked["b_vocab"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("loss", [FULL, CHUNKED], ids=lambda loss: loss.kind)
+def test_a_tied_projection_gets_the_gradient_of_both_uses(loss: LossSpec) -> None:
+    model = small_model(tie_embeddings=True)
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(model.vocab_size, 48, generator=generator) / 7)
+    head = Head(model, loss=loss, device=CPU, training=True, w_tied=weight)
+    tokens, targets = torch.randint(model.vocab_size, (2, BATCH, 12), generator=generator)
+    head(nn.functional.embedding(tokens, weight), targets).backward()
+
+    w64 = weight.detach().double().requires_grad_()
+    x = w64[tokens.flatten()]
+    h = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    logits = h @ w64.T
+    (torch.logsumexp(logits, -1) - logits.gather(1, targets.view(-1, 1)).squeeze(1)).mean().backward()
+    assert head.w_vocab is weight
+    assert relative_error(weight.grad, w64.grad) <= 1e-5
+
+
+def test_chunks_never_hold_the_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    linear = nn.functional.linear
+
+    def spy(*args: Any) -> torch.Tensor:
+        out = linear(*args)
+        seen.append(tuple(out.shape))
+        return out
+
+    monkeypatch.setattr("bexp.kernels.loss.F.linear", spy)
+    h, w = torch.randn(300, 8), torch.randn(50, 8)
+    chunked_cross_entropy(h, w, None, torch.zeros(300, dtype=torch.int64), 128)
+    assert seen == [(128, 50), (128, 50), (44, 50)]
+
+
+def test_without_gradients_there_is_only_the_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(300, 8, generator=generator).requires_grad_()
+    w = torch.randn(50, 8, generator=generator).requires_grad_()
+    targets = torch.randint(50, (300,), generator=generator)
+    with torch.no_grad():
+        loss = chunked_cross_entropy(h, w, None, targets, 128)
+        torch.testing.assert_close(loss, full_cross_entropy(h, w, None, targets))
+    assert not loss.requires_grad
+
+
+def test_a_second_backward_is_refused() -> None:
+    w = torch.randn(5, 8, requires_grad=True)
+    loss = chunked_cross_entropy(torch.randn(3, 8), w, None, torch.tensor([0, 1, 2]), 128)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

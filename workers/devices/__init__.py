@@ -1,0 +1,1 @@
+"""Devices: discovery, selection, lock."""

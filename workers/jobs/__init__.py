@@ -1,0 +1,1 @@
+"""Jobs: claim, run, heartbeat, timings."""

@@ -1,0 +1,124 @@
+"""The claim loop of a device, or of a group: jobs one at a time, with a profiler process ready for the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+
+from explorer.search.explore import explore
+from explorer.spec.hardware import HardwareSpec
+from storage.leases import Claim
+from storage.queue import Queue
+from storage.workers import WorkerInfo
+from workers.jobs.registration import Registration
+from workers.jobs.runner import DATABASE_TROUBLE, Explore, run_job
+from workers.process.interface import DeviceProfiler
+from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+
+MIN_POLL_SECONDS = 0.05
+MAX_POLL_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Owns one device, or several that its profiler runs trials on together; it takes jobs that need no more.
+
+    Each job gets a profiler process of its own, started when the job before it ended, so that a job waits for none
+    and inherits nothing. `stop` may be called from any thread. With `job_ids`, only those jobs are run; the list may
+    grow meanwhile.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        profiler: DeviceProfiler,
+        device: str,
+        *,
+        explore: Explore = explore,
+        job_ids: list[str] | None = None,
+    ) -> None:
+        host = socket.gethostname()
+        self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
+        self._host = host
+        self._queue = queue
+        self._profiler = profiler
+        self._explore = explore
+        self._job_ids = job_ids
+        self._stopping = threading.Event()
+
+    def run(self, *, max_jobs: int | None = None) -> None:
+        """Claim and run jobs until `stop` is called, or `max_jobs` have been run.
+
+        Raises:
+            ProfilerError: the device cannot be used, not even by a new process.
+        """
+        try:
+            self._profiler.start()
+            hardware = self._profiler.hardware()
+            info = WorkerInfo(
+                id=self.id,
+                host=self._host,
+                pid=os.getpid(),
+                device_kind=hardware.device_kind,
+                device_name=hardware.device_name,
+                num_devices=hardware.num_devices,
+                fingerprint=hardware.fingerprint,
+            )
+            _log.info("worker %s is ready: %s", self.id, hardware.describe())
+            with Registration(self._queue.database, info):
+                self._serve(hardware, max_jobs)
+        except ProfilerInterruptedError:
+            if not self._stopping.is_set():
+                raise
+        finally:
+            self._profiler.close()
+
+    def stop(self) -> None:
+        """End soon: a running job is put back, keeping what it has measured."""
+        self._stopping.set()
+        self._profiler.interrupt()
+
+    def _serve(self, hardware: HardwareSpec, max_jobs: int | None) -> None:
+        num_jobs = 0
+        pause = MIN_POLL_SECONDS
+        while not self._stopping.is_set() and num_jobs != max_jobs:
+            claim = self._claim(hardware)
+            if claim is None:
+                self._stopping.wait(pause)
+                pause = min(2 * pause, MAX_POLL_SECONDS)
+                continue
+            pause = MIN_POLL_SECONDS
+            num_jobs += 1
+            self._run(claim)
+            self._profiler.close()
+            if not self._stopping.is_set() and num_jobs != max_jobs:
+                self._profiler.start()
+
+    def _claim(self, hardware: HardwareSpec) -> Claim | None:
+        try:
+            return self._queue.claim(
+                self.id,
+                device_kind=hardware.device_kind,
+                num_devices=hardware.num_devices,
+                fingerprint=hardware.fingerprint,
+                description=hardware.describe(),
+                among=None if self._job_ids is None else tuple(self._job_ids),
+            )
+        except DATABASE_TROUBLE as error:
+            _log.warning("no job could be claimed: %s", error)
+            return None
+
+    def _run(self, claim: Claim) -> None:
+        _log.info("exploration %s begins (attempt %d)", claim.job.id, claim.lease.attempt)
+        try:
+            end = run_job(claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore)
+        except DATABASE_TROUBLE as error:
+            _log.error("exploration %s is left to its lease: %s", claim.job.id, error)
+        except ProfilerError as error:
+            _log.error("exploration %s was put back: %s", claim.job.id, error)
+        else:
+            _log.info("exploration %s: %s", claim.job.id, end)

@@ -1,0 +1,1 @@
+"""Profiler processes: protocol, child, exit status."""

@@ -1,0 +1,88 @@
+"""What several ranks found, as one finding: a step waits for its slowest rank, and must fit where it needs most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
+from explorer.spec.hardware import HardwareSpec
+from workers.process.protocol import TrialFinished
+
+
+def merge_hardware(found: Sequence[HardwareSpec]) -> HardwareSpec:
+    """Devices alike, each no better than the worst of them. Ranks on the CPU share its memory.
+
+    Raises:
+        ValueError: the devices are not alike.
+    """
+    first = found[0]
+    names = sorted({spec.device_name for spec in found})
+    if len(names) > 1:
+        raise ValueError(f"the devices of a group must be alike, not {' and '.join(names)}")
+    limit = min(spec.memory_limit_bytes for spec in found)
+    peaks = first.matmul_flops_per_second
+    return first.model_copy(
+        update={
+            "num_devices": len(found),
+            "memory_limit_bytes": limit if first.device_kind == "cuda" else max(1, limit // len(found)),
+            "context_bytes": max(spec.context_bytes for spec in found),
+            "matmul_flops_per_second": {
+                dtype: min(spec.matmul_flops_per_second[dtype] for spec in found)
+                for dtype in peaks
+                if all(dtype in spec.matmul_flops_per_second for spec in found)
+            },
+            "memory_bandwidth_bytes_per_second": min(spec.memory_bandwidth_bytes_per_second for spec in found),
+            "launch_seconds": max(spec.launch_seconds for spec in found),
+        }
+    )
+
+
+def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
+    """The largest of every figure."""
+    assert len({measured.component for measured in found}) == 1, "the ranks run the same components in the same order"
+    slowest = max(found, key=lambda measured: measured.device_seconds)
+    return slowest.model_copy(
+        update={
+            "host_seconds": max(measured.host_seconds for measured in found),
+            "forward_device_seconds": max(measured.forward_device_seconds for measured in found),
+            "standard_error_seconds": max(measured.standard_error_seconds for measured in found),
+            "repeats": min(measured.repeats for measured in found),
+            "saved_bytes": max(measured.saved_bytes for measured in found),
+            "forward_peak_bytes": max(measured.forward_peak_bytes for measured in found),
+            "backward_peak_bytes": max(measured.backward_peak_bytes for measured in found),
+            "host_once_seconds": max(
+                (m.host_once_seconds for m in found if m.host_once_seconds is not None), default=None
+            ),
+            "slowdown": max((m.slowdown for m in found if m.slowdown is not None), default=None),
+        }
+    )
+
+
+def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:
+    """Of ranks that all came to the same end."""
+    measurements = [finished.measurement for finished in found]
+    components = zip(*(measurement.components for measurement in measurements), strict=True)
+    whole = [m.whole_model for m in measurements if m.whole_model is not None]
+    slowest = max(found, key=lambda finished: finished.seconds)  # whose phases add up to its time
+    merged = slowest.measurement.model_copy(
+        update={
+            "components": tuple(merge_component(ranks) for ranks in components),
+            "whole_model": _merge_whole_model(whole) if whole else None,
+        }
+    )
+    poisoned = any(finished.poisoned for finished in found)
+    return TrialFinished(measurement=merged, seconds=slowest.seconds, poisoned=poisoned)
+
+
+def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
+    """The slowest rank's micro-step and communication: the others' communication includes their wait for it."""
+    slowest = max(found, key=lambda whole: whole.micro_step_seconds)
+    return slowest.model_copy(
+        update={
+            "optimizer_seconds": max(whole.optimizer_seconds for whole in found),
+            "standard_error_seconds": max(whole.standard_error_seconds for whole in found),
+            "peak_bytes": max(whole.peak_bytes for whole in found),
+            "reserved_bytes": max(whole.reserved_bytes for whole in found),
+            "repeats": min(whole.repeats for whole in found),
+        }
+    )

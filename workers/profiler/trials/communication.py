@@ -1,0 +1,258 @@
+"""Measures what devices exchange of gradients and parameters in a step, and what it costs the computation beside it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bexp.kernels.dtypes import torch_dtype
+from bexp.measure.timestamps import mark_of
+from bexp.measure.timing import Timing, collector_paused
+from explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit
+from explorer.cost_model.components import Component
+from explorer.records.measurement import ComponentMeasurement
+from explorer.spec.model import DType, ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+from workers.profiler.bench import Bench
+from workers.profiler.phases import PhaseClock
+from workers.profiler.trials.communication_host import measure_handling
+
+COMPUTE_TOKENS = 4096
+"""Rows of the products that run beside the traffic; no more than a sequence has."""
+OUTLASTS = 2.0
+"""The computation beside the traffic would take so many times as long as the traffic does, each by itself."""
+LEAST_SECONDS = 4e-3
+"""Of traffic, so that its beginning and its end hardly count."""
+MOST_BLOCKS = 4096
+REPEATS = 5
+SECONDS = 2.0
+"""For the repeats; two are made in any case."""
+
+# Named anew in torch 2.13, which warns of the former names.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class _UnitTraffic:
+    """The collectives of one unit, in forward and in backward, on buffers of their real sizes and formats.
+
+    To a timer it is a block: its `forward` gathers, its `backward` gathers and reduces, each waits to the end.
+    """
+
+    training = True
+    is_chainable = False
+
+    def __init__(
+        self,
+        bench: Bench,
+        members: dist.ProcessGroup,
+        model: ModelSpec,
+        request: ExplorationRequest,
+        unit: Unit,
+        meet: Callable[[], None] | None,
+        *,
+        is_last: bool,
+    ) -> None:
+        self._members = members
+        self._meet = meet
+        self._sharding = request.training.sharding
+        self._again = self._sharding is Sharding.ZERO3 and not is_last
+        ranks = members.size()
+        share = -(-unit.num_parameters // ranks)
+        # Means of equal tensors are what they were, however often they are taken; gloo has no means.
+        self._mean = dist.ReduceOp.AVG if bench.device.type == "cuda" else dist.ReduceOp.SUM
+        generator = bench.generator(request.seed)
+
+        def draw(size: int, dtype: DType) -> Tensor:
+            empty = torch.empty(size, dtype=torch_dtype(dtype), device=bench.device)
+            return empty.normal_(0.0, 1e-3, generator=generator)
+
+        gradient_dtype = request.training.optimizer.gradient_dtype(model.dtype)
+        self._gradients = draw(ranks * share, gradient_dtype)
+        if self._sharding is Sharding.NONE:
+            self._buckets = self._gradients.split(max(1, BUCKET_BYTES // gradient_dtype.itemsize))
+            return
+        self._reduced = draw(share, gradient_dtype)
+        self._shard = draw(share, model.dtype)
+        self._parameters = draw(ranks * share, model.dtype)
+
+    def begin_forward(self) -> list[Any]:
+        """Issue what forward asks for; nothing of it needs to have ended."""
+        if self._sharding is Sharding.NONE:
+            return []
+        return [_gather(self._parameters, self._shard, group=self._members, async_op=True)]
+
+    def begin_backward(self) -> list[Any]:
+        """Issue what backward asks for."""
+        if self._sharding is Sharding.NONE:
+            return [dist.all_reduce(bucket, self._mean, self._members, async_op=True) for bucket in self._buckets]
+        gathered = self.begin_forward() if self._again else []
+        return [*gathered, _scatter(self._reduced, self._gradients, self._mean, self._members, async_op=True)]
+
+    def copy(self) -> None:
+        """What the device itself does for it, beside its computation.
+
+        Parameters are copied from where they were gathered, gradients to where they are reduced from. Replicas keep
+        gradients where they are reduced.
+        """
+        if self._sharding is not Sharding.NONE:
+            for _ in range(2 if self._again else 1):
+                self._parameters.clone()
+            self._gradients.clone()
+
+    def prepare_forward(self) -> None:
+        """Begin together."""
+        if self._meet is not None:
+            self._meet()
+
+    def forward(self) -> None:
+        """All that forward asks for."""
+        _wait(self.begin_forward())
+
+    def prepare_backward(self) -> None:
+        """Begin together."""
+        if self._meet is not None:
+            self._meet()
+
+    def backward(self) -> None:
+        """All that backward asks for."""
+        _wait(self.begin_backward())
+
+    def run_chain(self, length: int) -> None:
+        """Units are timed one at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    unit: Unit
+    is_last: bool
+
+
+def measure_communication(
+    bench: Bench, model: ModelSpec, component: Component, request: ExplorationRequest, clock: PhaseClock
+) -> ComponentMeasurement:
+    """Seconds of one exchange of the whole model, unit by unit with nothing beside it, and what it slows down.
+
+    Beside it what the host does about exchanges, see `workers.profiler.trials.communication_host`. Equal layers are
+    timed once. Run by all members of the bench's team at the same time.
+    """
+    members = bench.team.members
+    assert members is not None, "an exchange takes more than one process"
+    units = ExchangeUnits.of(model)
+    tied = units.last is None
+    parts = [_Part(units.first, is_last=tied), *(_Part(layer, is_last=False) for layer in units.layers)]
+    if units.last is not None:
+        parts.append(_Part(units.last, is_last=True))
+    largest = max(parts, key=lambda part: part.unit.count * part.unit.num_parameters)
+    meet = bench.team.meeting(component)
+    timings: list[tuple[int, Timing]] = []
+    slowdown = 0.0
+    watch = bench.surroundings.watch()
+    for part in parts:
+        with clock.phase("build"):
+            traffic = _UnitTraffic(bench, members, model, request, part.unit, meet, is_last=part.is_last)
+        with clock.phase("warm_up"):
+            bench.timer.warm_up(traffic)
+        with clock.phase("timed"), watch:
+            timing = bench.timer.time(traffic, watch.glance)
+            if part is largest:
+                slowdown = _measure_slowdown(bench, model, traffic, timing)
+        timings.append((part.unit.count, timing))
+        del traffic
+    with clock.phase("timed"):
+        handling = measure_handling(bench, model, request)
+    return ComponentMeasurement(
+        component=component,
+        device_seconds=sum(count * timing.device_seconds for count, timing in timings),
+        host_seconds=handling.each,
+        host_once_seconds=handling.once,
+        forward_device_seconds=sum(count * timing.forward_device_seconds for count, timing in timings),
+        standard_error_seconds=math.hypot(*(count * timing.standard_error_seconds for count, timing in timings)),
+        repeats=min(timing.repeats for _, timing in timings),
+        saved_bytes=0,
+        forward_peak_bytes=0,
+        backward_peak_bytes=0,
+        slowdown=slowdown,
+        conditions=watch.conditions(),
+    )
+
+
+def _measure_slowdown(bench: Bench, model: ModelSpec, traffic: _UnitTraffic, timing: Timing) -> float:
+    """Seconds that computation loses for each second of the traffic, 0..1.
+
+    Products of a layer's size run alone and beside so many exchanges that these end first; all exchanges are issued
+    beforehand, on the streams or threads that the back end has for them.
+    """
+    multiply = _products(bench, model)
+    (seconds,) = bench.team.largest(timing.device_seconds)
+    exchanges = max(1, math.ceil(LEAST_SECONDS / seconds))
+    _run(bench, multiply, 4, traffic, exchanges)  # what a first run adds is not its own
+    (block,) = bench.team.largest(_run(bench, multiply, 4) / 4)
+    blocks = min(MOST_BLOCKS, max(1, math.ceil(OUTLASTS * exchanges * seconds / block)))
+    repeats = max(2, min(REPEATS, int(SECONDS / (2 * blocks * block))))
+    lost = []
+    with collector_paused():
+        for _ in range(repeats):
+            alone = _run(bench, multiply, blocks)
+            lost.append(_run(bench, multiply, blocks, traffic, exchanges) - alone)
+    return min(1.0, max(0.0, statistics.median(lost) / (exchanges * seconds)))
+
+
+def _run(
+    bench: Bench,
+    multiply: Callable[[], None],
+    blocks: int,
+    traffic: _UnitTraffic | None = None,
+    exchanges: int = 0,
+) -> float:
+    """Seconds of the products, beside the exchanges."""
+    mark = mark_of(bench.device)
+    bench.team.largest(0.0)  # all begin together
+    bench.synchronize()
+    works: list[Any] = []
+    for _ in range(exchanges):
+        assert traffic is not None
+        works += [*traffic.begin_forward(), *traffic.begin_backward()]
+    start = mark()
+    for block in range(blocks):
+        multiply()
+        for _ in range(exchanges * block // blocks, exchanges * (block + 1) // blocks):
+            assert traffic is not None
+            traffic.copy()
+    end = mark()
+    _wait(works)
+    bench.synchronize()
+    return start.seconds_until(end)
+
+
+def _products(bench: Bench, model: ModelSpec) -> Callable[[], None]:
+    """One matrix product into a hidden layer and one out of it."""
+    dtype = torch_dtype(model.dtype)
+    hidden = model.ffn_hidden_size
+    if model.moe is not None:
+        hidden = model.moe.top_k * model.moe.expert_ffn_hidden_size
+    generator = bench.generator(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=bench.device, generator=generator)
+
+    x_TD, w_DH = draw(min(COMPUTE_TOKENS, model.seq_length), model.hidden_size), draw(model.hidden_size, hidden)
+    w_HD = draw(hidden, model.hidden_size)
+
+    def multiply() -> None:
+        x_TD @ w_DH @ w_HD
+
+    return multiply
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()

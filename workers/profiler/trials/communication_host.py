@@ -1,0 +1,83 @@
+"""What the host does about an exchange in every step: hooks, copies, events, and the collectives that it issues.
+
+Where micro-batches are small the device waits for it. It hardly depends on sizes, so that a miniature of the model
+shows it: as many parameters a layer, next to nothing to compute or to send. It is trained by all devices together and
+by each alone, and the difference is counted for as many units as the model has.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+from bexp.measure.timing import collector_paused
+from explorer.cost_model.collectives import ExchangeUnits
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from workers.profiler.bench import Bench
+from workers.profiler.training.run import EXCHANGING_MICRO_STEPS, TrainingRun
+
+NUM_LAYERS = 4
+WIDTH, HEADS, TOKENS, WORDS = 64, 2, 16, 64
+"""Of the miniature; a head is then 32 wide, whatever part of it the model rotates."""
+STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """Seconds of the host: in each micro-step, and what the first and the last of a step take more."""
+
+    each: float
+    once: float
+
+
+def measure_handling(bench: Bench, model: ModelSpec, request: ExplorationRequest) -> Handling:
+    """Of one step of the whole model, by all members of the bench's team at the same time."""
+    small = _miniature(model)
+    changed = request.model_copy(update={"model": small, "execution": "eager"})
+    candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=small.query_groups)
+    together, alone = (_seconds(bench, candidate, changed, together=both) for both in (True, False))
+    share = ExchangeUnits.of(model).number / ExchangeUnits.of(small).number
+    each, once = (max(0.0, share * (a - b)) for a, b in zip(together, alone, strict=True))
+    return Handling(*bench.team.largest(each, once))
+
+
+def _seconds(bench: Bench, candidate: Candidate, request: ExplorationRequest, *, together: bool) -> tuple[float, float]:
+    """Of the host, in each micro-step and once a step more: medians of several steps."""
+    training = TrainingRun(bench, request.model, candidate, request, together=together)
+    training.begin()
+    each, once = [], []
+    with collector_paused():
+        for _ in range(STEPS):
+            seconds = []
+            bench.team.largest(0.0)  # all begin together
+            bench.synchronize()
+            for i in range(EXCHANGING_MICRO_STEPS):
+                started = time.perf_counter()
+                training.micro_step(min(i, training.num_micro_steps - 1))
+                seconds.append(time.perf_counter() - started)
+            training.update()
+            each.append(seconds[1])
+            once.append(sum(seconds) - EXCHANGING_MICRO_STEPS * seconds[1])
+    training.finish()
+    return statistics.median(each), statistics.median(once)
+
+
+def _miniature(model: ModelSpec) -> ModelSpec:
+    """Of the same make. Experts are left out: their matrices are as few parameters as those of a dense FFN."""
+    sizes = {
+        "num_layers": NUM_LAYERS,
+        "hidden_size": WIDTH,
+        "ffn_hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "num_query_groups": HEADS if model.query_groups == model.num_attention_heads else 1,
+        "head_dim": WIDTH // HEADS,
+        "rotary_fraction": 1.0,
+        "vocab_size": WORDS,
+        "seq_length": TOKENS,
+        "max_position_embeddings": None,
+        "moe": None,
+    }
+    return ModelSpec.model_validate(model.model_dump() | sizes)

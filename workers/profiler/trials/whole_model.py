@@ -1,0 +1,117 @@
+"""Runs the whole model as a trainer would, to check what its components compose to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from bexp.measure.memory_meters import byte_meter
+from bexp.measure.timestamps import Mark
+from bexp.measure.timing import collector_paused, standard_error
+from explorer.records.measurement import WholeModelMeasurement
+from explorer.spec.candidate import Candidate
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+from workers.profiler.bench import Bench
+from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.phases import PhaseClock
+from workers.profiler.training.run import TrainingRun
+
+MIN_STEPS = 3
+MAX_STEPS = 10
+TIMED_SECONDS = 3.0
+LONG_STEP_SECONDS = 5.0
+"""A step that takes so long is run once: what a first run adds is a small part of it, as is what repeats vary."""
+
+
+def _step_seconds(bench: Bench, training: TrainingRun) -> float:
+    started = time.perf_counter()
+    training.step()
+    bench.synchronize()
+    return time.perf_counter() - started
+
+
+def _micro_steps(moments: Sequence[Mark]) -> list[float]:
+    """Seconds of each micro-step of a step."""
+    return [start.seconds_until(end) for start, end in pairwise(moments[:-1])]
+
+
+def _split(steps: Sequence[Sequence[Mark]]) -> tuple[list[float], list[float]]:
+    """Seconds of a micro-step of each step, and what all of them took beyond that.
+
+    The second one is typical. Where the host is slower than the device, the first seems shorter than it is: it began
+    when the device had caught up with the optimizer, which the host had left behind.
+    """
+    micro_steps, once = [], []
+    for moments in steps:
+        each = _micro_steps(moments)
+        typical = each[1]
+        micro_steps.append(typical)
+        once.append(sum(each) - len(each) * typical)
+    return micro_steps, once
+
+
+def run_whole_model(
+    bench: Bench, model: ModelSpec, candidate: Candidate, request: ExplorationRequest, clock: PhaseClock
+) -> WholeModelMeasurement:
+    """Train a few steps of accumulated micro-steps, back to back, or run forwards alone in eval mode.
+
+    Raises:
+        UnsupportedTrialError: the training state is sharded over more devices than there are, or sequences cannot be
+            shared as the candidate says.
+    """
+    sharded = request.training.sharding is not Sharding.NONE and request.mode == "train"
+    if sharded and bench.team.size < request.num_devices:
+        has = "one" if bench.team.size == 1 else f"{bench.team.size} of them"
+        raise UnsupportedTrialError(
+            f"a whole model with sharding '{request.training.sharding}' needs {request.num_devices} devices; "
+            f"the profiler has {has}"
+        )
+    bench.settle(release=True)
+    cuda = bench.device.type == "cuda"
+    with byte_meter(bench.device, ()) as meter:
+        with clock.phase("build"):
+            training = TrainingRun(bench, model, candidate, request)
+        with clock.phase("warm_up"):
+            (step_seconds,) = bench.team.largest(training.begin())
+            is_long = cuda and step_seconds > LONG_STEP_SECONDS
+            meter.reset_peak()
+            if not is_long:
+                step_seconds = _step_seconds(bench, training)
+            peak = meter.peak()
+    if not cuda:
+        with clock.phase("warm_up"):
+            training.step()  # the meter slows the host down, and keeps it from compiling
+            step_seconds = _step_seconds(bench, training)
+    (step_seconds,) = bench.team.largest(step_seconds)
+    num_steps = 1 if is_long else max(MIN_STEPS, min(MAX_STEPS, int(TIMED_SECONDS / step_seconds)))
+    with clock.phase("timed"), bench.surroundings.watch() as watch, collector_paused():
+        marks = []
+        for _ in range(num_steps):
+            marks.append(training.step())
+            watch.glance()  # between the marks of two steps
+        training.finish()
+    reserved = peak
+    if cuda:
+        peak = max(peak, meter.peak())
+        reserved = torch.cuda.max_memory_reserved(bench.device)
+    peak -= bench.own_bytes
+    micro_steps, once = _split(marks)
+    optimizer = [before.seconds_until(end) for *_, before, end in marks]
+    if not training.exchanges:  # what the first micro-step lacks was the optimizer's
+        optimizer = [max(0.0, seconds + more) for seconds, more in zip(optimizer, once, strict=True)]
+    return WholeModelMeasurement(
+        micro_step_seconds=statistics.median(micro_steps),
+        optimizer_seconds=statistics.median(optimizer) if request.mode == "train" else 0.0,
+        standard_error_seconds=standard_error(micro_steps if num_steps > 1 else _micro_steps(marks[0])[:2]),
+        peak_bytes=peak,
+        reserved_bytes=reserved,
+        repeats=num_steps,
+        communication_seconds=max(0.0, statistics.median(once)) if training.exchanges else None,
+        conditions=watch.conditions(),
+    )

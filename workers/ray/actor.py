@@ -1,0 +1,62 @@
+"""What runs on a node of the cluster: a profiler of the devices that Ray has given to its actor."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from explorer.records.trial import TrialPlan
+from explorer.spec.request import ExplorationRequest
+from workers.process.interface import DeviceProfiler
+from workers.process.profiler import Profiler
+
+OpenProfiler = Callable[[Sequence[str], Mapping[str, str], Path | None], DeviceProfiler]
+"""A profiler for devices, with its environment and the directory of its device locks (null: the host's)."""
+
+
+def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> DeviceProfiler:
+    """The real one."""
+    return Profiler(devices, environment=environment, lock_directory=locks)
+
+
+class Seat:
+    """An actor: one trial at a time, with a profiler process that stays warm between trials.
+
+    Messages are JSON, so that what crosses the network is what the database holds. A GPU is locked on its host as
+    ever; of CPUs Ray hands out one each, so that a seat's profiler runs on one thread and waits for no other's.
+    """
+
+    def __init__(self, devices: tuple[str, ...], open_profiler: OpenProfiler) -> None:
+        environment = dict(os.environ)  # with the CUDA_VISIBLE_DEVICES that Ray has set for this actor
+        self._locks: tempfile.TemporaryDirectory[str] | None = None
+        if devices[0] == "cpu":
+            environment["OMP_NUM_THREADS"] = "1"
+            self._locks = tempfile.TemporaryDirectory(prefix="bexp-seat-")
+        self._profiler = open_profiler(devices, environment, Path(self._locks.name) if self._locks else None)
+
+    def introduce(self) -> tuple[str, str]:
+        """Start the profiler and measure its device: the node's name and id, and a `HardwareSpec`."""
+        ray: Any = importlib.import_module("ray")
+        self._profiler.start()
+        node = f"{socket.gethostname()} ({ray.get_runtime_context().get_node_id()[:8]})"
+        return node, self._profiler.hardware().model_dump_json()
+
+    def begin(self, request: str) -> str:
+        """Announce a job: a `DeviceReport`."""
+        return self._profiler.begin(ExplorationRequest.model_validate_json(request)).model_dump_json()
+
+    def measure(self, plan: str) -> tuple[str, int]:
+        """Run a trial: a `Measurement`, and how often the profiler process has been replaced so far."""
+        measurement = self._profiler.measure(TrialPlan.model_validate_json(plan))
+        return measurement.model_dump_json(), self._profiler.restarts
+
+    def close(self) -> None:
+        """End the profiler process."""
+        self._profiler.close()
+        if self._locks is not None:
+            self._locks.cleanup()

@@ -1,0 +1,1 @@
+"""The code whose training step is measured."""

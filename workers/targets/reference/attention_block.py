@@ -1,0 +1,115 @@
+"""The attention block: norm, QKV projection, positions, attention, output projection."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.recomputation import recomputed
+from bexp.kernels.selective_recompute import recomputable
+from explorer.cost_model.components import BlockRecompute
+from explorer.spec.model import ModelSpec
+from workers.targets.reference.block import ResidualBlock
+from workers.targets.reference.compilation import left_eager
+from workers.targets.reference.norm import RMSNorm, build_norm
+from workers.targets.reference.rotary import Rotary
+from workers.targets.reference.weights import Weights
+
+
+class AttentionBlock(ResidualBlock):
+    """Causal self-attention with one projection for queries, keys and values, in this order of heads.
+
+    `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward;
+    recomputation of the projections runs all that comes before it, and keeps what the kernel itself keeps. With
+    `context_parallel` the block has this rank's tokens of each sequence, and attention alone asks the other ranks.
+    """
+
+    recompute_to_the_end = True
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        backend: str,
+        bta_tile: int | None,
+        recompute: BlockRecompute,
+        device: torch.device,
+        training: bool,
+        generator: torch.Generator | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> None:
+        super().__init__(recompute=recompute, training=training, bta_tile=bta_tile)
+        weights = Weights.of(model, device, training, generator)
+        self.num_heads, self.num_groups, self.head_size = (
+            model.num_attention_heads,
+            model.query_groups,
+            model.head_size,
+        )
+        query, key = self.num_heads * self.head_size, self.num_groups * self.head_size
+        positions: Tensor | None = None
+        if context_parallel is None:
+            self.attend = attention_backend(backend).run
+        else:
+            self.attend = partial(context_parallel.attention, backend=backend)
+            positions = context_parallel.positions(model.seq_length, device)
+        self.spread = context_parallel is not None
+        self.norm = build_norm(model, weights)
+        self.w_qkv = weights.normal(query + 2 * key, model.hidden_size)
+        self.b_qkv = weights.normal(query + 2 * key) if model.qkv_bias else None
+        self.w_out = weights.normal(model.hidden_size, query)
+        self.b_out = weights.normal(model.hidden_size) if model.attention_output_bias else None
+        self.norm_heads = model.qk_norm == "head"
+        sizes = {"none": None, "head": (self.head_size, self.head_size), "full": (query, key)}[model.qk_norm]
+        self.q_norm = RMSNorm(sizes[0], weights) if sizes else None
+        self.k_norm = RMSNorm(sizes[1], weights) if sizes else None
+        self.rotary = Rotary(model, device, positions) if model.position == "rope" else None
+        self.train(training)
+
+    def core(self, x_BSD: Tensor) -> Tensor:
+        """Norm, projections and attention of a tile."""
+        q, k, v = (heads.transpose(1, 2) for heads in self._project(recomputable(self.norm, x_BSD)))
+        if self.recompute is BlockRecompute.SELECTIVE and self.training:
+            out_BHSD = recomputed(self.attend, q, k, v)
+        else:
+            out_BHSD = self.attend(q, k, v)
+        return F.linear(out_BHSD.transpose(1, 2).flatten(2), self.w_out, self.b_out)
+
+    def compile_core(self) -> None:
+        """Compile the branch; attention over several ranks stays eager inside."""
+        if self.spread:
+            self.attend = left_eager(self.attend)
+        super().compile_core()
+
+    def _project(self, h_BSD: Tensor) -> tuple[Tensor, ...]:
+        """Queries (B, S, H, D), keys and values (B, S, G, D), with their positions."""
+        q, k, v = recomputable(self._project_heads, h_BSD, product=True)
+        if self.q_norm is not None:
+            q, k = recomputable(self._norm_heads, q, k)
+        return q, k, v
+
+    def _project_heads(self, h_BSD: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values as views of one tensor; rotated in it unless they are to be normalised first."""
+        sizes = (self.num_heads, self.num_groups, self.num_groups)
+        qkv = F.linear(h_BSD, self.w_qkv, self.b_qkv).unflatten(-1, (sum(sizes), self.head_size))
+        if self.rotary is None or self.q_norm is not None:
+            return tuple(qkv.split(sizes, dim=2))
+        return self.rotary.split(qkv, sizes, self.num_heads + self.num_groups)
+
+    def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Queries and keys normalised, then rotated."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        if self.norm_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_size))
+            k = self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_size))
+        if self.rotary is not None:
+            (q,) = self.rotary.split(q, (self.num_heads,), self.num_heads)
+            (k,) = self.rotary.split(k, (self.num_groups,), self.num_groups)
+        return q, k

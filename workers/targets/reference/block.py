@@ -1,0 +1,72 @@
+"""What every block of a layer has in common: a residual branch, tiles, recomputation, compilation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bexp.kernels.recomputation import recomputed
+from bexp.kernels.selective_recompute import discarding
+from bexp.kernels.tiling import tiled
+from explorer.cost_model.components import BlockRecompute
+from workers.targets.reference.compilation import compiled
+
+
+class ResidualBlock(nn.Module, ABC):
+    """`x + core(x)` for hidden states x (B, S, D).
+
+    `core` is the branch as a function of one tile. `branch` runs it with the block's tiling, `residual` adds x, and
+    `forward` moreover recomputes all of it in backward if the block says so. Recomputation by operation is part of the
+    branch; where the block is tiled it is without effect, since each tile is recomputed as a whole.
+    """
+
+    recompute_to_the_end: ClassVar[bool] = False
+    """Whether something of the same layer follows this block, so that a recomputation of the layer runs all of it."""
+
+    def __init__(self, *, recompute: BlockRecompute, training: bool, bta_tile: int | None = None) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.bta_tile = bta_tile
+        self._compiled_core: Callable[[Tensor], Tensor] | None = None
+        self._compiled_sum: Callable[[Tensor], Tensor] | None = None
+        self.train(training)
+
+    @abstractmethod
+    def core(self, x_BSD: Tensor) -> Tensor:
+        """The residual branch of one tile, its norm included."""
+
+    def branch(self, x_BSD: Tensor) -> Tensor:
+        """The residual branch, tiled."""
+        return self._tiled(self._compiled_core or self.core, x_BSD)
+
+    def residual(self, x_BSD: Tensor) -> Tensor:
+        """`x + branch(x)`, tiled, never recomputed as a whole."""
+        return self._tiled(self._compiled_sum or self._sum, x_BSD)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """`x + branch(x)`."""
+        if self.recompute is BlockRecompute.FULL and self.training:
+            return recomputed(self.residual, x_BSD, early_stop=not self.recompute_to_the_end)
+        return self.residual(x_BSD)
+
+    def compile_core(self) -> None:
+        """Compile what a tile runs. Tiling and recomputation stay outside, so that no graph grows with the batch.
+
+        Recomputation by operation cannot: what lies between the operations is the compiler's.
+        """
+        assert not self.recompute.by_operation, "the request refuses it"
+        self._compiled_core = compiled(self.core)
+        self._compiled_sum = compiled(self._sum)
+
+    def _sum(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD + self.core(x_BSD)
+
+    def _tiled(self, function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+        if self.recompute.by_operation and self.bta_tile is None and self.training and torch.is_grad_enabled():
+            with discarding(products=self.recompute is BlockRecompute.PROJECTIONS):
+                return function(x_BSD)
+        return tiled(function, x_BSD, self.bta_tile, keep_inputs_only=self.training)

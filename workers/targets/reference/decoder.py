@@ -1,0 +1,162 @@
+"""The whole model, to check against what its blocks compose to."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.recomputation import recomputed
+from explorer.cost_model.components import Component, ComponentKind, block_recompute
+from explorer.spec.candidate import Candidate, recomputed_layers
+from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.request import ExplorationRequest
+from workers.targets.reference.attention_block import AttentionBlock
+from workers.targets.reference.block import ResidualBlock
+from workers.targets.reference.embedding import Embedding
+from workers.targets.reference.factory import build_block
+from workers.targets.reference.head import Head
+from workers.targets.reference.moe_block import MoEFFN
+from workers.targets.reference.routes import device_routes
+
+
+class TakeUnit(Protocol):
+    """Takes a part of a model that has just been built; `is_last` if no other comes after it in forward."""
+
+    def __call__(self, unit: nn.Module, *, is_last: bool) -> None: ...  # noqa: D102 - its protocol says it
+
+
+def leave(unit: nn.Module, *, is_last: bool) -> None:
+    """Leave it as it is."""
+
+
+class DecoderLayer(nn.Module):
+    """An attention block and an FFN block, one after the other or side by side; recomputed as a whole or not."""
+
+    def __init__(self, attention: ResidualBlock, ffn: ResidualBlock, *, parallel: bool, recompute: bool) -> None:
+        super().__init__()
+        self.attention = attention
+        self.ffn = ffn
+        self.parallel = parallel
+        self.recompute = recompute
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Hidden states (B, S, D) to the same shape."""
+        return recomputed(self._run, x_BSD) if self.recompute else self._run(x_BSD)
+
+    def _run(self, x_BSD: Tensor) -> Tensor:
+        if self.parallel:
+            return self.attention.residual(x_BSD) + self.ffn.branch(x_BSD)
+        out: Tensor = self.ffn(self.attention(x_BSD))
+        return out
+
+
+class DecoderModel(nn.Module):
+    """The model of `candidate` as a trainer would run it.
+
+    It is built of the blocks that the profiler times, by the same factory. A layer that the candidate recomputes keeps
+    its input alone. Its attention blocks share their rotary tables, its expert blocks their routes, drawn as for a
+    component. `model` is the variant that the candidate is for; mode, loss, routing, execution and seed are the
+    request's. With `context_parallel`, of the candidate's size and layout, the model takes this rank's tokens of each
+    sequence, and its loss is their mean: that of all tokens is the mean over the ranks.
+
+    `take_unit` is given each layer, the embedding and the head as soon as they are built, before there are more of
+    them; an embedding and a head that are tied are nobody's but the model's.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        candidate: Candidate,
+        request: ExplorationRequest,
+        device: torch.device,
+        *,
+        generator: torch.Generator | None = None,
+        context_parallel: ContextParallel | None = None,
+        take_unit: TakeUnit = leave,
+    ) -> None:
+        super().__init__()
+        m, size = candidate.micro_batch_size, candidate.context_parallel_size
+        assert (1 if context_parallel is None else context_parallel.size) == size, "as many ranks as the candidate says"
+        training = request.mode == "train"
+
+        def build(component: Component, w_tied: nn.Parameter | None = None) -> nn.Module:
+            ranks = context_parallel if component.kind in {ComponentKind.EMBEDDING, ComponentKind.ATTENTION} else None
+            return build_block(
+                model, component, request, device, generator=generator, w_tied=w_tied, context_parallel=ranks
+            )
+
+        def block(kind: ComponentKind, backend: str | None, bta_tile: int | None = None) -> Component:
+            again = block_recompute(candidate.recompute, kind, bta_tile)
+            spread = kind is ComponentKind.ATTENTION
+            return Component(
+                kind=kind,
+                micro_batch_size=m,
+                bta_tile=bta_tile,
+                recompute=again,
+                backend=backend,
+                context_parallel_size=size,
+                context_parallel_layout=candidate.context_parallel_layout if spread else None,
+            )
+
+        attention = block(ComponentKind.ATTENTION, candidate.attention_backend, candidate.bta_tile)
+        ffns = {
+            LayerKind.DENSE: block(ComponentKind.DENSE_FFN, None),
+            LayerKind.MOE: block(ComponentKind.MOE_FFN, candidate.expert_backend),
+        }
+        embedding = build(Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m, context_parallel_size=size))
+        assert isinstance(embedding, Embedding)
+        self.embedding = embedding
+        if not model.tie_embeddings:
+            take_unit(embedding, is_last=False)
+        layers = []
+        for kind, recompute in zip(model.layer_kinds, recomputed_layers(model, candidate.recompute), strict=True):
+            first, second = build(attention), build(ffns[kind])
+            assert isinstance(first, ResidualBlock)
+            assert isinstance(second, ResidualBlock)
+            layer = DecoderLayer(first, second, parallel=model.parallel_residual, recompute=recompute and training)
+            take_unit(layer, is_last=False)
+            layers.append(layer)
+        self.layers = nn.ModuleList(layers)
+        w_tied = embedding.w_tokens if model.tie_embeddings else None
+        head = build(Component(kind=ComponentKind.HEAD, micro_batch_size=m, context_parallel_size=size), w_tied)
+        assert isinstance(head, Head)
+        self.head = head
+        if not model.tie_embeddings:
+            take_unit(head, is_last=True)
+        self.train(training)
+        self._share_rotary()
+        if model.moe is not None and device.type != "meta":
+            self._share_routes(
+                device_routes(model, request.routing, m * model.seq_length // size, request.seed, device)
+            )
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """The mean cross entropy of a micro-batch, a float32 scalar."""
+        x_BSD = self.embedding(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD)
+        loss: Tensor = self.head(x_BSD, targets_BS)
+        return loss
+
+    def _share_rotary(self) -> None:
+        blocks = [module for module in self.modules() if isinstance(module, AttentionBlock)]
+        for block in blocks:
+            block.rotary = blocks[0].rotary
+
+    def _share_routes(self, routes_TK: Tensor) -> None:
+        for module in self.modules():
+            if isinstance(module, MoEFFN):
+                module.set_routes(routes_TK)
+
+
+def parameter_shapes(model: ModelSpec) -> tuple[torch.Size, ...]:
+    """The shapes of the model's parameters, without allocating them."""
+    request = ExplorationRequest(model=model)
+    candidate = Candidate(
+        micro_batch_size=1, attention_backend="math", expert_backend="loop", num_query_groups=model.query_groups
+    )
+    decoder = DecoderModel(model, candidate, request, torch.device("meta"))
+    return tuple(parameter.shape for parameter in decoder.parameters())

@@ -1,0 +1,119 @@
+"""Blocks by component: what the profiler times."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.dtypes import torch_dtype
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from workers.targets.reference.attention_block import AttentionBlock
+from workers.targets.reference.embedding import Embedding
+from workers.targets.reference.ffn_block import DenseFFN
+from workers.targets.reference.head import Head
+from workers.targets.reference.moe_block import MoEFFN
+from workers.targets.reference.routes import device_routes
+
+Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
+
+
+def build_block(
+    model: ModelSpec,
+    component: Component,
+    request: ExplorationRequest,
+    device: torch.device,
+    *,
+    generator: torch.Generator | None = None,
+    w_tied: nn.Parameter | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> Block:
+    """The module of `component`, with random weights on `device`, ready to run its micro-batch.
+
+    In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed.
+    `w_tied` is the embedding's weight for a head that shares it. `context_parallel` is for attention that the component
+    spreads over several ranks, and tells an embedding its positions. ValueError for the optimizer, which is no block,
+    and for sequences that cannot be spread.
+    """
+    training = request.mode == "train"
+    local_length = local_seq_length(model, component)
+    block: Block
+    if component.kind is ComponentKind.EMBEDDING:
+        positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
+        block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
+    elif component.kind is ComponentKind.ATTENTION:
+        assert component.backend is not None, "an attention component names its back end"
+        assert component.communicates is (context_parallel is not None), "ranks for attention that is spread over them"
+        block = AttentionBlock(
+            model,
+            backend=component.backend,
+            bta_tile=component.bta_tile,
+            recompute=component.recompute,
+            device=device,
+            training=training,
+            generator=generator,
+            context_parallel=context_parallel,
+        )
+    elif component.kind is ComponentKind.DENSE_FFN:
+        block = DenseFFN(model, recompute=component.recompute, device=device, training=training, generator=generator)
+    elif component.kind is ComponentKind.MOE_FFN:
+        assert component.backend is not None, "an expert component names its back end"
+        block = MoEFFN(
+            model,
+            backend=component.backend,
+            recompute=component.recompute,
+            device=device,
+            training=training,
+            generator=generator,
+        )
+        if device.type != "meta":
+            num_tokens = component.micro_batch_size * local_length
+            block.set_routes(device_routes(model, request.routing, num_tokens, request.seed, device))
+    elif component.kind is ComponentKind.HEAD:
+        loss = request.training.loss
+        block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
+    else:
+        raise ValueError(f"{component.kind} is not a block of the model")
+    if request.execution == "compile":
+        block.compile_core()
+    return block
+
+
+def local_seq_length(model: ModelSpec, component: Component) -> int:
+    """How many tokens of a sequence a device has; ValueError if the devices cannot have equally many."""
+    length, rest = divmod(model.seq_length, component.context_parallel_size)
+    if rest:
+        raise ValueError(f"{component.context_parallel_size} devices cannot share {model.seq_length} tokens equally")
+    return length
+
+
+def example_inputs(
+    model: ModelSpec,
+    component: Component,
+    device: torch.device,
+    generator: torch.Generator | None = None,
+    *,
+    training: bool = False,
+) -> tuple[Tensor, ...]:
+    """Random inputs of the component's block: tokens, hidden states, or hidden states and targets.
+
+    Hidden states are standard normal in the model's dtype and, in training, ask for their gradient.
+    """
+    batch = (component.micro_batch_size, local_seq_length(model, component))
+    if component.kind is ComponentKind.EMBEDDING:
+        return (random_tokens(model, batch, device, generator),)
+    shape = (*batch, model.hidden_size)
+    x_BSD = torch.randn(shape, dtype=torch_dtype(model.dtype), device=device, generator=generator)
+    x_BSD.requires_grad_(training)
+    if component.kind is ComponentKind.HEAD:
+        return x_BSD, random_tokens(model, batch, device, generator)
+    return (x_BSD,)
+
+
+def random_tokens(
+    model: ModelSpec, shape: tuple[int, int], device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
+    """Token ids of the given shape, uniform over the vocabulary."""
+    return torch.randint(model.vocab_size, shape, device=device, generator=generator)

@@ -1,0 +1,58 @@
+"""The end of the model: final norm, projection to the vocabulary, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
+from explorer.spec.model import ModelSpec
+from explorer.spec.training import LossSpec
+from workers.targets.reference.compilation import compiled
+from workers.targets.reference.norm import build_norm
+from workers.targets.reference.weights import Weights
+
+
+class Head(nn.Module):
+    """Hidden states (B, S, D) and targets (B, S) to the mean cross entropy, a float32 scalar.
+
+    `w_tied` is the embedding's weight, for a model that ties the two. A head that is built by itself makes its own.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        loss: LossSpec,
+        device: torch.device,
+        training: bool,
+        w_tied: nn.Parameter | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        weights = Weights.of(model, device, training, generator)
+        self.loss = loss
+        self.norm = build_norm(model, weights)
+        self.w_vocab = w_tied if w_tied is not None else weights.normal(model.vocab_size, model.hidden_size)
+        self.b_vocab = weights.normal(model.vocab_size) if model.lm_head_bias else None
+        self._compiled_norm: Callable[[Tensor], Tensor] | None = None
+        self._full_loss = full_cross_entropy
+        self.train(training)
+
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """The loss."""
+        h_TD, targets_T = (self._compiled_norm or self._normalise)(x_BSD), targets_BS.flatten()
+        if self.loss.kind == "full":
+            return self._full_loss(h_TD, self.w_vocab, self.b_vocab, targets_T)
+        return chunked_cross_entropy(h_TD, self.w_vocab, self.b_vocab, targets_T, self.loss.chunk_tokens)
+
+    def compile_core(self) -> None:
+        """Compile norm and full loss. The chunked loss stays eager: its graph would grow with the number of chunks."""
+        self._compiled_norm = compiled(self._normalise)
+        self._full_loss = compiled(full_cross_entropy)
+
+    def _normalise(self, x_BSD: Tensor) -> Tensor:
+        h_BSD: Tensor = self.norm(x_BSD)
+        return h_BSD.flatten(0, 1)
