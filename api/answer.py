@@ -9,7 +9,7 @@ from explorer.records.recommendation import (
     Alternative,
     Answer,
     Recommendation,
-    Remedy,
+    Relaxation,
     RunnerUpCheck,
     VariantAnswer,
     WholeModelCheck,
@@ -152,14 +152,14 @@ def _runner_up(rival: RunnerUpCheck) -> str:
     return f"{rival.candidate.describe()}: {gain}{_whole_model(rival.whole_model)}"
 
 
-def _remedy_rows(remedies: Iterable[Remedy]) -> list[str]:
+def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
     rows = [
         _row(
-            remedy.kind.replace("_", " "),
-            f"{remedy.change}: peak {bytes_text(remedy.predicted_peak_bytes)}, "
-            f"{bytes_text(remedy.required_bytes)} with reserve",
+            relaxation.kind.replace("_", " "),
+            f"{relaxation.change}: peak {bytes_text(relaxation.predicted_peak_bytes)}, "
+            f"{bytes_text(relaxation.required_bytes)} with reserve",
         )
-        for remedy in remedies
+        for relaxation in remedies
     ]
     return ["", "It is predicted to fit with any one of these, the first being preferred", *rows] if rows else []
 

@@ -15,7 +15,7 @@ def log_path(directory: Path, mode: Literal["train", "eval"], model_name: str, j
     return directory / f"local_compile_{mode}" / model_name / f"run_{job_id}.log"
 
 
-class RunLog:
+class ObservationLog:
     """Appends the BEXP line of each event once, however often a job is watched.
 
     Events are numbered from 1 without gaps and each is one line, so the number of lines in the file is the number of

@@ -11,7 +11,7 @@ from explorer.cost_model.components import Component
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from explorer.records.trial import TrialPlan
 from explorer.search.explore import explore
-from explorer.search.search_state import Belief
+from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
@@ -46,10 +46,10 @@ def best_candidates(
         limited = request.model_copy(update={"memory_limit_gib": float(limit)})
         for means in MEANS:
             allowed = [c for c in table.candidates if means.allows(c)]
-            belief = Belief(SpaceTable(allowed, request.model, limited), allowed, limited, report.hardware)
-            belief.learn([Measurement(candidate=allowed[0], outcome=Outcome.OK, components=tuple(own.values()))])
-            verdict = belief.recommend()
-            best[f"{limit}GiB/{means.name}"] = _describe(belief, verdict.row) if verdict else {}
+            state = SearchState(SpaceTable(allowed, request.model, limited), allowed, limited, report.hardware)
+            state.learn([Measurement(candidate=allowed[0], outcome=Outcome.OK, components=tuple(own.values()))])
+            verdict = state.recommend()
+            best[f"{limit}GiB/{means.name}"] = _describe(state, verdict.row) if verdict else {}
         best[f"{limit}GiB/explored"] = _explored(limited, report, own)
     return best
 
@@ -86,9 +86,9 @@ def _explored(
     }
 
 
-def _describe(belief: Belief, row: int) -> dict[str, Any]:
+def _describe(state: SearchState, row: int) -> dict[str, Any]:
     return {
-        "candidate": belief.table.candidates[row].model_dump(mode="json"),
-        "tokens_per_second": belief.seconds(row).tokens_per_second,
-        "peak_bytes": belief.bytes(row).peak,
+        "candidate": state.table.candidates[row].model_dump(mode="json"),
+        "tokens_per_second": state.seconds(row).tokens_per_second,
+        "peak_bytes": state.bytes(row).peak,
     }

@@ -27,7 +27,7 @@ from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.trial_scheduler import TrialExecutor
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
-from workers.ray.pool import ClusterFleet
+from workers.ray.pool import RayDevicePool
 
 ROOT = Path(__file__).parent.parent
 MOST_OVERHEAD_SECONDS, LEAST_SPEED_UP = 0.1, 1.7
@@ -61,21 +61,21 @@ def main(arguments: list[str] | None = None) -> int:
     request = ExplorationRequest.model_validate(REQUEST)
     rounds: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     with _cluster() as address:
-        fleet = ClusterFleet(address, ("cpu",))
+        pool = RayDevicePool(address, ("cpu",))
         try:
-            fleet.start()
-            report = fleet.begin(request)
+            pool.start()
+            report = pool.begin(request)
             deadline = time.monotonic() + 60
-            while fleet.capacity < 2 and time.monotonic() < deadline:
+            while pool.capacity < 2 and time.monotonic() < deadline:
                 time.sleep(0.1)
             space = enumerate_candidates(request, report, request.model)
             plans = tiny_plans(SpaceTable(space.candidates, request.model, request), options.trials)
-            run_trials(fleet, plans[:4], 2)  # warm
+            run_trials(pool, plans[:4], 2)  # warm
             for _ in range(options.rounds):
                 for in_flight, results in rounds.items():
-                    results.append(run_trials(fleet, plans, in_flight))
+                    results.append(run_trials(pool, plans, in_flight))
         finally:
-            fleet.close()
+            pool.close()
     alone, both = (statistics.median(r["trials_per_second"] for r in rounds[n]) for n in (1, 2))
     overhead = statistics.median(s for r in rounds[1] for s in r["overhead_seconds"])
     found: dict[str, Any] = {
@@ -129,7 +129,7 @@ def tiny_plans(table: SpaceTable, number: int) -> list[TrialPlan]:
     ]
 
 
-def run_trials(fleet: TrialExecutor, plans: list[TrialPlan], in_flight: int) -> dict[str, Any]:
+def run_trials(pool: TrialExecutor, plans: list[TrialPlan], in_flight: int) -> dict[str, Any]:
     """All plans, with up to `in_flight` under way."""
     submitted: dict[int, float] = {}
     overheads = []
@@ -139,8 +139,8 @@ def run_trials(fleet: TrialExecutor, plans: list[TrialPlan], in_flight: int) -> 
         while waiting and len(submitted) < in_flight:
             plan = waiting.pop()
             submitted[plan.number] = time.perf_counter()
-            fleet.submit(plan)
-        plan, measurement = fleet.wait()
+            pool.submit(plan)
+        plan, measurement = pool.wait()
         assert measurement.outcome is Outcome.OK, measurement.reason
         phases = measurement.phases
         own = phases.build + phases.warm_up + phases.timed

@@ -31,7 +31,7 @@ class SharedComponents:
         else:
             found = Measurement(candidate=plan.candidate, outcome=Outcome.OK)
         for measured in found.components:
-            if measured.component.micro_batch_size == 0 and measured.taint is None:  # it knows no sequences
+            if measured.component.micro_batch_size == 0 and measured.contamination is None:  # it knows no sequences
                 self._known[measured.component] = measured
         return found.model_copy(update={"components": (*known.values(), *found.components)})
 

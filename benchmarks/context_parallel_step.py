@@ -118,10 +118,10 @@ def print_table(found: dict[str, Any]) -> None:
             print(
                 f"  {name_of(row):<12}{row['recompute']:<13}{row['step_seconds']:9.3f} s "
                 f"{row['tokens_per_second']:10.0f} tokens/s/device {row['peak_bytes'] / 2**30:7.2f} GiB  {over}"
-                f"{'  tainted' if row['tainted'] else ''}"
+                f"{'  contaminated' if row['contaminated'] else ''}"
             )
         for run in cell["runs"]:
-            if run["outcome"] not in {"ok", "tainted"}:
+            if run["outcome"] not in {"ok", "contaminated"}:
                 print(f"  {name_of(run):<12}{run['recompute']:<13}{run['outcome']}: {run['reason']}")
         for size, policies in cell["policies"].items():
             if not policies:

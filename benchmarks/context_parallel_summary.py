@@ -7,8 +7,8 @@ from typing import Any
 
 from explorer.spec.candidate import Candidate
 
-RAN = frozenset({"ok", "tainted"})
-"""Outcomes with a time; tainted ones count only where there is nothing else."""
+RAN = frozenset({"ok", "contaminated"})
+"""Outcomes with a time; contaminated ones count only where there is nothing else."""
 
 Row = dict[str, Any]
 
@@ -48,7 +48,7 @@ def _row(key: tuple[int, str | None, str], runs: list[Row]) -> Row:
         "layout": layout,
         "recompute": recompute,
         "num_runs": len(ran),
-        "tainted": all(run["outcome"] == "tainted" for run in ran),
+        "contaminated": all(run["outcome"] == "contaminated" for run in ran),
         "step_seconds": statistics.median(seconds),
         "spread": max(seconds) / min(seconds) - 1,
         "micro_step_seconds": statistics.median(run["whole_model"]["micro_step_seconds"] for run in ran),

@@ -25,7 +25,7 @@ from explorer.formats.request import parse_request
 from explorer.records.measurement import Outcome
 from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
 from explorer.search.report import check_whole_model
-from explorer.search.search_state import Belief
+from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
@@ -96,21 +96,21 @@ def check(
     report = profiler.begin(request)
     chosen = candidates(request, report, micro_batch_sizes)
     table = SpaceTable(chosen, request.model, request, exchanges=is_exchange_timed(request, report.hardware))
-    belief = Belief(table, chosen, request, report.hardware)
+    state = SearchState(table, chosen, request, report.hardware)
     rows = []
     for row, candidate in enumerate(chosen):
-        missing = table.missing(row, belief.surrogate.known_K)
+        missing = table.missing(row, state.surrogate.known_K)
         together = tuple(c for c in missing if c in table.communications)  # by themselves, as in an exploration
         for components in (together, tuple(c for c in missing if c not in together)):
             if components:
-                belief.learn([profiler.measure(_plan(row, candidate, components, request, report))])
-        if not (belief.is_known(row) and belief.fits(row)):
+                state.learn([profiler.measure(_plan(row, candidate, components, request, report))])
+        if not (state.is_known(row) and state.fits(row)):
             print(f"{name}: {candidate.describe()}: does not fit", flush=True)
             continue
         whole = profiler.measure(_plan(row, candidate, None, request, report))
         trial = Trial(number=row, kind=TrialKind.WHOLE_MODEL, measurement=whole)
-        found = check_whole_model(belief, row, trial)
-        seconds = belief.seconds(row)
+        found = check_whole_model(state, row, trial)
+        seconds = state.seconds(row)
         entry = {
             "name": name,
             "candidate": candidate.model_dump(mode="json"),
@@ -121,10 +121,10 @@ def check(
                 "micro_step_seconds": seconds.micro_step,
                 "optimizer_seconds": seconds.optimizer,
                 "communication_seconds": seconds.communication if table.communications else None,
-                "peak_bytes": belief.bytes(row).peak,
-                "required_bytes": belief.bytes(row).required,
+                "peak_bytes": state.bytes(row).peak,
+                "required_bytes": state.bytes(row).required,
             },
-            "components": [belief.measured[c].model_dump(mode="json") for c in table.decompositions[row].components],
+            "components": [state.measured[c].model_dump(mode="json") for c in table.decompositions[row].components],
             "check": found.model_dump(mode="json") if found else None,
         }
         rows.append(entry)

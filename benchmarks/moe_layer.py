@@ -38,7 +38,7 @@ from benchmarks.moe_contenders import (
     layer_model,
 )
 from bexp.measure.cuda_timing import CudaTimer
-from bexp.measure.memory import weigh
+from bexp.measure.memory import measure_memory
 from bexp.measure.passes import BlockPasses
 from bexp.measure.timing import TimingBudget
 
@@ -250,7 +250,7 @@ def time_one(
         passes = FreshGradients(block, x)
         timer.warm_up(passes)
         timing = timer.time(passes)
-        weight = weigh(passes, device)
+        weight = measure_memory(passes, device)
     except torch.cuda.OutOfMemoryError:
         return {"reason": "out of memory"}
     finally:

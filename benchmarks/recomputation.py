@@ -109,7 +109,7 @@ def measure(
     measured: dict[Component, ComponentMeasurement],
     failed: dict[Component, str],
 ) -> None:
-    """Time and weigh the blocks of a micro-step that are in neither `measured` nor `failed`."""
+    """Time and measure_memory the blocks of a micro-step that are in neither `measured` nor `failed`."""
     for component in table.components:
         if component in measured or component in failed or component.kind is ComponentKind.OPTIMIZER:
             continue

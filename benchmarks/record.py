@@ -5,7 +5,7 @@
 Components go through the same profiler as in the service, one a trial, each once in ascending micro-batch size; then
 whole models of a share of the candidates (or all); then every component again, in random order, until `--runs` of each
 exist, so that the noise between runs is known. A larger component than one that ran out of memory is inferred to do
-so, and the row says that. What was timed on a shared or throttled device is recorded as tainted, and measured again up
+so, and the row says that. What was timed on a shared or throttled device is recorded as contaminated, and measured again up
 to twice. The file is appended to: a second start continues where the first ended, by itself, by its budget or by a
 signal. With several configurations `--out` is the folder of their tables. `--plan` only counts. `--reuse` takes over
 the component runs of tables of the same model on the same device, which differ in limits or choices alone.
@@ -29,7 +29,7 @@ from explorer.cost_model.roofline import predict_component_seconds
 from explorer.cost_model.search_space import EmptySpaceError
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.records.measurement import TAINTED_ATTEMPTS, Measurement, Outcome, judge
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.feasibility import at_least
 from explorer.spec.hardware import HardwareSpec
@@ -106,7 +106,7 @@ class Recorder:
         return done
 
     def _measure(self, table: SpaceTable, component: Component) -> bool:
-        """Measure a component, and again while it is tainted; returns whether the last run was not."""
+        """Measure a component, and again while it is contaminated; returns whether the last run was not."""
         candidate = table.candidates[int(np.flatnonzero(table.uses_CK[:, table.column[component]])[0])]
         plan = TrialPlan(
             number=0,
@@ -119,15 +119,15 @@ class Recorder:
         for measurement, replaced in self._attempts(plan):
             row = ComponentRow.of(component, self._runs(component), measurement, replaced=replaced)
             self._file.append(row)
-        return row.outcome is not Outcome.TAINTED
+        return row.outcome is not Outcome.CONTAMINATED
 
     def _attempts(self, plan: TrialPlan) -> Iterator[tuple[Measurement, bool]]:
-        """Measurements until one is not tainted, and whether each cost the profiler its process."""
-        for _ in range(TAINTED_ATTEMPTS):
+        """Measurements until one is not contaminated, and whether each cost the profiler its process."""
+        for _ in range(CONTAMINATED_ATTEMPTS):
             restarts = self._profiler.restarts
             measurement = judge(self._profiler.measure(plan))
             yield measurement, self._profiler.restarts > restarts
-            if measurement.outcome is not Outcome.TAINTED or self.is_over:
+            if measurement.outcome is not Outcome.CONTAMINATED or self.is_over:
                 return
 
     def _infer(self, component: Component) -> ComponentRow | None:
@@ -170,7 +170,7 @@ class Recorder:
             if measurement.outcome is Outcome.UNSUPPORTED:
                 print(f"no whole models: {measurement.reason}", flush=True)
                 return True
-            done = done and measurement.outcome is not Outcome.TAINTED
+            done = done and measurement.outcome is not Outcome.CONTAMINATED
         self._tell("whole models", len(rows), len(rows), last=True)
         return done
 
@@ -257,12 +257,12 @@ def take_over(file: RecordingFile, others: Iterable[Path]) -> int:
 
 
 def _components(recording: Recording, request: ExplorationRequest) -> set[Component]:
-    tables = [recording.survey(request, model).table for model in request.variants()]
+    tables = [recording.prune(request, model).table for model in request.variants()]
     return {component for table in tables if table is not None for component in table.components}
 
 
 def _tables(recording: Recording, models: Iterable[ModelSpec]) -> list[SpaceTable]:
-    found = [recording.survey(recording.header.request, model).table for model in models]
+    found = [recording.prune(recording.header.request, model).table for model in models]
     return [table for table in found if table is not None]
 
 

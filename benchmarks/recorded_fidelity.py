@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
     """A row for every candidate of the table's main model that was run whole."""
     request = recording.header.request
-    table = recording.survey(request, request.model).table
+    table = recording.prune(request, request.model).table
     if table is None:
         return []
     figures = compose(recording, table)

@@ -69,8 +69,8 @@ class SmoothDevice:
     def sizes(self, component: Component, model: ModelSpec) -> tuple[int, int, int]:
         """Saved, forward-peak and backward-peak bytes."""
         predicted = predict_component_bytes(component, model, self._request)
-        kin = f"{component.kind}:{component.backend}:{component.recompute}:{component.bta_tile is None}"
-        factor = 1.05 * np.exp(0.08 * self._normal(f"bytes:{kin}"))
+        similar = f"{component.kind}:{component.backend}:{component.recompute}:{component.bta_tile is None}"
+        factor = 1.05 * np.exp(0.08 * self._normal(f"bytes:{similar}"))
         saved, forward, backward = (
             round(factor * b) for b in (predicted.saved, predicted.forward_peak, predicted.backward_peak)
         )

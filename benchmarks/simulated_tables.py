@@ -3,7 +3,7 @@
     python -m benchmarks.simulated_tables examples/olmoe-1b-7b.yaml ... --out DIRECTORY [--seed N] [--device KIND]
 
 The kernels of a smooth device have an efficiency over the roofline that saturates with the tokens they see, droops for
-large ones and jumps by wave quantisation; back ends cross over; bytes are off the prediction by kin; whole models
+large ones and jumps by wave quantisation; back ends cross over; bytes are off the prediction by similar; whole models
 differ from what their components add up to, partly together, partly each by itself. The ranges are those that H200
 runs under results/ show. The other kinds of devices are of other structures (`benchmarks.simulated_devices`).
 Everything follows from the seed.
@@ -62,7 +62,7 @@ def simulate(
     )
     recording = Recording(header)
     for model in request.variants():
-        table = recording.survey(request, model).table
+        table = recording.prune(request, model).table
         if table is None:
             continue
         for component in table.components:

@@ -35,11 +35,14 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
         )
         age = 0.0 if oldest is None else max(0.0, (database.now(connection) - oldest).total_seconds())
         live = select_workers(database, connection, live_within=live_within)
+    trials_by_outcome = dict.fromkeys(Outcome, 0)
+    for stored, number in outcomes.items():
+        trials_by_outcome[Outcome(stored)] += number
     return Statistics(
         jobs_by_state={state: states.get(state.value, 0) for state in JobState},
         oldest_queued_seconds=age,
         workers_by_device_kind=dict(Counter(worker.info.device_kind for worker in live)),
-        trials_by_outcome={outcome: outcomes.get(outcome.value, 0) for outcome in Outcome},
+        trials_by_outcome=trials_by_outcome,
     )
 
 

@@ -26,7 +26,7 @@ from workers.doctor import main as diagnose
 from workers.jobs.runner import DATABASE_TROUBLE
 from workers.jobs.worker import Worker
 from workers.process.profiler import Profiler, ProfilerError
-from workers.ray.pool import ClusterFleet
+from workers.ray.pool import RayDevicePool
 from workers.replay.profiler import PREFIX, ReplayProfiler
 from workers.settings import Settings, read_settings
 
@@ -135,7 +135,7 @@ def _build_worker(
 
 def _build_cluster_worker(database: Database, address: str, device: str | None, job_ids: list[str] | None) -> Worker:
     needed = ("cuda:0",) if device is None else parse_devices(device)
-    return Worker(Queue(database), ClusterFleet(address, needed), f"ray-{needed[0]}", job_ids=job_ids)
+    return Worker(Queue(database), RayDevicePool(address, needed), f"ray-{needed[0]}", job_ids=job_ids)
 
 
 def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from rich.text import Text
 from api.cli.errors import say
 from api.client import Client, Job
 from api.live import LiveView
-from api.run_log import RunLog, log_path
+from api.run_log import ObservationLog, log_path
 from explorer.records.event import Event, EventCode, render_line
 
 TICK_SECONDS = 0.2
@@ -82,14 +82,14 @@ def open_output(job: Job, *, to_stderr: bool) -> Iterator[Output]:
 
 
 @contextmanager
-def open_run_log(job: Job) -> Iterator[RunLog | None]:
+def open_run_log(job: Job) -> Iterator[ObservationLog | None]:
     """The log file of `job` below the working directory; null, with a line on stderr, where none can be written."""
     if job.request is None:
         yield None
         return
     path = log_path(Path.cwd(), job.request.mode, job.request.model.name, job.id)
     try:
-        log = RunLog(path)
+        log = ObservationLog(path)
     except OSError as error:
         say(f"no log file: {error.strerror}: {path}")
         yield None

@@ -77,7 +77,7 @@ def steps(results: Row, name: str) -> str:
         f"S={cell['seq_length']} {run['layout'] or 'alone'} {run['recompute']}: {run['outcome']}"
         for cell in cells
         for run in cell["runs"]
-        if run["outcome"] not in {"ok", "tainted"}
+        if run["outcome"] not in {"ok", "contaminated"}
     ]
     if failed:
         say.append(f"Failed: {'; '.join(failed)}. ")
@@ -209,9 +209,7 @@ def _step(row: Row | None) -> str:
     if row is None:
         return "-"
     over = f" ({row['speed_over_ring']:.2f}x)" if row["speed_over_ring"] and row["layout"] != "ring" else ""
-    return (
-        f"{row['step_seconds']:.3f} s, {row['tokens_per_second'] / 1e3:.1f}{over}{' tainted' if row['tainted'] else ''}"
-    )
+    return f"{row['step_seconds']:.3f} s, {row['tokens_per_second'] / 1e3:.1f}{over}{' contaminated' if row['contaminated'] else ''}"
 
 
 def _chosen(choice: Row | None) -> str:

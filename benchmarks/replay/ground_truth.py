@@ -13,7 +13,7 @@ from explorer.cost_model.candidate_table import Floats, SpaceTable
 from explorer.cost_model.components import Component
 from explorer.cost_model.step import combine_seconds
 from explorer.records.measurement import Outcome
-from explorer.search.setup import Survey
+from explorer.search.setup import PrunedSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
@@ -34,7 +34,7 @@ class GroundTruth:
     recording: Recording
     request: ExplorationRequest
     report: DeviceReport
-    survey: Survey
+    prune: PrunedSpace
     table: SpaceTable
     tokens_C: Floats  # noqa: N815 - axes are in names
     legal_C: Mask  # noqa: N815 - axes are in names
@@ -51,15 +51,15 @@ class GroundTruth:
             RecordingError: no candidate of it is feasible.
         """
         request = recording.covered_request()
-        survey = recording.survey(request, request.model)
-        table = survey.table
+        prune = recording.prune(request, request.model)
+        table = prune.table
         assert table is not None, "a covered request has a space"
         hardware = recording.header.report.hardware
         figures = compose(recording, table)
         feasible = np.zeros(len(table.candidates), dtype=np.bool_)
         feasible[fitting_rows(table, figures, hardware)] = True
         composed = composed_tokens_per_second(table, figures)
-        members = set(survey.legal.candidates)
+        members = set(prune.legal.candidates)
         legal_C = np.array([c in members for c in table.candidates], dtype=np.bool_)
         whole = {table.row[c]: _whole(recording, table, c) for c in recording.whole_models if c in table.row}
         timed = {row: tokens for row, tokens in whole.items() if tokens is not None and feasible[row]}
@@ -81,7 +81,7 @@ class GroundTruth:
             recording=recording,
             request=request,
             report=recording.header.report,
-            survey=survey,
+            prune=prune,
             table=table,
             tokens_C=tokens_C,
             legal_C=legal_C,
@@ -127,7 +127,7 @@ class GroundTruth:
             "name": self.name,
             "model": self.model_name,
             "device": self.report.hardware.describe(),
-            "num_candidates": len(self.survey.legal.candidates),
+            "num_candidates": len(self.prune.legal.candidates),
             "num_feasible": int((self.tokens_C > 0).sum()),
             "num_within_tolerance": int((self.tokens_C >= (1 - self.request.tolerance) * self.best).sum()),
             "num_components": len(self.table.components),

@@ -89,7 +89,7 @@ def run_ours(truth: GroundTruth, seed: int, in_flight: int = 1) -> Run:
     found: Recommendation | None = None
     seconds = checked = 0.0
     checks_began = math.inf
-    for step in explore(request, truth.report, device, clock=clock, survey=lambda *_: truth.survey):
+    for step in explore(request, truth.report, device, clock=clock, prune=lambda *_: truth.prune):
         if step.trial is not None:
             trials.append(step.trial)
             if step.trial.kind is TrialKind.COMPONENTS:

@@ -58,7 +58,7 @@ class _Dimensions:
     """Sizes and tiles in their order, the rest as categories."""
 
     def __init__(self, truth: GroundTruth) -> None:
-        candidates = truth.survey.legal.candidates
+        candidates = truth.prune.legal.candidates
         self._groups = truth.request.model.query_groups
         self._sizes = truth.request.micro_batch_sizes
         self._tiles = sorted({c.bta_tile or 0 for c in candidates})

@@ -2,7 +2,7 @@
 
 What an operation keeps for backward passes through `torch.autograd.graph.saved_tensors_hooks`. A result that was
 announced as cheap is replaced there by a recipe: the function, and the tensors or recipes that it starts from. That is
-the output-discarding recomputation of Megatron-Core, on top of autograd. torch's selective checkpointing
+the output-selective_recompute recomputation of Megatron-Core, on top of autograd. torch's selective checkpointing
 (`create_selective_checkpoint_contexts`) asks a policy at every dispatched operator, in Python and in both passes, which
 costs the host several times what the hooks do; it sees no operator inside an autograd Function such as a Triton
 kernel's; and it does not see that a kept projection was rotated in place since, and rotates it twice.
@@ -25,7 +25,7 @@ Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 
 @contextmanager
-def discarding(*, products: bool) -> Iterator[None]:
+def selective_recompute(*, products: bool) -> Iterator[None]:
     """What `recomputable` returns within is not kept for backward; matrix products only if `products`.
 
     A result that was changed in place since it was announced is kept after all; a change to what a recipe starts from
@@ -45,7 +45,7 @@ def recomputable(function: Callable[..., Results], *inputs: Tensor, product: boo
     """`function(*inputs)`, which backward may compute again; a `product` is a matrix product, or made from one.
 
     The function must not depend on what changes between the passes, and its operations must not keep their own result
-    for backward. Outside `discarding` this is a plain call.
+    for backward. Outside `selective_recompute` this is a plain call.
     """
     results = function(*inputs)
     announce(results, function, *inputs, product=product)

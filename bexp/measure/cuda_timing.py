@@ -11,9 +11,9 @@ import torch
 
 from bexp.measure.passes import Passes
 from bexp.measure.timing import (
-    Agreement,
-    OwnFigures,
+    LocalReducer,
     PassSample,
+    Reducer,
     Timing,
     TimingBudget,
     collector_paused,
@@ -70,9 +70,9 @@ class CudaTimer:
     MAX_WARM_UP_RUNS = 6
 
     def __init__(self, device: torch.device) -> None:
-        self.agreement: Agreement = OwnFigures()
+        self.reducer: Reducer = LocalReducer()
         self._device = device
-        self._glance: Callable[[], None] = _look_away
+        self._poll: Callable[[], None] = _look_away
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
         self._cycles_per_second = self._measure_clock()
@@ -87,19 +87,19 @@ class CudaTimer:
         previous = None
         for _ in range(self.MAX_WARM_UP_RUNS):
             (sample,) = self._run(passes, repeats=1, sleep_seconds=0.0)
-            seconds, elapsed = self.agreement.largest(sample.device, time.perf_counter() - started)
+            seconds, elapsed = self.reducer.all_reduce_max(sample.device, time.perf_counter() - started)
             settled = previous is not None and abs(seconds - previous) <= 0.05 * previous
             if settled or elapsed > self.MAX_WARM_UP_SECONDS:
                 return
             previous = seconds
 
-    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
-        """Repeat within the budget; `glance` is called when repeats are issued and the device works on them."""
-        self._glance = glance
+    def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
+        """Repeat within the budget; `poll` is called when repeats are issued and the device works on them."""
+        self._poll = poll
         try:
             return self._time(passes)
         finally:
-            self._glance = _look_away
+            self._poll = _look_away
 
     def _time(self, passes: Passes) -> Timing:
         with collector_paused():
@@ -168,12 +168,12 @@ class CudaTimer:
         return statistics.median(seconds[1:])
 
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
-        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.agreement)
+        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
 
     def _run_once(self, passes: Passes, *, sleep_seconds: float) -> PassSample:
         """One repeat, as slow as on the slowest device: what comes next is decided on it."""
         (own,) = self._run(passes, repeats=1, sleep_seconds=sleep_seconds)
-        return PassSample(*self.agreement.largest(own.forward, own.backward, own.host))
+        return PassSample(*self.reducer.all_reduce_max(own.forward, own.backward, own.host))
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
         """Issue `repeats` after a sleep of the device, then wait for them all."""
@@ -181,7 +181,7 @@ class CudaTimer:
         if sleep_seconds > 0:
             torch.cuda._sleep(int(sleep_seconds * self._cycles_per_second))
         issued = [self._issue(passes) for _ in range(repeats)]
-        self._glance()
+        self._poll()
         torch.cuda.synchronize(self._device)
         samples = []
         for events, host in issued:
@@ -236,4 +236,4 @@ class CudaTimer:
 
 
 def _look_away() -> None:
-    """The glance of a warm-up."""
+    """The poll of a warm-up."""

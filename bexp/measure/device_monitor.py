@@ -10,32 +10,32 @@ from typing import Self
 
 import psutil
 
-from bexp.measure.gpu_processes import Tenants, TenantWatch
+from bexp.measure.gpu_processes import ForeignProcesses, GpuProcessMonitor
 from bexp.measure.nvml import Gpu
 from explorer.records.measurement import SLOWDOWNS, Conditions
 
 GLANCE_SECONDS = 0.05
 GLANCE_SHARE = 0.05
-"""Of the time, at most, for glances: where NVML is slow, fewer are taken."""
+"""Of the time, at most, for polls: where NVML is slow, fewer are taken."""
 LEAST_HOST_SECONDS = 0.1
 """The kernel counts CPU time in hundredths of a second: of a shorter timing it says too little."""
 CALM_POLL_SECONDS = 0.25
 
 
-class Surroundings:
+class DeviceMonitor:
     """The device around the trials of a process; without a `gpu` only the host is looked at."""
 
-    def __init__(self, gpu: Gpu | None = None, tenants: TenantWatch | None = None) -> None:
+    def __init__(self, gpu: Gpu | None = None, foreign_processes: GpuProcessMonitor | None = None) -> None:
         self._gpu = gpu
-        self._tenants = tenants
+        self._foreign = foreign_processes
 
     def begin(self, others_bytes: int | None) -> int | None:
-        """A job begins; as `TenantWatch.begin`."""
-        return self._tenants.begin(others_bytes) if self._tenants is not None else None
+        """A job begins; as `GpuProcessMonitor.begin`."""
+        return self._foreign.begin(others_bytes) if self._foreign is not None else None
 
     def watch(self) -> Watch:
         """Of one measurement."""
-        return Watch(self._gpu, self._tenants)
+        return Watch(self._gpu, self._foreign)
 
     def wait_until_calm(self, seconds: float) -> bool:
         """Wait, at most so long, until the device is neither throttled nor shared; returns whether it is calm."""
@@ -47,7 +47,7 @@ class Surroundings:
         return True
 
     def _is_calm(self) -> bool:
-        if self._tenants is not None and self._tenants.find():
+        if self._foreign is not None and self._foreign.find():
             return False
         return self._gpu is None or not set(SLOWDOWNS).intersection(self._gpu.clock_reasons())
 
@@ -62,25 +62,25 @@ class _Samples:
 
 
 class Watch:
-    """Entered around the timed repeats, once or several times; `glance` is called within.
+    """Entered around the timed repeats, once or several times; `poll` is called within.
 
     There is no thread beside the timing: it would take the interpreter's lock from the host that is being timed, and
-    NVML locks in the driver that launches wait for. The timer calls `glance` itself when it has issued its repeats
+    NVML locks in the driver that launches wait for. The timer calls `poll` itself when it has issued its repeats
     and would only wait for the device, which still works on them.
     """
 
-    def __init__(self, gpu: Gpu | None, tenants: TenantWatch | None) -> None:
+    def __init__(self, gpu: Gpu | None, foreign_processes: GpuProcessMonitor | None) -> None:
         self._gpu = gpu
-        self._tenants = tenants
+        self._foreign = foreign_processes
         self._samples = _Samples()
-        self._found = Tenants()
-        self._next_glance = 0.0
+        self._found = ForeignProcesses()
+        self._next_poll = 0.0
         self._host_started = (0.0, 0.0)
         self._host = (0.0, 0.0)
 
     def __enter__(self) -> Self:
-        if self._tenants is not None:
-            self._tenants.start()
+        if self._foreign is not None:
+            self._foreign.start()
         self._host_started = _host_seconds()
         return self
 
@@ -89,17 +89,17 @@ class Watch:
     ) -> None:
         elapsed, others = (now - then for now, then in zip(_host_seconds(), self._host_started, strict=True))
         self._host = (self._host[0] + elapsed, self._host[1] + others)
-        if self._tenants is not None:
-            now, before = self._tenants.find(), self._found
+        if self._foreign is not None:
+            now, before = self._foreign.find(), self._found
             shares = [found.busy_share for found in (before, now) if found.busy_share is not None]
-            self._found = Tenants(
+            self._found = ForeignProcesses(
                 max(before.processes, now.processes), max(before.held_bytes, now.held_bytes), max(shares, default=None)
             )
 
-    def glance(self) -> None:
+    def poll(self) -> None:
         """Read the device, unless that was just done."""
         started = time.monotonic()
-        if self._gpu is None or started < self._next_glance:
+        if self._gpu is None or started < self._next_poll:
             return
         gpu, samples = self._gpu, self._samples
         for values, value in (
@@ -111,10 +111,10 @@ class Watch:
             if value is not None:
                 values.append(value)  # type: ignore[arg-type]  # of one kind each
         samples.reasons.update(dict.fromkeys(gpu.clock_reasons()))
-        if self._tenants is not None:
-            self._tenants.look()
+        if self._foreign is not None:
+            self._foreign.look()
         now = time.monotonic()
-        self._next_glance = now + max(GLANCE_SECONDS, (now - started) / GLANCE_SHARE)
+        self._next_poll = now + max(GLANCE_SECONDS, (now - started) / GLANCE_SHARE)
 
     def conditions(self) -> Conditions:
         """Of everything that was watched."""

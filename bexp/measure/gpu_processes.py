@@ -20,7 +20,7 @@ OWN_GROWTH_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Tenants:
+class ForeignProcesses:
     """What others have of the device that they had not when the job began; the share of its time null if unknown."""
 
     processes: int = 0
@@ -31,13 +31,13 @@ class Tenants:
         return self.processes > 0 or self.held_bytes > 0
 
 
-class TenantWatch:
+class GpuProcessMonitor:
     """Notices processes that come while a job runs.
 
     By two ways, since a container need not show the processes of another: by process ids that were not there when the
     job began, and by memory that is in use beyond what the allocator holds. Of that the runtime's context, loaded
     kernels and whoever was there before are known at the beginning; kernels that are loaded later are told from a
-    tenant by when and by how much the memory grows.
+    foreign_process by when and by how much the memory grows.
 
     Args:
         gpu: the device.
@@ -68,7 +68,7 @@ class TenantWatch:
     def begin(self, others_bytes: int | None) -> int | None:
         """A job begins; returns what others hold now, null if unknown.
 
-        A process that replaces another within a job is given what that one returned: whoever came since is a tenant.
+        A process that replaces another within a job is given what that one returned: whoever came since is a foreign_process.
         """
         level = self._level()
         self._known, self._accounted, self._grown = self._gpu.processes() or frozenset(), level, 0
@@ -91,10 +91,10 @@ class TenantWatch:
             self._accounted = level
 
     def look(self) -> None:
-        """Within a timing: what grows now is a tenant's."""
+        """Within a timing: what grows now is a foreign_process's."""
         self._look(tolerated=APPEARED_BYTES)
 
-    def find(self) -> Tenants:
+    def find(self) -> ForeignProcesses:
         """Who came, as of now; their share of the device's time since `start`."""
         self.look()
         present = self._gpu.processes() or frozenset()
@@ -104,10 +104,10 @@ class TenantWatch:
         shares = self._gpu.busy_shares(self._since) if self._own and self._since else None
         others = present - self._own  # drivers also tell of processes that are gone
         foreign = None if shares is None else min(1.0, sum(shares.get(pid, 0.0) for pid in others))
-        return Tenants(len(came), self._grown, foreign)
+        return ForeignProcesses(len(came), self._grown, foreign)
 
     def _look(self, *, tolerated: int) -> None:
-        """Follow the memory of tenants: one was there if too much grew, and is gone when most of it is free again."""
+        """Follow the memory of foreign_processes: one was there if too much grew, and is gone when most of it is free again."""
         level = self._level()
         if level is None or self._accounted is None:
             return

@@ -12,7 +12,7 @@ from bexp.measure.passes import BlockPasses, join_gradient, not_recomputed
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class ActivationBytes:
     """Bytes over the level before the forward.
 
     `saved` includes the output: it is the next block's input, and counted there no more. Parameters, their gradients,
@@ -25,7 +25,7 @@ class Weight:
     backward_peak: int
 
 
-def weigh(passes: BlockPasses, device: torch.device) -> Weight:
+def measure_memory(passes: BlockPasses, device: torch.device) -> ActivationBytes:
     """Run one forward and backward under a meter, without recomputation of the whole block.
 
     On CUDA the libraries' workspaces must exist already.
@@ -36,13 +36,13 @@ def weigh(passes: BlockPasses, device: torch.device) -> Weight:
     with not_recomputed(passes.block), byte_meter(device, passes.existing_tensors()) as meter:
         meter.reset_peak()
         base = meter.level()
-        output = passes.weighable_forward()
+        output = passes.metered_forward()
         saved, forward_peak = meter.level() - base, meter.peak() - base
         if not passes.training:
-            return Weight(saved, forward_peak, 0)
+            return ActivationBytes(saved, forward_peak, 0)
         meter.reset_peak()
         incoming = 0 if output.dim() == 0 else output.numel() * output.element_size()
         loss = output if output.dim() == 0 else join_gradient(output)
         del output
         torch.autograd.backward(loss)
-        return Weight(saved, forward_peak, max(0, meter.peak() - base - incoming))
+        return ActivationBytes(saved, forward_peak, max(0, meter.peak() - base - incoming))

@@ -128,7 +128,7 @@ class BlockPasses:
         if self.training:
             torch.autograd.backward(x, torch.ones_like(x))
 
-    def weighable_forward(self) -> Tensor:
+    def metered_forward(self) -> Tensor:
         """The forward's output, joined to a gradient that comes into being in backward only."""
         with torch.set_grad_enabled(self.training):
             return self.block(*self._inputs)  # type: ignore[no-any-return]  # modules return anything

@@ -25,9 +25,9 @@ class TimingBudget:
     seconds: float
     relative_error: float = 0.004
 
-    def is_spent_for_all(self, samples: list[float], elapsed_seconds: float, agreement: Agreement) -> bool:
+    def is_spent_for_all(self, samples: list[float], elapsed_seconds: float, reducer: Reducer) -> bool:
         """Whether every process may stop."""
-        (wanting,) = agreement.largest(0.0 if self.is_spent(samples, elapsed_seconds) else 1.0)
+        (wanting,) = reducer.all_reduce_max(0.0 if self.is_spent(samples, elapsed_seconds) else 1.0)
         return wanting == 0.0
 
     def is_spent(self, samples: list[float], elapsed_seconds: float) -> bool:
@@ -68,17 +68,17 @@ class Timing:
     repeats: int
 
 
-class Agreement(Protocol):
+class Reducer(Protocol):
     """How processes that time together come to the same number of repeats: they decide on the same figures."""
 
-    def largest(self, *values: float) -> tuple[float, ...]:
+    def all_reduce_max(self, *values: float) -> tuple[float, ...]:
         """The largest of each value over the processes; every one must ask, in the same order."""
 
 
-class OwnFigures:
+class LocalReducer:
     """Of a process that times alone."""
 
-    def largest(self, *values: float) -> tuple[float, ...]:
+    def all_reduce_max(self, *values: float) -> tuple[float, ...]:
         """The values."""
         return values
 
@@ -86,17 +86,17 @@ class OwnFigures:
 class BlockTimer(Protocol):
     """How a device times the passes of a block.
 
-    All decisions are taken on figures that `agreement` has passed, so that processes which communicate within the
+    All decisions are taken on figures that `reducer` has passed, so that processes which communicate within the
     passes run them equally often. What is measured is each process's own.
     """
 
-    agreement: Agreement
+    reducer: Reducer
 
     def warm_up(self, passes: Passes) -> None:
         """Run until the passes are as fast as they get."""
 
-    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
-        """Repeat the passes and time them; `glance` may look at the device whenever that disturbs nothing."""
+    def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
+        """Repeat the passes and time them; `poll` may look at the device whenever that disturbs nothing."""
 
 
 def standard_error(samples: list[float]) -> float:
@@ -152,28 +152,28 @@ class HostTimer:
     MAX_WARM_UP_SECONDS = 0.5
 
     def __init__(self) -> None:
-        self.agreement: Agreement = OwnFigures()
+        self.reducer: Reducer = LocalReducer()
 
     def warm_up(self, passes: Passes) -> None:
         """One run, and another if it was short: threads, caches and oneDNN's primitives are there after it."""
         started = time.perf_counter()
         _time_once(passes)
-        (seconds,) = self.agreement.largest(time.perf_counter() - started)
+        (seconds,) = self.reducer.all_reduce_max(time.perf_counter() - started)
         if seconds < self.MAX_WARM_UP_SECONDS / 2:
             _time_once(passes)
 
-    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
-        """Repeat within the budget; `glance` is called between the repeats."""
+    def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
+        """Repeat within the budget; `poll` is called between the repeats."""
         samples: list[PassSample] = []
         with collector_paused():
             started = time.perf_counter()
             while not self._is_spent(samples, time.perf_counter() - started):
                 samples.append(_time_once(passes))
-                glance()
+                poll()
         return summarize(samples)
 
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
-        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.agreement)
+        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
 
 
 def _time_once(passes: Passes) -> PassSample:

@@ -182,7 +182,7 @@ class SpaceTable:
                 plain_NC - forward_NC[:, at],
                 float(overlap.slowdown_K[column]),
             )
-            each, once = (float(seconds) for seconds in overlap.handling_2K[:, column])
+            each, once = (float(seconds) for seconds in overlap.host_overhead_2K[:, column])
             if overlap.computes:
                 always_NC, once_NC = always_NC + each, once_NC + once
             else:

@@ -80,13 +80,13 @@ class Overlap:
     is gathered in forward). `slowdown_K` is, of traffic, the computation that is lost while it passes, in seconds of
     computation for each second that the traffic takes by itself: 0 hides it for nothing, 1 not at all.
 
-    `handling_2K` are the seconds of the host that traffic takes in each micro-step, and once a step more. The host
+    `host_overhead_2K` are the seconds of the host that traffic takes in each micro-step, and once a step more. The host
     works ahead of the device, unless it `computes` itself.
     """
 
     forward_share_K: Floats  # noqa: N815 - axes are in names
     slowdown_K: Floats  # noqa: N815 - axes are in names
-    handling_2K: Floats  # noqa: N815 - axes are in names
+    host_overhead_2K: Floats  # noqa: N815 - axes are in names
     computes: bool = False
 
 

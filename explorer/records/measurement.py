@@ -18,7 +18,7 @@ Bytes = Annotated[int, Field(ge=0)]
 class Outcome(StrEnum):
     """How a trial ended. Failure is data, never an exception.
 
-    `tainted` ran well, but on a device that was shared or throttled meanwhile.
+    `contaminated` ran well, but on a device that was shared or throttled meanwhile.
     """
 
     OK = "ok"
@@ -26,7 +26,11 @@ class Outcome(StrEnum):
     TIMED_OUT = "timed_out"
     CRASHED = "crashed"
     UNSUPPORTED = "unsupported"
-    TAINTED = "tainted"
+    CONTAMINATED = "contaminated"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Outcome | None:
+        return cls.CONTAMINATED if value == "tainted" else None  # its name in rows that earlier versions stored
 
 
 class ComponentMeasurement(Frozen):
@@ -61,9 +65,9 @@ class ComponentMeasurement(Frozen):
     conditions: Conditions | None = None
 
     @property
-    def taint(self) -> str | None:
+    def contamination(self) -> str | None:
         """Why this timing is not to be trusted; null if it is."""
-        return self.conditions.taint if self.conditions is not None else None
+        return self.conditions.contamination if self.conditions is not None else None
 
 
 class WholeModelMeasurement(Frozen):
@@ -85,9 +89,9 @@ class WholeModelMeasurement(Frozen):
     conditions: Conditions | None = None
 
     @property
-    def taint(self) -> str | None:
+    def contamination(self) -> str | None:
         """Why this timing is not to be trusted; null if it is."""
-        return self.conditions.taint if self.conditions is not None else None
+        return self.conditions.contamination if self.conditions is not None else None
 
 
 class PhaseSeconds(Frozen):
@@ -121,10 +125,10 @@ class Measurement(Frozen):
     phases: PhaseSeconds = PhaseSeconds()
 
     @property
-    def taint(self) -> str | None:
+    def contamination(self) -> str | None:
         """Why something that was timed is not to be trusted; null if all of it is."""
         timed = (*self.components, *((self.whole_model,) if self.whole_model is not None else ()))
-        return next((found.taint for found in timed if found.taint is not None), None)
+        return next((found.contamination for found in timed if found.contamination is not None), None)
 
 
 GIB = 2**30
@@ -164,10 +168,10 @@ class Conditions(Frozen):
     host_busy_share: Share | None = None
 
     @property
-    def taint(self) -> str | None:
+    def contamination(self) -> str | None:
         """Why what was timed says little about the device itself; null if nothing speaks against it.
 
-        A busy host is recorded and taints nothing: on a machine of few cores it is the rule, and repeats show it.
+        A busy host is recorded and contaminates nothing: on a machine of few cores it is the rule, and repeats show it.
         """
         if self.foreign_processes or self.foreign_bytes or (self.foreign_busy_share or 0.0) >= FOREIGN_BUSY_SHARE:
             others = "another process" if self.foreign_processes <= 1 else f"{self.foreign_processes} other processes"
@@ -177,12 +181,12 @@ class Conditions(Frozen):
         return f"the device is throttled: {', '.join(slowdowns)}" if slowdowns else None
 
 
-TAINTED_ATTEMPTS = 3
+CONTAMINATED_ATTEMPTS = 3
 """How often a component is measured before it counts as one that cannot be measured here."""
 
 
 def judge(measurement: Measurement) -> Measurement:
-    """A measurement that went well, but of which some part is tainted, is tainted; any other stays what it is."""
-    if measurement.outcome is not Outcome.OK or measurement.taint is None:
+    """A measurement that went well, but of which some part is contaminated, is contaminated; any other stays what it is."""
+    if measurement.outcome is not Outcome.OK or measurement.contamination is None:
         return measurement
-    return measurement.model_copy(update={"outcome": Outcome.TAINTED, "reason": measurement.taint})
+    return measurement.model_copy(update={"outcome": Outcome.CONTAMINATED, "reason": measurement.contamination})

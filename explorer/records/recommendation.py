@@ -88,8 +88,8 @@ class Recommendation(Frozen):
     notes: tuple[str, ...] = ()
 
 
-class RemedyKind(StrEnum):
-    """What a remedy changes, in order of preference."""
+class RelaxationKind(StrEnum):
+    """What a relaxation changes, in order of preference."""
 
     MICRO_BATCH_SIZE = "micro_batch_size"
     RECOMPUTE = "recompute"
@@ -100,10 +100,10 @@ class RemedyKind(StrEnum):
     SEVERAL = "several"
 
 
-class Remedy(Frozen):
+class Relaxation(Frozen):
     """A change to a request of which nothing fits, after which something is predicted to fit."""
 
-    kind: RemedyKind = Field(description="`options`: what the request excludes for no gain. `several`: together.")
+    kind: RelaxationKind = Field(description="`options`: what the request excludes for no gain. `several`: together.")
     change: str = Field(description="In words.")
     settings: dict[str, Any] = Field(description="Fields of the request by name, with the values to set.")
     predicted_peak_bytes: int = Field(description="Allocated at the peak by the smallest candidate.")
@@ -120,7 +120,7 @@ class VariantAnswer(Frozen):
     num_parameters: int
     recommendation: Recommendation | None
     reason: str | None = None
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Relaxation, ...] = ()
 
 
 class Answer(Frozen):

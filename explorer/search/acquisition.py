@@ -15,7 +15,7 @@ import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from explorer.cost_model.components import Component
-from explorer.search.candidate_posterior import Outlook
+from explorer.search.candidate_posterior import CandidatePosterior
 from explorer.surrogate.gaussian_process import Surrogate
 
 TRIAL_OVERHEAD_SECONDS = 0.15  # of building and warming up a component, before the first trials show it
@@ -43,18 +43,22 @@ class _Offer:
 
 
 def suggest_measurement(
-    outlook: Outlook, table: SpaceTable, surrogate: Surrogate, tolerance: float, count: Callable[[Component], int]
+    posterior: CandidatePosterior,
+    table: SpaceTable,
+    surrogate: Surrogate,
+    tolerance: float,
+    count: Callable[[Component], int],
 ) -> Suggestion | None:
     """The best of both kinds; null when no measurement is expected to change anything.
 
     `count` tells how often a component was measured.
     """
-    if outlook.rows.size == 0:
+    if posterior.rows.size == 0:
         return None
     costs_K = measuring_seconds(surrogate.device_mean_K)
     offers = (
-        _explore(outlook, table, costs_K, tolerance),
-        _repeat(outlook, table, surrogate, costs_K, tolerance, count),
+        _explore(posterior, table, costs_K, tolerance),
+        _repeat(posterior, table, surrogate, costs_K, tolerance, count),
     )
     found = [offer for offer in offers if offer is not None]
     return max(found, key=lambda offer: offer.rate).suggestion if found else None
@@ -86,54 +90,54 @@ def measuring_seconds(seconds_K: Floats) -> Floats:
     return np.asarray(TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * seconds_K)
 
 
-def _explore(outlook: Outlook, table: SpaceTable, costs_K: Floats, tolerance: float) -> _Offer | None:
-    open_A = outlook.wanted_AP.any(axis=1)
+def _explore(posterior: CandidatePosterior, table: SpaceTable, costs_K: Floats, tolerance: float) -> _Offer | None:
+    open_A = posterior.wanted_AP.any(axis=1)
     if not open_A.any():
         return None
-    incumbent = outlook.incumbent
+    incumbent = posterior.incumbent
     if incumbent is None:
-        gain_A = outlook.tokens_NA.mean(axis=0)
+        gain_A = posterior.tokens_NA.mean(axis=0)
         gain_A = gain_A / max(float(gain_A.max()), 1e-9)
     else:
-        own_N = outlook.tokens_NA[:, incumbent]
-        gain_A = np.maximum(0.0, outlook.tokens_NA - own_N[:, None]).mean(axis=0) / max(float(own_N.mean()), 1e-9)
+        own_N = posterior.tokens_NA[:, incumbent]
+        gain_A = np.maximum(0.0, posterior.tokens_NA - own_N[:, None]).mean(axis=0) / max(float(own_N.mean()), 1e-9)
     gain_A = np.where(open_A, gain_A, 0.0)
     if gain_A.max() < NEGLIGIBLE * tolerance:
         return None
-    cost_A = (outlook.wanted_AP * costs_K[table.columns_CP[outlook.rows]]).sum(axis=1)
+    cost_A = (posterior.wanted_AP * costs_K[table.columns_CP[posterior.rows]]).sum(axis=1)
     rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=open_A)
     best = int(np.argmax(rate_A))
-    row = int(outlook.rows[best])
-    return _Offer(float(rate_A[best]), Suggestion(row, _components(table, row, outlook.wanted_AP[best])))
+    row = int(posterior.rows[best])
+    return _Offer(float(rate_A[best]), Suggestion(row, _components(table, row, posterior.wanted_AP[best])))
 
 
 def _repeat(
-    outlook: Outlook,
+    posterior: CandidatePosterior,
     table: SpaceTable,
     surrogate: Surrogate,
     costs_K: Floats,
     tolerance: float,
     count: Callable[[Component], int],
 ) -> _Offer | None:
-    incumbent = outlook.incumbent
+    incumbent = posterior.incumbent
     if incumbent is None:
         return None
-    own_N = outlook.composed_NA[:, incumbent]
-    doubt_A = ((1.0 - tolerance) * outlook.composed_NA > own_N[:, None]).mean(axis=0)
-    doubt_A = np.where(outlook.clear_A, doubt_A, 0.0)
+    own_N = posterior.composed_NA[:, incumbent]
+    doubt_A = ((1.0 - tolerance) * posterior.composed_NA > own_N[:, None]).mean(axis=0)
+    doubt_A = np.where(posterior.clear_A, doubt_A, 0.0)
     best: _Offer | None = None
     for rival in np.argsort(-doubt_A, kind="stable")[:RIVALS]:
         if doubt_A[rival] < NEGLIGIBLE:
             break
         gain = tolerance * float(doubt_A[rival])
-        offer = _repeat_pair(outlook, table, surrogate, costs_K, (incumbent, int(rival)), gain, count)
+        offer = _repeat_pair(posterior, table, surrogate, costs_K, (incumbent, int(rival)), gain, count)
         if offer is not None and (best is None or offer.rate > best.rate):
             best = offer
     return best
 
 
 def _repeat_pair(
-    outlook: Outlook,
+    posterior: CandidatePosterior,
     table: SpaceTable,
     surrogate: Surrogate,
     costs_K: Floats,
@@ -142,7 +146,7 @@ def _repeat_pair(
     count: Callable[[Component], int],
 ) -> _Offer | None:
     """Another run of what most blurs the difference between two contenders, of whichever of them it belongs to."""
-    rows = outlook.rows[list(pair)]
+    rows = posterior.rows[list(pair)]
     shares_K = np.zeros((2, len(table.components)))
     shares = table.step_shares(surrogate.device_mean_K, rows)
     for i in range(2):

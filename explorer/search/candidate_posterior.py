@@ -18,7 +18,7 @@ A candidate has at most a handful of such components, so that they move it by no
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class CandidatePosterior:
     """Contenders as rows of the table. Axes: A contenders, P components of one, N posterior samples.
 
     `composed_NA` is tokens/s as the components compose it, zero where the candidate would not fit; `tokens_NA` that of

@@ -86,9 +86,9 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
             f"peak {peak:.2f} GiB ({len(suggestion.components)} {what} in {seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
-    if measurement.outcome is Outcome.TAINTED:
-        tainted = ", ".join(m.component.key for m in measurement.components if m.taint is not None)
-        message = f"Tainted: {trial.candidate.describe()}: {measurement.reason}; not learnt from: {tainted}"
+    if measurement.outcome is Outcome.CONTAMINATED:
+        contaminated = ", ".join(m.component.key for m in measurement.components if m.contamination is not None)
+        message = f"Contaminated: {trial.candidate.describe()}: {measurement.reason}; not learnt from: {contaminated}"
         return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": measurement.reason})
     message = (
         f"Infeasible: {trial.candidate.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"

@@ -15,8 +15,8 @@ from explorer.records.event import Progress
 from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.trial import Measure, Trial
 from explorer.search.event_messages import end_event
-from explorer.search.history import Ledger
-from explorer.search.setup import OpenStudy, SurveyVariant, survey_variant
+from explorer.search.history import TrialHistory
+from explorer.search.setup import OpenStudy, PruneSpace, prune_space
 from explorer.search.variant_search import VariantSearch
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
@@ -30,7 +30,7 @@ def explore(
     history: Sequence[Trial] = (),
     open_study: OpenStudy | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    survey: SurveyVariant = survey_variant,
+    prune: PruneSpace = prune_space,
 ) -> Iterator[Progress]:
     """Run a request on a device and hand out what is learnt, step by step; the last step has the answer.
 
@@ -43,15 +43,15 @@ def explore(
             search goes on as it would have gone. What was in flight when that run ended is measured again.
         open_study: opens the Optuna study of a variant by name; default: in memory.
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
-        survey: enumerates a variant's space; a caller who explores one space many times may keep the result.
+        prune: enumerates a variant's space; a caller who explores one space many times may keep the result.
 
     Each `Progress` must be stored before the next is asked for.
     """
-    ledger = Ledger(history, request.budget, len(request.variants()))
+    trial_history = TrialHistory(history, request.budget, len(request.variants()))
     answers = []
     for index in range(len(request.variants())):
         search = VariantSearch(
-            index, request, report, measure, ledger, open_study or _in_memory, clock=clock, survey=survey
+            index, request, report, measure, trial_history, open_study or _in_memory, clock=clock, prune=prune
         )
         try:
             yield from search.run()

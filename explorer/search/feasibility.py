@@ -8,9 +8,9 @@ import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from explorer.cost_model.components import BlockRecompute, Component
-from explorer.records.measurement import TAINTED_ATTEMPTS, Measurement, Outcome
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome
 from explorer.spec.candidate import Candidate
-from explorer.surrogate.observations import RunLog
+from explorer.surrogate.observations import ObservationLog
 
 BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
 """Outcomes that recomputation does not help against."""
@@ -30,7 +30,7 @@ class Failures:
 
     def take_in(self, measurement: Measurement) -> None:
         """Keep what a trial failed of; one that went well, or whose device was disturbed, says nothing."""
-        if measurement.outcome in {Outcome.OK, Outcome.TAINTED}:
+        if measurement.outcome in {Outcome.OK, Outcome.CONTAMINATED}:
             return
         reason = measurement.reason or measurement.outcome.value
         if measurement.failed_component is None:
@@ -54,17 +54,17 @@ class Failures:
             rejected_C |= required_C >= required_C[[table.row[c] for c in self._too_large]].min()
         return rejected_C
 
-    def failing(self, table: SpaceTable, log: RunLog) -> Mask:
+    def failing(self, table: SpaceTable, log: ObservationLog) -> Mask:
         """Rows that use a component which failed, or a larger one of the same sort, shape (C,)."""
-        if not self.components and not log.num_tainted:
+        if not self.components and not log.num_contaminated:
             return np.zeros(len(table.candidates), dtype=np.bool_)
         failing_K = np.array([self._fails(c, log) for c in table.components])
         return np.asarray((table.used_CP & failing_K[table.columns_CP]).any(axis=1))
 
-    def _fails(self, component: Component, log: RunLog) -> bool:
+    def _fails(self, component: Component, log: ObservationLog) -> bool:
         if log.count(component):
             return False
-        if log.count_tainted(component) >= TAINTED_ATTEMPTS:
+        if log.count_contaminated(component) >= CONTAMINATED_ATTEMPTS:
             return True
         return any(at_least(component, failed, broken=failed in self._broken) for failed in self.components)
 

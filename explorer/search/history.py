@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from explorer.records.measurement import TAINTED_ATTEMPTS, Outcome
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from explorer.records.trial import Trial, TrialKind
 from explorer.spec.candidate import Candidate
 from explorer.spec.options import Budget
 
 GRACE = 2.0  # comparisons at the end may use this many times the budget, so that an answer has them
 HOPELESS_FAILURES = 5
-HOPELESS_TAINTED = 4 * TAINTED_ATTEMPTS
+HOPELESS_CONTAMINATED = 4 * CONTAMINATED_ATTEMPTS
 
 
-class Ledger:
+class TrialHistory:
     """Trials of a job, earlier leases' included, and the seconds that they took."""
 
     def __init__(self, history: Sequence[Trial], budget: Budget, num_variants: int) -> None:
@@ -71,21 +71,21 @@ class Ledger:
         return [t for t in self.trials_of(num_query_groups) if t.kind is TrialKind.WHOLE_MODEL]
 
     def whole_model(self, candidate: Candidate) -> Trial | None:
-        """The whole-model run of a candidate; of several the first that was not tainted, if there is one."""
+        """The whole-model run of a candidate; of several the first that was not contaminated, if there is one."""
         found = [t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate]
-        sound = (t for t in found if t.measurement.outcome is not Outcome.TAINTED)
+        sound = (t for t in found if t.measurement.outcome is not Outcome.CONTAMINATED)
         return next(sound, found[0] if found else None)
 
     def is_hopeless(self, num_query_groups: int) -> bool:
         """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
 
-        That they were tainted is one reason, whatever it was that tainted each; a device is given more time to become
+        That they were contaminated is one reason, whatever it was that contaminated each; a device is given more time to become
         sound again than a fault that stays.
         """
         trials = self.trials_of(num_query_groups)
-        tainted = [t.measurement.outcome is Outcome.TAINTED for t in trials[-HOPELESS_TAINTED:]]
-        if any(tainted[-1:]):
-            return all(tainted) and len(tainted) == HOPELESS_TAINTED
+        contaminated = [t.measurement.outcome is Outcome.CONTAMINATED for t in trials[-HOPELESS_CONTAMINATED:]]
+        if any(contaminated[-1:]):
+            return all(contaminated) and len(contaminated) == HOPELESS_CONTAMINATED
         last = trials[-HOPELESS_FAILURES:]
         failures = {(t.measurement.outcome, t.measurement.reason) for t in last}
         return (

@@ -13,7 +13,7 @@ from optuna.trial import Trial as OptunaTrial
 
 from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import Trial, TrialKind
-from explorer.search.search_state import Belief
+from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.training import Sharding
 
@@ -40,9 +40,9 @@ class ComponentSampler(BaseSampler):
     measurement is worth its time it suggests the recommended candidate again.
     """
 
-    def __init__(self, belief: Belief) -> None:
-        self._belief = belief
-        self._space = distributions(belief.table.candidates)
+    def __init__(self, state: SearchState) -> None:
+        self._state = state
+        self._space = distributions(state.table.candidates)
         self._seen: set[int] = set()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -54,9 +54,9 @@ class ComponentSampler(BaseSampler):
     ) -> dict[str, Any]:
         """The next candidate's dimensions."""
         self._learn(study)
-        found = self._belief.suggest() or self._belief.recommend()
+        found = self._state.suggest() or self._state.recommend()
         row = found.row if found is not None else 0
-        return to_params(self._belief.table.candidates[row])
+        return to_params(self._state.table.candidates[row])
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -69,7 +69,7 @@ class ComponentSampler(BaseSampler):
         fresh = [t for t in finished if t.number not in self._seen and MEASUREMENT in t.user_attrs]
         if fresh:
             self._seen.update(t.number for t in fresh)
-            self._belief.learn_trials(
+            self._state.learn_trials(
                 (t.user_attrs[TRIAL_NUMBER], Measurement.model_validate_json(t.user_attrs[MEASUREMENT])) for t in fresh
             )
 

@@ -11,7 +11,7 @@ import numpy as np
 from explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from explorer.cost_model.search_space import EmptySpaceError, LegalSpace, enumerate_candidates
 from explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
-from explorer.records.recommendation import Remedy, RemedyKind
+from explorer.records.recommendation import Relaxation, RelaxationKind
 from explorer.spec.candidate import Recompute
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import ModelSpec
@@ -40,7 +40,7 @@ class _Change:
             return None
 
 
-def find_remedies(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> tuple[Remedy, ...]:
+def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> tuple[Relaxation, ...]:
     """Every single change after which something is predicted to fit; if there is none, the first of several together.
 
     In order of preference: a smaller micro-batch, a recomputation policy, what the request excludes for no gain (the
@@ -48,24 +48,26 @@ def find_remedies(request: ExplorationRequest, report: DeviceReport, model: Mode
     sharding level. Of micro-batch sizes and numbers of devices only the nearest is named, of the others every one that
     helps.
     """
-    found: list[Remedy] = []
+    found: list[Relaxation] = []
     for kind, changes, nearest in (
-        (RemedyKind.MICRO_BATCH_SIZE, _smaller(request), True),
-        (RemedyKind.RECOMPUTE, _policies(request), False),
-        (RemedyKind.OPTIONS, _options(request), False),
-        (RemedyKind.CONTEXT_PARALLEL, _sharings(request, report), True),
-        (RemedyKind.NUM_DEVICES, _more_devices(request), True),
-        (RemedyKind.SHARDING, _shardings(request), False),
+        (RelaxationKind.MICRO_BATCH_SIZE, _smaller(request), True),
+        (RelaxationKind.RECOMPUTE, _policies(request), False),
+        (RelaxationKind.OPTIONS, _options(request), False),
+        (RelaxationKind.CONTEXT_PARALLEL, _sharings(request, report), True),
+        (RelaxationKind.NUM_DEVICES, _more_devices(request), True),
+        (RelaxationKind.SHARDING, _shardings(request), False),
     ):
         working = _working(kind, changes, request, report, model)
-        found += [remedy for remedy in [next(working, None)] if remedy is not None] if nearest else list(working)
+        found += (
+            [relaxation for relaxation in [next(working, None)] if relaxation is not None] if nearest else list(working)
+        )
     if not found:
-        found += [*_working(RemedyKind.SEVERAL, _together(request), request, report, model)][:1]
+        found += [*_working(RelaxationKind.SEVERAL, _together(request), request, report, model)][:1]
     return tuple(found)
 
 
 def explain_nothing_fits(
-    request: ExplorationRequest, report: DeviceReport, model: ModelSpec, remedies: tuple[Remedy, ...]
+    request: ExplorationRequest, report: DeviceReport, model: ModelSpec, remedies: tuple[Relaxation, ...]
 ) -> str:
     """Why no candidate fits, and the first of the remedies that there are."""
     limit = memory_limit(request, report.hardware)
@@ -108,8 +110,12 @@ def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: Mo
 
 
 def _working(
-    kind: RemedyKind, changes: Iterable[_Change], request: ExplorationRequest, report: DeviceReport, model: ModelSpec
-) -> Iterator[Remedy]:
+    kind: RelaxationKind,
+    changes: Iterable[_Change],
+    request: ExplorationRequest,
+    report: DeviceReport,
+    model: ModelSpec,
+) -> Iterator[Relaxation]:
     for change in changes:
         changed = change.apply(request)
         if changed is None:
@@ -120,7 +126,7 @@ def _working(
             continue
         required = required_bytes(peak, report.hardware)
         if required <= memory_limit(changed, report.hardware):
-            yield Remedy(
+            yield Relaxation(
                 kind=kind,
                 change=change.words,
                 settings={name: _plain(value) for name, value in change.settings.items()},

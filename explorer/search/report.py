@@ -1,4 +1,4 @@
-"""From a belief to the recommendation that a person reads."""
+"""From a state to the recommendation that a person reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from explorer.cost_model.step import StepSeconds, combine_seconds
 from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
 from explorer.records.trial import Trial, TrialKind, count_processes
-from explorer.search.search_state import Belief, Verdict
+from explorer.search.search_state import SearchState, Verdict
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
@@ -32,7 +32,7 @@ class References:
 
 
 def build_recommendation(
-    belief: Belief,
+    state: SearchState,
     verdict: Verdict,
     references: References,
     report: DeviceReport,
@@ -40,12 +40,12 @@ def build_recommendation(
     runner_up: RunnerUpCheck | None = None,
 ) -> Recommendation:
     """Everything that is known of the recommended candidate."""
-    request = belief.request
-    table = belief.table
+    request = state.request
+    table = state.table
     candidate = table.candidates[verdict.row]
-    seconds = belief.expected_seconds(verdict.row)
-    base = belief.expected_seconds(references.base)
-    found = belief.bytes(verdict.row)
+    seconds = state.expected_seconds(verdict.row)
+    base = state.expected_seconds(references.base)
+    found = state.bytes(verdict.row)
     accumulation, nearest = accumulate(request, candidate)
     return Recommendation(
         candidate=candidate,
@@ -59,21 +59,21 @@ def build_recommendation(
         communication_seconds=seconds.communication if table.communications else None,
         grad_accum_steps=accumulation,
         nearest_batch_sizes=nearest,
-        predicted_peak_bytes=belief.predicted_bytes(verdict.row).peak,
+        predicted_peak_bytes=state.predicted_bytes(verdict.row).peak,
         measured_peak_bytes=found.peak,
         required_bytes=found.required,
-        memory_limit_bytes=belief.limit_bytes,
+        memory_limit_bytes=state.limit_bytes,
         memory=found.parts,
-        largest_micro_batch=_alternative(belief, verdict.row, references.largest),
-        stock=_alternative(belief, verdict.row, references.stock),
-        whole_model=check_whole_model(belief, verdict.row, whole_model),
+        largest_micro_batch=_alternative(state, verdict.row, references.largest),
+        stock=_alternative(state, verdict.row, references.stock),
+        whole_model=check_whole_model(state, verdict.row, whole_model),
         runner_up=runner_up,
         notes=(
             *_notes(request, candidate, report, whole_model),
-            *_communication_notes(belief, candidate, seconds),
-            *_predictions(belief, references),
+            *_communication_notes(state, candidate, seconds),
+            *_predictions(state, references),
             *_doubts(runner_up),
-            *_slow_head(belief, verdict.row),
+            *_slow_head(state, verdict.row),
         ),
     )
 
@@ -92,45 +92,45 @@ def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int |
     return None, tuple(b for b in (below, above) if b > 0)
 
 
-def check_whole_model(belief: Belief, row: int, trial: Trial | None) -> WholeModelCheck | None:
+def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
     """The composed step against the whole model's, where it was run."""
     if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
         return None
     whole = trial.measurement.whole_model
-    step = _whole_step(belief, belief.table.candidates[row], whole)
-    composed = belief.seconds(row)
+    step = _whole_step(state, state.table.candidates[row], whole)
+    composed = state.seconds(row)
     return WholeModelCheck(
         measurement=whole,
         tokens_per_second=step.tokens_per_second,
         step_seconds=step.step,
         step_error=(composed.step - step.step) / step.step,
-        peak_error=(belief.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
+        peak_error=(state.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
     )
 
 
-def whole_model_tokens_per_second(belief: Belief, candidate: Candidate, whole: WholeModelMeasurement) -> float:
+def whole_model_tokens_per_second(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> float:
     """Tokens/s of a whole-model run."""
-    return _whole_step(belief, candidate, whole).tokens_per_second
+    return _whole_step(state, candidate, whole).tokens_per_second
 
 
-def _whole_step(belief: Belief, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
+def _whole_step(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
     """A step with the seconds of a whole-model run.
 
     What is composed takes the place of what the run did not show: in a job of an earlier version that of communication
     and optimizer, whose seconds there contain a plain exchange of gradients.
     """
     optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
-    if communication is None and _exchanges(belief.request, candidate, belief.hardware):
-        composed = belief.seconds(belief.table.row[candidate])
+    if communication is None and _exchanges(state.request, candidate, state.hardware):
+        composed = state.seconds(state.table.row[candidate])
         optimizer, communication = composed.optimizer, composed.communication
     return combine_seconds(
         whole.micro_step_seconds,
         optimizer,
         candidate.micro_batch_size,
-        belief.table.model,
-        belief.request,
+        state.table.model,
+        state.request,
         context_parallel_size=candidate.context_parallel_size,
-        communication=(communication or 0.0) if belief.table.communications else 0.0,
+        communication=(communication or 0.0) if state.table.communications else 0.0,
     )
 
 
@@ -139,47 +139,47 @@ def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: Hard
     return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1
 
 
-def largest_untiled(belief: Belief, among: Collection[int]) -> int | None:
+def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
     """The row of the largest micro-batch that fits without batch tiling, at its fastest; it may not be measured yet."""
-    rows = [i for i in among if belief.table.candidates[i].bta_tile is None and belief.fits(i)]
+    rows = [i for i in among if state.table.candidates[i].bta_tile is None and state.fits(i)]
     if not rows:
         return None
-    largest = max(int(belief.table.micro_batch_C[i]) for i in rows)
-    return _fastest(belief, [i for i in rows if belief.table.micro_batch_C[i] == largest])
+    largest = max(int(state.table.micro_batch_C[i]) for i in rows)
+    return _fastest(state, [i for i in rows if state.table.micro_batch_C[i] == largest])
 
 
-def best_stock(belief: Belief, report: DeviceReport, among: Collection[int]) -> int | None:
+def best_stock(state: SearchState, report: DeviceReport, among: Collection[int]) -> int | None:
     """The row of the fastest candidate with stock back ends and no batch tiling."""
     rows = [
         i
         for i in among
-        if belief.fits(i)
-        and (c := belief.table.candidates[i]).bta_tile is None
+        if state.fits(i)
+        and (c := state.table.candidates[i]).bta_tile is None
         and report.is_stock(c.attention_backend, c.expert_backend)
     ]
-    return _fastest(belief, rows)
+    return _fastest(state, rows)
 
 
-def _fastest(belief: Belief, rows: list[int]) -> int | None:
+def _fastest(state: SearchState, rows: list[int]) -> int | None:
     if not rows:
         return None
-    mean = belief.mean_tokens_per_second()
+    mean = state.mean_tokens_per_second()
     return rows[int(np.argmax(mean[rows]))]
 
 
-def _alternative(belief: Belief, row: int, other: int | None) -> Alternative | None:
+def _alternative(state: SearchState, row: int, other: int | None) -> Alternative | None:
     if other is None:
         return None
-    tokens_per_second = belief.expected_seconds(other).tokens_per_second
+    tokens_per_second = state.expected_seconds(other).tokens_per_second
     return Alternative(
-        candidate=belief.table.candidates[other],
+        candidate=state.table.candidates[other],
         tokens_per_second=tokens_per_second,
-        gain=belief.expected_seconds(row).tokens_per_second / tokens_per_second,
+        gain=state.expected_seconds(row).tokens_per_second / tokens_per_second,
     )
 
 
-def _predictions(belief: Belief, references: References) -> tuple[str, ...]:
-    if references.largest is None or belief.is_known(references.largest):
+def _predictions(state: SearchState, references: References) -> tuple[str, ...]:
+    if references.largest is None or state.is_known(references.largest):
         return ()
     return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
 
@@ -208,18 +208,18 @@ def _notes(
     return tuple(notes)
 
 
-def _slow_head(belief: Belief, row: int) -> tuple[str, ...]:
+def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
     """A vocabulary whose rows are not aligned keeps a GPU's matrix products off its fast kernels.
 
     Of the models in benchmarks/results/tables the head takes 5 to 7 times its roofline with 50257 words, and twice with
     multiples of 8.
     """
-    size = belief.table.model.vocab_size
-    if belief.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
+    size = state.table.model.vocab_size
+    if state.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
         return ()
-    head = belief.table.decompositions[row].head
-    shares = belief.table.step_shares(belief.surrogate.device_mean_K, np.array([row]))[0]
-    share = float(shares[belief.table.columns_CP[row] == belief.table.column[head]].sum())
+    head = state.table.decompositions[row].head
+    shares = state.table.step_shares(state.surrogate.device_mean_K, np.array([row]))[0]
+    share = float(shares[state.table.columns_CP[row] == state.table.column[head]].sum())
     padded = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY
     return (
         f"head and loss take {share:.0%} of a micro-step: vocab_size {size} is no multiple of {ALIGNED_VOCABULARY}, "
@@ -227,13 +227,13 @@ def _slow_head(belief: Belief, row: int) -> tuple[str, ...]:
     )
 
 
-def _communication_notes(belief: Belief, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
+def _communication_notes(state: SearchState, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
     """What of the traffic between devices, beside that of context parallelism, is in the time."""
-    request = belief.request
+    request = state.request
     if request.num_devices == 1:
         return ()
     shared = candidate.context_parallel_size > 1
-    if not belief.table.communications:
+    if not state.table.communications:
         what = "other communication" if shared else "communication"
         return (f"{what} between devices is not included in the time",)
     sharding = request.sharded(candidate.sharding).training.sharding

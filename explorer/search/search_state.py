@@ -12,15 +12,15 @@ import numpy as np
 from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, required_table
 from explorer.cost_model.components import Component
 from explorer.cost_model.step import StepBytes, StepSeconds, combine_seconds, memory_limit, required_bytes
-from explorer.records.measurement import TAINTED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from explorer.search.acquisition import MOST_RUNS, Suggestion, suggest_measurement
-from explorer.search.candidate_posterior import Outlook, contenders, missing_components, wanted_components
+from explorer.search.candidate_posterior import CandidatePosterior, contenders, missing_components, wanted_components
 from explorer.search.feasibility import Failures
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.gaussian_process import Surrogate
-from explorer.surrogate.observations import RunLog
+from explorer.surrogate.observations import ObservationLog
 from explorer.surrogate.whole_model_error import CompositionErrors, Correction, WholeModelRun
 
 NUM_SAMPLES = 256
@@ -44,7 +44,7 @@ class Verdict:
     probability: float
 
 
-class Belief:
+class SearchState:
     """Knowledge about one model variant: measured components, failed ones, and the posterior over the rest.
 
     It depends on the seed and the set of trials alone, not on their order, so that a resumed exploration goes the way
@@ -71,10 +71,10 @@ class Belief:
         self._whole_models: dict[int, WholeModelRun] = {}
         self._correction: Correction | None = None
         self._fit_N = rng.standard_normal(NUM_SAMPLES)
-        self._log = RunLog()
+        self._log = ObservationLog()
         self._pending: dict[int, Suggestion] = {}
         self._ordered: frozenset[Component] = frozenset()
-        self._believer: Belief | None = None
+        self._believer: SearchState | None = None
         self._failures = Failures()
         self._suggestion: Suggestion | None = None
         self._suggested = False
@@ -206,11 +206,11 @@ class Belief:
 
     def recommend(self) -> Verdict | None:
         """The candidate with the highest expected throughput of those known well enough; null while there is none."""
-        best = self._outlook.incumbent
+        best = self._posterior.incumbent
         if best is None:
             return None
-        probability = self._outlook.probability_best(best, self.request.tolerance)
-        return Verdict(int(self._outlook.rows[best]), probability)
+        probability = self._posterior.probability_best(best, self.request.tolerance)
+        return Verdict(int(self._posterior.rows[best]), probability)
 
     def runner_up(self) -> tuple[int, float] | None:
         """The row of the candidate whose whole model is most likely to change the answer, and how likely that is.
@@ -220,18 +220,18 @@ class Belief:
         faster of equals. A near-duplicate whose advantage would be smaller than that is not worth a run, however
         close it is. Null if there is none.
         """
-        incumbent = self._outlook.incumbent
+        incumbent = self._posterior.incumbent
         if incumbent is None:
             return None
-        outlook = self._outlook
+        posterior = self._posterior
         others = [
-            i for i in np.flatnonzero(outlook.clear_A) if i != incumbent and not self.was_run_whole(outlook.rows[i])
+            i for i in np.flatnonzero(posterior.clear_A) if i != incumbent and not self.was_run_whole(posterior.rows[i])
         ]
         if not others:
             return None
-        faster = outlook.probability_faster(incumbent, self.request.tolerance * MATTERS)
-        best = max(others, key=lambda i: (faster[i], outlook.mean_A[i]))
-        return int(outlook.rows[best]), float(faster[best])
+        faster = posterior.probability_faster(incumbent, self.request.tolerance * MATTERS)
+        best = max(others, key=lambda i: (faster[i], posterior.mean_A[i]))
+        return int(posterior.rows[best]), float(faster[best])
 
     def suggest(self) -> Suggestion | None:
         """What to measure next; null when no measurement is expected to change anything.
@@ -243,23 +243,23 @@ class Belief:
             return self._believer.suggest()
         if not self._suggested:
             self._suggestion = suggest_measurement(
-                self._outlook, self.table, self.surrogate, self.request.tolerance, self._count_attempts
+                self._posterior, self.table, self.surrogate, self.request.tolerance, self._count_attempts
             )
             self._suggested = True
         return self._suggestion
 
     def to_repeat(self, measurement: Measurement) -> Suggestion | None:
-        """What of a tainted measurement is to be measured again; null if nothing was tainted, or too often."""
+        """What of a contaminated measurement is to be measured again; null if nothing was contaminated, or too often."""
         row = self.table.row.get(measurement.candidate)
-        if row is None or measurement.outcome is not Outcome.TAINTED:
+        if row is None or measurement.outcome is not Outcome.CONTAMINATED:
             return None
-        tainted = (m.component for m in measurement.components if m.taint is not None)
-        left = tuple(c for c in tainted if self._log.count_tainted(c) < TAINTED_ATTEMPTS)
+        contaminated = (m.component for m in measurement.components if m.contamination is not None)
+        left = tuple(c for c in contaminated if self._log.count_contaminated(c) < CONTAMINATED_ATTEMPTS)
         return Suggestion(row, left, again=all(self._log.count(c) for c in left)) if left else None
 
     # -- internals -----------------------------------------------------------------------------------------------
 
-    def _believing(self) -> Belief:
+    def _believing(self) -> SearchState:
         """A copy to which every trial in flight has happened as expected."""
         other = copy.copy(self)
         pending = [c for number in sorted(self._pending) for c in self._pending[number].components]
@@ -273,7 +273,7 @@ class Belief:
         return MOST_RUNS if component in self._ordered else self._log.count_attempts(component)
 
     def _num_troubles(self) -> tuple[int, int]:
-        return len(self._failures), self._log.num_tainted
+        return len(self._failures), self._log.num_contaminated
 
     def _update(self, measured: bool, *, refresh: bool = False) -> None:
         if measured:
@@ -303,7 +303,7 @@ class Belief:
         known, rows = self.known_rows(), self.open_rows()
         room = (1.0 - LEAST_SHARE) * (self._correction.scale if self._correction is not None else 1.0)
         least = max(0.0, 1.0 - room) * float(self._mean_C[known].max()) if known.size else 0.0
-        self._outlook = self._look(contenders(table, surrogate, rows, least / np.exp(self._shift_C[rows])))
+        self._posterior = self._look(contenders(table, surrogate, rows, least / np.exp(self._shift_C[rows])))
 
     def _correct(self) -> Correction | None:
         """What the whole models teach; null before one is run."""
@@ -320,7 +320,7 @@ class Belief:
         device_NK, host_K = self.surrogate.device_NK[:number], self.surrogate.host_K
         return np.asarray(np.log(self.table.tokens_per_second(device_NK, host_K, rows, self.surrogate.overlap)))
 
-    def _look(self, rows: Ints) -> Outlook:
+    def _look(self, rows: Ints) -> CandidatePosterior:
         table, surrogate = self.table, self.surrogate
         composed_NA = self._log_composed(rows)
         number = len(composed_NA)
@@ -345,7 +345,7 @@ class Belief:
         wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
         clear_A = ~wanted_AP.any(axis=1) & self._fits_C[rows]
         composed_NA, tokens_NA = (np.where(fits_NA, np.exp(log_NA), 0.0) for log_NA in (composed_NA, tokens_NA))
-        return Outlook(rows, self._mean_C[rows], composed_NA, tokens_NA, wanted_AP, clear_A)
+        return CandidatePosterior(rows, self._mean_C[rows], composed_NA, tokens_NA, wanted_AP, clear_A)
 
     def _required(self, activations: Floats, rows: Ints | slice = slice(None)) -> Floats:
         return required_table(self.table, activations, self.hardware, rows)

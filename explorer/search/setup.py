@@ -1,4 +1,4 @@
-"""What one variant's search stands on: its space, its belief, its study, and what earlier leases stored of it."""
+"""What one variant's search stands on: its space, its state, its study, and what earlier leases stored of it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from explorer.cost_model.step import memory_limit
 from explorer.records.event import EventDraft
 from explorer.records.trial import TrialKind
 from explorer.search.event_messages import space_event, variant_event
-from explorer.search.history import Ledger
+from explorer.search.history import TrialHistory
 from explorer.search.optuna_sampler import ComponentSampler, admits, distributions, reconcile
-from explorer.search.search_state import Belief
+from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import ModelSpec
@@ -32,7 +32,7 @@ OpenStudy = Callable[[str, BaseSampler], Study]
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class PrunedSpace:
     """The space of a variant before anything is measured; it depends on neither seed nor budget.
 
     `legal` holds the candidates that may fit, `num_predicted_out` counts the others. `table` has a row for each of
@@ -45,7 +45,7 @@ class Survey:
     table: SpaceTable | None
 
 
-SurveyVariant = Callable[[ModelSpec, ExplorationRequest, DeviceReport], Survey]
+PruneSpace = Callable[[ModelSpec, ExplorationRequest, DeviceReport], PrunedSpace]
 
 
 @dataclass(slots=True)
@@ -63,18 +63,18 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class VariantSetup:
     """A variant with at least one candidate that may fit. `bases` are in order of preference, `plainest` the first."""
 
     table: SpaceTable
-    belief: Belief
+    state: SearchState
     study: Study
     distributions: dict[str, BaseDistribution]
     bases: tuple[Candidate, ...]
     plainest: Candidate
 
 
-def survey_variant(model: ModelSpec, request: ExplorationRequest, report: DeviceReport) -> Survey:
+def prune_space(model: ModelSpec, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
     """Enumerate the space of a variant and drop what is predicted not to fit.
 
     Raises:
@@ -91,26 +91,26 @@ def survey_variant(model: ModelSpec, request: ExplorationRequest, report: Device
     fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
     legal = space.restrict(c for c in fitting if c in members)
     table = SpaceTable(fitting, model, request, exchanges=exchanges) if legal.candidates else None
-    return Survey(legal, len(space.candidates) - len(legal.candidates), bases, table)
+    return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)
 
 
-def prepare(
+def open_variant(
     index: int,
     model: ModelSpec,
     request: ExplorationRequest,
     report: DeviceReport,
-    ledger: Ledger,
+    history: TrialHistory,
     open_study: OpenStudy,
-    survey: SurveyVariant = survey_variant,
-) -> tuple[Opening, Ground | None]:
-    """Survey the space and take in what is stored; null if no candidate is predicted to fit.
+    prune: PruneSpace = prune_space,
+) -> tuple[Opening, VariantSetup | None]:
+    """PrunedSpace the space and take in what is stored; null if no candidate is predicted to fit.
 
     Raises:
         EmptySpaceError: the request admits no candidate on this device.
     """
     hardware = report.hardware
-    found = survey(model, request, report)
-    past = ledger.trials_of(model.query_groups)
+    found = prune(model, request, report)
+    past = history.trials_of(model.query_groups)
     opening = Opening()
     if not past:
         if len(request.variants()) > 1:
@@ -121,14 +121,14 @@ def prepare(
     if table is None:
         return opening, None
 
-    belief = Belief(table, found.legal.candidates, request, hardware)
+    state = SearchState(table, found.legal.candidates, request, hardware)
     dimensions = distributions(table.candidates)
     name = "" if index == 0 else f"num_query_groups={model.query_groups}"
-    study = open_study(name, ComponentSampler(belief))
+    study = open_study(name, ComponentSampler(state))
     if not admits(study, dimensions):  # begun by a version that had other choices: a new projection of the same trials
-        study = open_study(f"{name} {len(table.candidates)} candidates".lstrip(), ComponentSampler(belief))
+        study = open_study(f"{name} {len(table.candidates)} candidates".lstrip(), ComponentSampler(state))
     reconcile(study, past, dimensions)
-    belief.learn_trials((t.number, t.measurement) for t in past if t.kind is TrialKind.COMPONENTS)
-    belief.absorb((t.number, t.measurement.components) for t in ledger.trials)
+    state.learn_trials((t.number, t.measurement) for t in past if t.kind is TrialKind.COMPONENTS)
+    state.absorb((t.number, t.measurement.components) for t in history.trials)
     fitting_bases = tuple(c for c in bases if c in table.row)
-    return opening, Ground(table, belief, study, dimensions, fitting_bases, bases[0])
+    return opening, VariantSetup(table, state, study, dimensions, fitting_bases, bases[0])

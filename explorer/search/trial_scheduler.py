@@ -14,8 +14,8 @@ from explorer.cost_model.step import GIB
 from explorer.records.measurement import Measurement, Outcome, judge
 from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan, count_processes
 from explorer.search.acquisition import Suggestion, split
-from explorer.search.history import Ledger
-from explorer.search.setup import Ground
+from explorer.search.history import TrialHistory
+from explorer.search.setup import VariantSetup
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
@@ -24,7 +24,7 @@ WHOLE_MODEL_TIMEOUT_FACTOR = 3  # a whole model builds all its layers
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TrialRequest:
     """A trial to begin: of a suggestion, or of a part of it; `asked` is the study's trial that it answers."""
 
     candidate: Candidate
@@ -34,25 +34,25 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class CompletedTrial:
     """A trial that has ended and been learnt from, and what it was ordered for."""
 
     trial: Trial
-    order: Order
+    order: TrialRequest
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _RunningTrial:
     """An order in flight, and what was believed of its candidate when it began."""
 
-    order: Order
+    order: TrialRequest
     predicted_peak_bytes: int
     predicted_tokens_per_second: float
     started: float
 
 
-class Flights:
-    """As many trials at once as the executor takes; what ends is kept in the ledger, and the belief learns it."""
+class TrialScheduler:
+    """As many trials at once as the executor takes; what ends is kept in the history, and the state learns it."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class Flights:
         request: ExplorationRequest,
         report: DeviceReport,
         measure: Measure,
-        ledger: Ledger,
-        ground: Ground,
+        history: TrialHistory,
+        setup: VariantSetup,
         clock: Callable[[], float],
     ) -> None:
         self._index = index
         self._request = request
         self._report = report
         self._executor = executor_of(measure)
-        self._ledger = ledger
-        self._table, self._belief = ground.table, ground.belief
+        self._history = history
+        self._table, self._state = setup.table, setup.state
         self._clock = clock
-        self._in_flight: dict[int, _Flight] = {}
-        self._due: deque[Order] = deque()
+        self._in_flight: dict[int, _RunningTrial] = {}
+        self._due: deque[TrialRequest] = deque()
 
     def __len__(self) -> int:
         """In flight."""
@@ -91,9 +91,9 @@ class Flights:
         suggest_seconds: float = 0.0,
     ) -> None:
         """Share the components out among the trials that may be in flight, so that each has about as much to do."""
-        most = max(1, min(self._executor.capacity, self._ledger.trials_left(self._index)))
-        for part in split(suggestion, most, self._table, self._belief.surrogate):
-            self._due.append(Order(candidate, part, asked, suggest_seconds))
+        most = max(1, min(self._executor.capacity, self._history.trials_left(self._index)))
+        for part in split(suggestion, most, self._table, self._state.surrogate):
+            self._due.append(TrialRequest(candidate, part, asked, suggest_seconds))
             asked, suggest_seconds = None, 0.0
 
     def begin_due(self) -> bool:
@@ -104,32 +104,32 @@ class Flights:
         row, suggestion = order.suggestion.row, order.suggestion
         started = self._clock()
         plan = self._plan(order.candidate, TrialKind.COMPONENTS, suggestion.components)
-        self._in_flight[plan.number] = _Flight(
+        self._in_flight[plan.number] = _RunningTrial(
             order=order,
-            predicted_peak_bytes=self._belief.bytes(row).peak,
-            predicted_tokens_per_second=self._belief.seconds(row).tokens_per_second,
+            predicted_peak_bytes=self._state.bytes(row).peak,
+            predicted_tokens_per_second=self._state.seconds(row).tokens_per_second,
             started=started,
         )
-        self._ledger.begin(plan.number)
-        self._belief.expect(plan.number, suggestion)
+        self._history.begin(plan.number)
+        self._state.expect(plan.number, suggestion)
         self._executor.submit(plan.model_copy(update={"again": suggestion.again}))
         return True
 
-    def land_all(self) -> Iterator[Landing]:
-        """Begin what is due and wait until nothing is in flight, repeats of what was tainted included."""
+    def land_all(self) -> Iterator[CompletedTrial]:
+        """Begin what is due and wait until nothing is in flight, repeats of what was contaminated included."""
         while self._in_flight or self._due:
             while self.has_room and self.begin_due():
                 pass
             yield self.land()
 
-    def land(self) -> Landing:
+    def land(self) -> CompletedTrial:
         """Wait for the next trial of those in flight, and learn from it."""
         plan, measurement = self._executor.wait()
         measured = self._clock()
         measurement = judge(measurement)
         flight = self._in_flight.pop(plan.number)
         order, row = flight.order, flight.order.suggestion.row
-        self._belief.learn_trials([(plan.number, measurement)])
+        self._state.learn_trials([(plan.number, measurement)])
         # By all candidates of a sharding: it says nothing of this one.
         shared = any(c in self._table.communications for c in plan.components)
         if not shared:
@@ -140,21 +140,21 @@ class Flights:
             kind=TrialKind.COMPONENTS,
             measurement=measurement,
             predicted_peak_bytes=flight.predicted_peak_bytes,
-            measured_peak_bytes=self._belief.bytes(row).peak if self._belief.is_known(row) else None,
+            measured_peak_bytes=self._state.bytes(row).peak if self._state.is_known(row) else None,
             predicted_tokens_per_second=flight.predicted_tokens_per_second,
-            tokens_per_second=self._belief.seconds(row).tokens_per_second if composes else None,
+            tokens_per_second=self._state.seconds(row).tokens_per_second if composes else None,
             suggest_seconds=order.suggest_seconds + self._clock() - measured,
             seconds=measured - flight.started,
         )
-        self._ledger.add(trial)
-        self.repeat_tainted(trial)
-        return Landing(trial, order)
+        self._history.add(trial)
+        self.repeat_contaminated(trial)
+        return CompletedTrial(trial, order)
 
-    def repeat_tainted(self, trial: Trial) -> None:
-        """Order again what was timed on a shared or throttled device; each run may be followed by another."""
-        suggestion = self._belief.to_repeat(trial.measurement)
+    def repeat_contaminated(self, trial: Trial) -> None:
+        """TrialRequest again what was timed on a shared or throttled device; each run may be followed by another."""
+        suggestion = self._state.to_repeat(trial.measurement)
         if suggestion is not None:
-            self._due.append(Order(trial.candidate, suggestion))
+            self._due.append(TrialRequest(trial.candidate, suggestion))
 
     def run_whole(self, candidate: Candidate) -> tuple[Measurement, float]:
         """Run a candidate whole, with nothing else in flight; returns its seconds too. Nothing learns it yet."""
@@ -165,7 +165,7 @@ class Flights:
     def _plan(self, candidate: Candidate, kind: TrialKind, components: tuple[Component, ...]) -> TrialPlan:
         timeout = self._request.budget.trial_timeout_seconds
         return TrialPlan(
-            number=self._ledger.next_number,
+            number=self._history.next_number,
             kind=kind,
             model=self._table.model,
             candidate=candidate,
@@ -176,15 +176,15 @@ class Flights:
 
     def _judge(self, row: int, number: int, measurement: Measurement) -> Measurement:
         """A candidate whose measured parts add up to more than the limit is out of memory, though each part ran."""
-        if measurement.outcome is not Outcome.OK or self._belief.fits(row) or self._is_awaited(row):
+        if measurement.outcome is not Outcome.OK or self._state.fits(row) or self._is_awaited(row):
             return measurement
-        found, limit = self._belief.bytes(row), self._belief.limit_bytes
+        found, limit = self._state.bytes(row), self._state.limit_bytes
         reason = (
             f"a step needs {found.required / GIB:.2f} GiB, {found.peak / GIB:.2f} of it allocated; "
             f"the limit is {limit / GIB:.2f} GiB"
         )
         judged = measurement.model_copy(update={"outcome": Outcome.OUT_OF_MEMORY, "reason": reason})
-        self._belief.learn_trials([(number, judged)])
+        self._state.learn_trials([(number, judged)])
         return judged
 
     def _is_awaited(self, row: int) -> bool:

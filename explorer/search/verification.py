@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from explorer.records.measurement import TAINTED_ATTEMPTS, Outcome
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from explorer.records.recommendation import RunnerUpCheck
 from explorer.records.trial import Trial
 from explorer.search.acquisition import Suggestion, measuring_seconds
-from explorer.search.history import Ledger
+from explorer.search.history import TrialHistory
 from explorer.search.report import best_stock, check_whole_model, largest_untiled
-from explorer.search.search_state import Belief
+from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
@@ -36,11 +36,11 @@ class NextCheck:
 
 
 class WholeModels:
-    """The whole models of one variant, as the ledger has them. What follows depends on the stored trials alone."""
+    """The whole models of one variant, as the history has them. What follows depends on the stored trials alone."""
 
-    def __init__(self, belief: Belief, ledger: Ledger, variant: int) -> None:
-        self._belief = belief
-        self._ledger = ledger
+    def __init__(self, state: SearchState, history: TrialHistory, variant: int) -> None:
+        self._state = state
+        self._history = history
         self._variant = variant
         for trial in self.trials:
             self.take_in(trial)
@@ -48,7 +48,7 @@ class WholeModels:
     @property
     def trials(self) -> list[Trial]:
         """Those that were run, or tried, in order."""
-        return self._ledger.whole_models(self._belief.table.model.query_groups)
+        return self._history.whole_models(self._state.table.model.query_groups)
 
     @property
     def ends_search(self) -> bool:
@@ -57,52 +57,56 @@ class WholeModels:
 
     def take_in(self, trial: Trial) -> None:
         """Learn from a whole model: its throughput, or that its candidate cannot be."""
-        belief, candidate, outcome = self._belief, trial.candidate, trial.measurement.outcome
-        if candidate not in belief.table.row:
+        state, candidate, outcome = self._state, trial.candidate, trial.measurement.outcome
+        if candidate not in state.table.row:
             return
         reason = trial.measurement.reason or f"the whole model {outcome}"
         if outcome is Outcome.OUT_OF_MEMORY:
-            belief.reject_as_large(candidate, reason)
+            state.reject_as_large(candidate, reason)
         elif outcome in REFUTING:
-            belief.reject(candidate, reason)
-        check = check_whole_model(belief, belief.table.row[candidate], trial)
+            state.reject(candidate, reason)
+        check = check_whole_model(state, state.table.row[candidate], trial)
         if check is not None:
             found = check.measurement
             error = found.standard_error_seconds / found.micro_step_seconds if found.micro_step_seconds else 0.0
-            belief.learn_whole_model(candidate, check.tokens_per_second, error)
+            state.learn_whole_model(candidate, check.tokens_per_second, error)
 
     def next(self) -> NextCheck | None:
         """What to run whole: the recommended candidate, then its runner-up; null when the answer is settled.
 
         The recommended candidate is always checked, again if the answer has changed to another. Its runner-up
-        (`Belief.runner_up`) is run if the budget is not used up, unless it is next to certainly no better, and unless
+        (`SearchState.runner_up`) is run if the budget is not used up, unless it is next to certainly no better, and unless
         another candidate has been run whole already: the answer has then been compared. A whole model that can not be
         run here, or not in time, is the last. One on a shared or throttled device says nothing, and is run again.
         """
         trials = self.trials
-        verdict = self._belief.recommend()
+        verdict = self._state.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if verdict is None or IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.TAINTED) >= TAINTED_ATTEMPTS:
+        if (
+            verdict is None
+            or IMPOSSIBLE & set(outcomes)
+            or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS
+        ):
             return None
-        recommended = self._belief.table.candidates[verdict.row]
-        if not self._belief.was_run_whole(verdict.row):
+        recommended = self._state.table.candidates[verdict.row]
+        if not self._state.was_run_whole(verdict.row):
             return NextCheck(recommended) if len(trials) < ATTEMPTS else None
         compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
-        if compared or len(trials) >= RUNNER_UP_ATTEMPTS or self._ledger.exhausted(self._variant):
+        if compared or len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
-        rival = self._belief.runner_up()
+        rival = self._state.runner_up()
         if rival is None or rival[1] < NEGLIGIBLE:
             return None
-        return NextCheck(self._belief.table.candidates[rival[0]], rival[1])
+        return NextCheck(self._state.table.candidates[rival[0]], rival[1])
 
     def of(self, candidate: Candidate) -> Trial | None:
         """The whole-model run of a candidate."""
-        return self._ledger.whole_model(candidate)
+        return self._history.whole_model(candidate)
 
     def runner_up_of(self, recommended: Candidate) -> RunnerUpCheck | None:
         """The fastest other candidate that was run whole, else the last that failed after `recommended` had run."""
         own = self.of(recommended)
-        table = self._belief.table
+        table = self._state.table
         others = [t for t in self.trials if t.candidate != recommended and t.candidate in table.row]
         ran = [t for t in others if t.measurement.outcome is Outcome.OK and t.tokens_per_second]
         if ran:
@@ -115,11 +119,11 @@ class WholeModels:
         whole = trial.tokens_per_second if trial in ran else None
         return RunnerUpCheck(
             candidate=trial.candidate,
-            composed_tokens_per_second=self._belief.seconds(row).tokens_per_second,
+            composed_tokens_per_second=self._state.seconds(row).tokens_per_second,
             outcome=trial.measurement.outcome,
             reason=trial.measurement.reason,
             gain=own.tokens_per_second / whole if whole and own is not None and own.tokens_per_second else None,
-            whole_model=check_whole_model(self._belief, row, trial),
+            whole_model=check_whole_model(self._state, row, trial),
         )
 
 
@@ -131,24 +135,24 @@ ones lead to expect: beyond this cost its throughput is predicted, and the answe
 """
 
 
-def next_comparison(belief: Belief, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
+def next_comparison(state: SearchState, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
     """The next measurement for the answer; null when it has all it needs, or the rest costs too much.
 
     First what the search left out of the recommended candidate because it was predicted well enough; then the largest
     untiled micro-batch and the best with stock back ends. `spent_seconds` are the device's so far.
     """
-    verdict = belief.recommend()
+    verdict = state.recommend()
     if verdict is None:
         return None
-    if not belief.is_known(verdict.row):
-        return Suggestion(verdict.row, belief.table.missing(verdict.row, belief.surrogate.known_K))
-    rows = belief.open_rows()
-    for row in (largest_untiled(belief, among=rows), best_stock(belief, report, among=rows)):
-        wanted = belief.wanted(row) if row is not None else ()
+    if not state.is_known(verdict.row):
+        return Suggestion(verdict.row, state.table.missing(verdict.row, state.surrogate.known_K))
+    rows = state.open_rows()
+    for row in (largest_untiled(state, among=rows), best_stock(state, report, among=rows)):
+        wanted = state.wanted(row) if row is not None else ()
         if row is None or not wanted:
             continue
-        columns = [belief.table.column[c] for c in wanted]
-        cost = float(measuring_seconds(belief.surrogate.device_mean_K[columns]).sum())
+        columns = [state.table.column[c] for c in wanted]
+        cost = float(measuring_seconds(state.surrogate.device_mean_K[columns]).sum())
         if cost <= COMPARISON_SHARE * spent_seconds:
             return Suggestion(row, wanted)
     return None

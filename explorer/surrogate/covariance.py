@@ -34,14 +34,14 @@ CURVE_LENGTH = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class Covariance:
     """Covariances of K components: `level + amplitude^2 curve + own^2 identity`, with the scales still open."""
 
     level: Floats
     curve: Floats
 
     @classmethod
-    def of(cls, components: Sequence[Component]) -> Kernel:
+    def of(cls, components: Sequence[Component]) -> Covariance:
         """The kernel of components of one kind."""
         backend = _equal([c.backend for c in components])
         mode = _equal([(c.recompute, c.bta_tile is not None) for c in components])
@@ -57,9 +57,9 @@ class Kernel:
         level += SHARING_STD**2 * alike * backend * np.outer(shares_any, shares_any)
         return cls(np.asarray(level), np.asarray(alike * backend * _smooth(at_once, CURVE_LENGTH)))
 
-    def restrict(self, rows: Sequence[int]) -> Kernel:
+    def restrict(self, rows: Sequence[int]) -> Covariance:
         """The kernel of some of the components."""
-        return Kernel(self.level[np.ix_(rows, rows)], self.curve[np.ix_(rows, rows)])
+        return Covariance(self.level[np.ix_(rows, rows)], self.curve[np.ix_(rows, rows)])
 
 
 def _equal(values: Sequence[object]) -> Floats:

@@ -1,4 +1,4 @@
-"""What was not measured of components, by how far their measured kin are off the prediction: host seconds, bytes."""
+"""What was not measured of components, by how far their measured similar are off the prediction: host seconds, bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from explorer.cost_model.candidate_table import Floats, SpaceTable
 from explorer.cost_model.collectives import FORWARD_SHARES
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentRuns
+from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
 BYTES_STD_NEAR = 0.03  # relative error of predicted bytes: the same back end and mode was measured,
 BYTES_STD_KIND = 0.10  # only the same kind was,
@@ -17,7 +17,10 @@ BYTES_STD_PRIOR = 0.25  # nothing alike was
 
 
 def estimate_host_seconds(
-    components: Sequence[Component], predicted_K: Floats, device_K: Floats, found: Mapping[Component, ComponentRuns]
+    components: Sequence[Component],
+    predicted_K: Floats,
+    device_K: Floats,
+    found: Mapping[Component, ComponentObservations],
 ) -> Floats:
     """Host seconds, shape (K,): they depend on what is launched, not on sizes; zero for a block that waits.
 
@@ -33,8 +36,8 @@ def estimate_host_seconds(
         if runs is not None:
             host_K[i] = 0.0 if runs.waits else runs.host_seconds
             continue
-        if _kin(component) in near:
-            host_K[i] *= near[_kin(component)][0]
+        if _similar(component) in near:
+            host_K[i] *= near[_similar(component)][0]
         elif component.kind in kind:
             host_K[i] *= kind[component.kind][0]
         host_K[i] = min(host_K[i], device_K[i])
@@ -42,7 +45,7 @@ def estimate_host_seconds(
 
 
 def estimate_bytes(
-    components: Sequence[Component], predicted_3K: Floats, found: Mapping[Component, ComponentRuns]
+    components: Sequence[Component], predicted_3K: Floats, found: Mapping[Component, ComponentObservations]
 ) -> tuple[Floats, Floats]:
     """Saved, forward-peak and backward-peak bytes, shape (3, K), and their relative standard deviation, shape (K,)."""
     column = {c: i for i, c in enumerate(components)}
@@ -58,8 +61,8 @@ def estimate_bytes(
         if component in found:
             bytes_3K[:, i] = found[component].sizes
             std_K[i] = 0.0
-        elif _kin(component) in near:
-            bytes_3K[:, i] *= near[_kin(component)]
+        elif _similar(component) in near:
+            bytes_3K[:, i] *= near[_similar(component)]
             std_K[i] = BYTES_STD_NEAR
         elif component.kind in kind:
             bytes_3K[:, i] *= np.clip(kind[component.kind], 0.5, 2.0)
@@ -67,7 +70,7 @@ def estimate_bytes(
     return bytes_3K, std_K
 
 
-def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, ComponentRuns]) -> Floats:
+def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, ComponentObservations]) -> Floats:
     """Share of each component's device seconds that its forward pass takes, shape (K,).
 
     As measured, of the component or else of those of its kind that recompute alike; a backward pass is otherwise taken
@@ -93,7 +96,7 @@ def _policy(component: Component) -> tuple[object, ...]:
     return (component.kind, component.recompute, component.bta_tile is not None, component.sharding)
 
 
-def _kin(component: Component) -> tuple[object, ...]:
+def _similar(component: Component) -> tuple[object, ...]:
     """Layouts launch and keep alike, rings of other sizes do not."""
     ring = component.context_parallel_size if component.communicates else 1
     return (component.kind, component.backend, component.recompute, component.bta_tile is not None, ring)
@@ -102,11 +105,11 @@ def _kin(component: Component) -> tuple[object, ...]:
 def _mean_ratios(
     ratios: Mapping[Component, Floats],
 ) -> tuple[dict[tuple[object, ...], Floats], dict[ComponentKind, Floats]]:
-    """Geometric means of `ratios` over kin and over kinds."""
+    """Geometric means of `ratios` over similar and over kinds."""
     near: dict[tuple[object, ...], list[Floats]] = {}
     kind: dict[ComponentKind, list[Floats]] = {}
     for component, ratio in ratios.items():
-        near.setdefault(_kin(component), []).append(np.log(ratio))
+        near.setdefault(_similar(component), []).append(np.log(ratio))
         kind.setdefault(component.kind, []).append(np.log(ratio))
     return (
         {key: np.exp(np.mean(logs, axis=0)) for key, logs in near.items()},

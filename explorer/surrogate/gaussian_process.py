@@ -19,10 +19,10 @@ from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.roofline import predict_component_seconds
 from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.hardware import HardwareSpec
-from explorer.surrogate.covariance import Kernel
+from explorer.surrogate.covariance import Covariance
 from explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
-from explorer.surrogate.hyperparameters import Evidence, ScalePosterior, Scales
-from explorer.surrogate.observations import ComponentRuns
+from explorer.surrogate.hyperparameters import Evidence, HyperparameterPosterior, Hyperparameters
+from explorer.surrogate.observations import ComponentObservations
 
 JITTER = 1e-10
 
@@ -30,7 +30,7 @@ JITTER = 1e-10
 class _KindPrior:
     """The components of one kind: their columns, their kernel and N samples of its parts, scales left out."""
 
-    def __init__(self, columns: Ints, kernel: Kernel, num_samples: int, rng: np.random.Generator) -> None:
+    def __init__(self, columns: Ints, kernel: Covariance, num_samples: int, rng: np.random.Generator) -> None:
         self.columns = columns
         self.kernel = kernel
         size = columns.size
@@ -40,15 +40,15 @@ class _KindPrior:
         self.noise_NK = rng.standard_normal((num_samples, size))
         self.evidence: Evidence | None = None
         self.rows: list[int] = []
-        self._runs: list[ComponentRuns] = []
+        self._runs: list[ComponentObservations] = []
 
-    def take_in(self, rows: list[int], runs: list[ComponentRuns], log_prior_L: Floats) -> None:
+    def take_in(self, rows: list[int], runs: list[ComponentObservations], log_prior_L: Floats) -> None:
         """Set what was measured; the evidence stays the same object while nothing is new."""
         if runs != self._runs:
             self.rows, self._runs = rows, runs
             self.evidence = Evidence.of(self.kernel.restrict(rows), runs, log_prior_L) if rows else None
 
-    def sample(self, scales: Scales) -> tuple[Floats, Floats]:
+    def sample(self, scales: Hyperparameters) -> tuple[Floats, Floats]:
         """Mean, shape (K,), and samples, shape (N, K), of the distances from the roofline."""
         own, curve = scales.own_N[:, None], scales.amplitude_N[:, None]
         prior_NK = self.level_NK + curve * self.curve_NK + own * self.own_NK
@@ -76,7 +76,7 @@ class Surrogate:
 
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
     component's seconds. `essential_K` marks what no prediction replaces: optimizer and communication, which have no
-    kin. `overlap` is how the communication passes beside computation; null where none is timed.
+    similar. `overlap` is how the communication passes beside computation; null where none is timed.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class Surrogate:
         for kind in ComponentKind:
             columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
             if columns.size:
-                kernel = Kernel.of([self.components[i] for i in columns])
+                kernel = Covariance.of([self.components[i] for i in columns])
                 self._kinds[kind.value] = _KindPrior(columns, kernel, num_samples, rng)
-        self._scale_posterior = ScalePosterior(hardware.device_kind, list(self._kinds), num_samples, rng)
+        self._scale_posterior = HyperparameterPosterior(hardware.device_kind, list(self._kinds), num_samples, rng)
         self.essential_K = np.array([c.micro_batch_size == 0 for c in self.components])
         self._table = table
-        self._found: dict[Component, ComponentRuns] = {}
+        self._found: dict[Component, ComponentObservations] = {}
         self.fit({})
 
-    def fit(self, found: Mapping[Component, ComponentRuns]) -> None:
+    def fit(self, found: Mapping[Component, ComponentObservations]) -> None:
         """Condition on all runs; components of other variants among them are ignored."""
         self._found = {c: r for c, r in found.items() if c in self._column}
         self._condition(self._found)
@@ -123,7 +123,7 @@ class Surrogate:
         found = dict(self._found)
         for component in pending:
             earlier = found[component].runs if component in found else ()
-            found[component] = ComponentRuns((*earlier, self._expected(component)))
+            found[component] = ComponentObservations((*earlier, self._expected(component)))
         other._condition(found, self.scales)
         return other
 
@@ -134,7 +134,7 @@ class Surrogate:
         exchange = self.overlap if component in self._table.communications else None
         host, once = device if self._host_is_device else float(self.host_K[column]), None
         if exchange is not None:
-            host, once = (float(seconds) for seconds in exchange.handling_2K[:, column])
+            host, once = (float(seconds) for seconds in exchange.host_overhead_2K[:, column])
         saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
         return ComponentMeasurement(
             component=component,
@@ -150,13 +150,15 @@ class Surrogate:
             host_once_seconds=once,
         )
 
-    def _condition(self, mine: Mapping[Component, ComponentRuns], scales: dict[str, Scales] | None = None) -> None:
+    def _condition(
+        self, mine: Mapping[Component, ComponentObservations], scales: dict[str, Hyperparameters] | None = None
+    ) -> None:
         self.known_K: Mask = np.array([c in mine for c in self.components])
         for prior in self._kinds.values():
             rows = [i for i, column in enumerate(prior.columns) if self.known_K[column]]
             columns = prior.columns[rows]
             prior.take_in(rows, [mine[self.components[i]] for i in columns], self._log_prior_K[columns])
-        self.scales: dict[str, Scales] = scales or self._scale_posterior.draw(
+        self.scales: dict[str, Hyperparameters] = scales or self._scale_posterior.draw(
             {kind: prior.evidence for kind, prior in self._kinds.items() if prior.evidence is not None}
         )
         log_mean_K = self._log_prior_K.copy()
@@ -177,16 +179,16 @@ class Surrogate:
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
         self.overlap = self._estimate_overlap(mine)
 
-    def _estimate_overlap(self, mine: Mapping[Component, ComponentRuns]) -> Overlap | None:
+    def _estimate_overlap(self, mine: Mapping[Component, ComponentObservations]) -> Overlap | None:
         if not self._table.communications:
             return None
-        slowdown_K, handling_2K = np.zeros(len(self.components)), np.zeros((2, len(self.components)))
+        slowdown_K, host_overhead_2K = np.zeros(len(self.components)), np.zeros((2, len(self.components)))
         for communication in self._table.communications:
             column, runs = self._column[communication], mine.get(communication)
             measured = runs.slowdown if runs is not None else None
             slowdown_K[column] = ASSUMED_SLOWDOWN if measured is None else measured
-            handling_2K[:, column] = runs.handling if runs is not None else 0.0
-        return Overlap(estimate_forward_shares(self._table, mine), slowdown_K, handling_2K, self._host_is_device)
+            host_overhead_2K[:, column] = runs.host_overhead if runs is not None else 0.0
+        return Overlap(estimate_forward_shares(self._table, mine), slowdown_K, host_overhead_2K, self._host_is_device)
 
     def step_run_std(self, table: SpaceTable, rows: Ints) -> Floats:
         """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""

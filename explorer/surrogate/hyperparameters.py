@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Ints
-from explorer.surrogate.covariance import Kernel
-from explorer.surrogate.observations import ComponentRuns
+from explorer.surrogate.covariance import Covariance
+from explorer.surrogate.observations import ComponentObservations
 
 RUN_MEDIAN = {"cuda": 0.006, "cpu": 0.05}
 OWN_MEDIAN = {"cuda": 0.01, "cpu": 0.02}
@@ -39,14 +39,14 @@ KIND_SHIFT_STD = 1.0
 class Evidence:
     """What the runs of L components of one kind say: mean distances from the roofline, and how they scatter."""
 
-    kernel: Kernel
+    kernel: Covariance
     distance_L: Floats  # noqa: N815 - axes are in names
     number_L: Floats  # noqa: N815 - axes are in names
     within_L: Floats  # noqa: N815 - axes are in names
     squares_L: Floats  # noqa: N815 - axes are in names
 
     @classmethod
-    def of(cls, kernel: Kernel, runs: Sequence[ComponentRuns], log_prior_L: Floats) -> Evidence:
+    def of(cls, kernel: Covariance, runs: Sequence[ComponentObservations], log_prior_L: Floats) -> Evidence:
         """From the runs of the components of `kernel`, in its order, and their roofline."""
         return cls(
             kernel,
@@ -81,15 +81,15 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
-    """Scales of one kind of component for each of N posterior samples."""
+class Hyperparameters:
+    """Hyperparameters of one kind of component for each of N posterior samples."""
 
     run_N: Floats  # noqa: N815 - axes are in names
     own_N: Floats  # noqa: N815 - axes are in names
     amplitude_N: Floats  # noqa: N815 - axes are in names
 
 
-class ScalePosterior:
+class HyperparameterPosterior:
     """Draws scales by inverting their distribution at fixed points, so that a refit moves them no more than it must."""
 
     def __init__(self, device_kind: str, kinds: Sequence[str], num_samples: int, rng: np.random.Generator) -> None:
@@ -104,8 +104,8 @@ class ScalePosterior:
         self._run_index = np.clip(np.arange(RUN_GRID.size)[:, None] + KIND_SHIFTS, 0, RUN_GRID.size - 1)
         self._seen: dict[str, tuple[Evidence, Floats]] = {}
 
-    def draw(self, evidence: Mapping[str, Evidence]) -> dict[str, Scales]:
-        """Scales of every kind for every sample; kinds that show nothing follow their prior."""
+    def draw(self, evidence: Mapping[str, Evidence]) -> dict[str, Hyperparameters]:
+        """Hyperparameters of every kind for every sample; kinds that show nothing follow their prior."""
         joint = {kind: self._prior + self._likelihood(kind, evidence.get(kind)) for kind in self._points_N}
         flat = {kind: table.reshape(RUN_GRID.size, -1) for kind, table in joint.items()}
         device_log = self._device_prior + sum(_log_sum(table) for table in flat.values())
@@ -119,7 +119,7 @@ class ScalePosterior:
                 cell_N[members] = _invert(share[value], self._points_N[kind][members])
             shift_N, own_N, amplitude_N = np.unravel_index(cell_N, self._prior.shape)
             run_N = self._run_index[device_N, shift_N]
-            found[kind] = Scales(RUN_GRID[run_N], OWN_GRID[own_N], AMPLITUDE_GRID[amplitude_N])
+            found[kind] = Hyperparameters(RUN_GRID[run_N], OWN_GRID[own_N], AMPLITUDE_GRID[amplitude_N])
         return found
 
     def _likelihood(self, kind: str, evidence: Evidence | None) -> Floats:

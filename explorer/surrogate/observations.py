@@ -15,7 +15,7 @@ SHORTEST_SECONDS = 1e-9  # of anything that a clock can show
 
 
 @dataclass(frozen=True)
-class ComponentRuns:
+class ComponentObservations:
     """Runs of a component in the order of their trials, at least one."""
 
     runs: tuple[ComponentMeasurement, ...]
@@ -63,7 +63,7 @@ class ComponentRuns:
         return float(np.mean(found)) if found else None
 
     @cached_property
-    def handling(self) -> tuple[float, float]:
+    def host_overhead(self) -> tuple[float, float]:
         """Host seconds about communication, in each micro-step and once a step more; 0 of an earlier version's runs."""
         found = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
         if not found:
@@ -90,51 +90,51 @@ class ComponentRuns:
         return np.log([max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs])
 
 
-class RunLog:
+class ObservationLog:
     """The runs of every component, by the trial that made them, so that a trial that is read twice counts once.
 
-    Tainted runs are counted, and otherwise not kept.
+    Contaminated runs are counted, and otherwise not kept.
     """
 
     def __init__(self) -> None:
         self._by_trial: dict[Component, dict[int, ComponentMeasurement]] = {}
-        self._runs: dict[Component, ComponentRuns] = {}
-        self._tainted: dict[Component, set[int]] = {}
+        self._runs: dict[Component, ComponentObservations] = {}
+        self._contaminated: dict[Component, set[int]] = {}
 
     def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> bool:
-        """Keep what trial number `trial` measured; returns whether something new was measured, tainted runs apart."""
+        """Keep what trial number `trial` measured; returns whether something new was measured, contaminated runs apart."""
         news = False
         for measurement in found:
-            if measurement.taint is not None:
-                self._tainted.setdefault(measurement.component, set()).add(trial)
+            if measurement.contamination is not None:
+                self._contaminated.setdefault(measurement.component, set()).add(trial)
                 continue
             trials = self._by_trial.setdefault(measurement.component, {})
             if trial not in trials:
                 trials[trial] = measurement
                 runs = tuple(trials[number] for number in sorted(trials))
-                self._runs[measurement.component] = ComponentRuns(runs)
+                self._runs[measurement.component] = ComponentObservations(runs)
                 news = True
         return news
 
     @property
-    def runs(self) -> dict[Component, ComponentRuns]:
+    def runs(self) -> dict[Component, ComponentObservations]:
         """Of each component that was measured."""
         return self._runs
 
     def count(self, component: Component) -> int:
-        """How often a component was measured, tainted runs apart."""
+        """How often a component was measured, contaminated runs apart."""
         found = self._runs.get(component)
         return len(found.runs) if found else 0
 
-    def count_tainted(self, component: Component) -> int:
-        """How many runs of a component were tainted."""
-        return len(self._tainted.get(component, ()))
+    def count_contaminated(self, component: Component) -> int:
+        """How many runs of a component were contaminated."""
+        return len(self._contaminated.get(component, ()))
 
     def count_attempts(self, component: Component) -> int:
-        """How often a component was run, tainted or not."""
-        return self.count(component) + self.count_tainted(component)
+        """How often a component was run, contaminated or not."""
+        return self.count(component) + self.count_contaminated(component)
 
     @property
-    def num_tainted(self) -> int:
-        """Tainted runs of all components."""
-        return sum(map(len, self._tainted.values()))
+    def num_contaminated(self) -> int:
+        """Contaminated runs of all components."""
+        return sum(map(len, self._contaminated.values()))

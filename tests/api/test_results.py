@@ -3,7 +3,7 @@ from __future__ import annotations
 from fastapi.testclient import TestClient
 
 from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Answer, Recommendation, Remedy, RemedyKind, VariantAnswer
+from explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
 from explorer.records.trial import Trial
 from storage.jobs import Job, JobState
 from storage.leases import Lease
@@ -39,14 +39,14 @@ def test_the_recommendation_is_provisional_until_the_end(client: TestClient, que
 
 
 def test_when_nothing_fits_the_answer_says_why_and_what_would(client: TestClient, queue: Queue, lease: Lease) -> None:
-    remedy = Remedy(
-        kind=RemedyKind.MICRO_BATCH_SIZE,
+    relaxation = Relaxation(
+        kind=RelaxationKind.MICRO_BATCH_SIZE,
         change="micro_batch_size 1",
         settings={"micro_batch_size": 1},
         predicted_peak_bytes=1,
         required_bytes=2,
     )
-    nothing = variant(None, "needs 2 GiB of 1 GiB").model_copy(update={"remedies": (remedy,)})
+    nothing = variant(None, "needs 2 GiB of 1 GiB").model_copy(update={"remedies": (relaxation,)})
     queue.finish(lease, JobState.SUCCEEDED, answer=Answer(variants=(nothing,)))
     found = client.get(f"/v1/explorations/{lease.job_id}/recommendation").json()
     assert found["final"]

@@ -167,8 +167,8 @@ def test_steps_show_the_last_policy_and_tell_what_failed() -> None:
 
 
 def test_sizes_are_columns_and_tainted_times_are_marked() -> None:
-    sound, shared = _run("ring", 2.0, size=2), _run("ring", 9.0, size=2, outcome="tainted")
-    runs = [_run(None, 2.5, size=1, outcome="tainted"), sound, shared, _run("ring", 3.0)]
+    sound, shared = _run("ring", 2.0, size=2), _run("ring", 9.0, size=2, outcome="contaminated")
+    runs = [_run(None, 2.5, size=1, outcome="contaminated"), sound, shared, _run("ring", 3.0)]
     text = steps(_steps(*runs, chosen=None), "x")
     assert "| tokens | recomputation | 1 alone | 2 ring | 4 ring | peak | chosen |" in text
-    assert _line(text, "262144")[1:4] == ["2.500 s, 1.6 tainted", "2.000 s, 2.0", "3.000 s, 1.3"]
+    assert _line(text, "262144")[1:4] == ["2.500 s, 1.6 contaminated", "2.000 s, 2.0", "3.000 s, 1.3"]

@@ -209,8 +209,8 @@ def test_a_tainted_run_is_recorded_and_made_again(tmp_path: Path) -> None:
             disturbed, DisturbedProfiler(complete, hit), request(), runs=2, whole="share", whole_models=2
         )
         assert done
-        assert len(recorded.tainted) == len(hit)
-        assert all("shared with another process" in str(row.reason) for row in recorded.tainted)
+        assert len(recorded.contaminated) == len(hit)
+        assert all("shared with another process" in str(row.reason) for row in recorded.contaminated)
         found, wanted = GroundTruth.of("t", recorded), GroundTruth.read(calm)
         assert (found.tokens_C == wanted.tokens_C).all()
         assert found.exhaustive_seconds == wanted.exhaustive_seconds
@@ -222,7 +222,7 @@ def test_what_stays_tainted_is_left_for_the_next_start(tmp_path: Path) -> None:
     first = DisturbedProfiler(complete, range(5, 8))
     done, recorded = record(path, first, request())
     assert not done
-    assert len(recorded.tainted) == 3
+    assert len(recorded.contaminated) == 3
     (lost,) = first.plans[5].components
     assert lost not in recorded.components
     assert lost.micro_batch_size not in recorded.covered_request().micro_batch_sizes

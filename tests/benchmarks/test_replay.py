@@ -103,7 +103,7 @@ def test_exhaustive_pays_for_everything_and_is_off_by_noise_alone(truth: GroundT
     run = run_strategy(truth, "exhaustive", 0)
     assert run.seconds == pytest.approx(truth.exhaustive_seconds, rel=0.05)
     assert run.regret < 0.02
-    assert run.num_trials == len(truth.survey.legal.candidates)
+    assert run.num_trials == len(truth.prune.legal.candidates)
 
 
 def test_what_people_do_instead_ends_where_their_tools_end(truth: GroundTruth) -> None:

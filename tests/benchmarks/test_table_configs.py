@@ -7,7 +7,7 @@ import pytest
 from benchmarks.simulated_tables import h200_report
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.search.setup import survey_variant
+from explorer.search.setup import prune_space
 
 TABLES = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "tables").glob("*.yaml"))
 
@@ -20,7 +20,7 @@ def test_there_are_at_least_ten_of_them_and_three_to_be_timed_whole() -> None:
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_every_request_has_a_space_that_can_be_recorded(path: Path) -> None:
     request = parse_request(load_document(path.read_text()))
-    table = survey_variant(request.model, request, h200_report(request.model)).table
+    table = prune_space(request.model, request, h200_report(request.model)).table
     assert table is not None
     assert len(table.candidates) >= 20
     assert len(table.components) <= 250  # a minute or two of one GPU

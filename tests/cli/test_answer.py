@@ -6,7 +6,7 @@ import pytest
 
 from api.answer import bytes_text, render_answer, render_recommendation
 from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Answer, Remedy, RemedyKind, RunnerUpCheck, VariantAnswer
+from explorer.records.recommendation import Answer, Relaxation, RelaxationKind, RunnerUpCheck, VariantAnswer
 from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST
 
 
@@ -67,10 +67,12 @@ def test_nothing_fits_says_why() -> None:
 
 def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
     found = [
-        Remedy(kind=kind, change=change, settings={}, predicted_peak_bytes=size << 30, required_bytes=(size + 1) << 30)
+        Relaxation(
+            kind=kind, change=change, settings={}, predicted_peak_bytes=size << 30, required_bytes=(size + 1) << 30
+        )
         for kind, change, size in (
-            (RemedyKind.MICRO_BATCH_SIZE, "micro_batch_size 8", 5),
-            (RemedyKind.NUM_DEVICES, "num_devices 16", 7),
+            (RelaxationKind.MICRO_BATCH_SIZE, "micro_batch_size 8", 5),
+            (RelaxationKind.NUM_DEVICES, "num_devices 16", 7),
         )
     ]
     nothing = VariantAnswer(

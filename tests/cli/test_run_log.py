@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from api.run_log import RunLog, log_path
+from api.run_log import ObservationLog, log_path
 from explorer.records.event import render_line
 from tests.cli.samples import EVENTS
 
@@ -12,7 +12,7 @@ LINES = [render_line(event) for event in EVENTS]
 
 
 def write(path: Path, count: int) -> None:
-    with RunLog(path) as log:
+    with ObservationLog(path) as log:
         for event in EVENTS[:count]:
             log.write(event)
 
@@ -37,7 +37,7 @@ def test_an_unfinished_line_is_written_anew(tmp_path: Path) -> None:
 
 def test_only_one_of_two_writes(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
-    with RunLog(path) as first, RunLog(path) as second:
+    with ObservationLog(path) as first, ObservationLog(path) as second:
         assert (first.is_writing, second.is_writing) == (True, False)
         for event in EVENTS:
             first.write(event)

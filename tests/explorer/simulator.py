@@ -77,7 +77,7 @@ class SimulatedDevice:
         self.layout_speed: dict[str, float] = {}  # of attention whose sequences several devices share
         self.traffic_factor = 1.3  # of gradients and parameters, over what the links lead to expect
         self.slowdown = 0.3
-        self.handling = (0.0, 0.0)  # host seconds about it, in each micro-step and once a step more
+        self.host_overhead = (0.0, 0.0)  # host seconds about it, in each micro-step and once a step more
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
         self.conditions: Callable[[TrialPlan, Component | None], Conditions | None] = lambda plan, component: None
 
@@ -116,7 +116,7 @@ class SimulatedDevice:
                 ComponentMeasurement(
                     component=component,
                     device_seconds=device,
-                    host_seconds=self.handling[0] if exchange else host,
+                    host_seconds=self.host_overhead[0] if exchange else host,
                     forward_device_seconds=gathered * device,
                     standard_error_seconds=device * self.noise,
                     repeats=10,
@@ -124,7 +124,7 @@ class SimulatedDevice:
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
                     slowdown=self.slowdown if exchange else None,
-                    host_once_seconds=self.handling[1] if exchange else None,
+                    host_once_seconds=self.host_overhead[1] if exchange else None,
                     conditions=self.conditions(plan, component),
                 )
             )
@@ -143,10 +143,10 @@ class SimulatedDevice:
         shares = np.full(len(table.components), 1 / 3)
         for communication in table.communications:
             shares[table.column[communication]] = self.forward_share(communication)
-        handling = np.zeros((2, len(table.components)))
+        host_overhead = np.zeros((2, len(table.components)))
         for communication in table.communications:
-            handling[:, table.column[communication]] = self.handling
-        return Overlap(shares, np.full(len(table.components), self.slowdown), handling)
+            host_overhead[:, table.column[communication]] = self.host_overhead
+        return Overlap(shares, np.full(len(table.components), self.slowdown), host_overhead)
 
     def forward_share(self, communication: Component) -> float:
         """Of what is exchanged, what is gathered in forward."""

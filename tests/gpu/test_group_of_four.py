@@ -24,5 +24,5 @@ def test_trials_of_a_part_of_a_group_and_of_all_of_it() -> None:
             four.begin(REQUEST)
             result = run(four, "zigzag", size=size)
             assert result.outcome is Outcome.OK, result.reason
-            assert {m.taint for m in result.components} == {None}
+            assert {m.contamination for m in result.components} == {None}
             assert all(m.conditions is not None and m.conditions.power_watts is not None for m in result.components)

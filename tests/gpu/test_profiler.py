@@ -130,24 +130,24 @@ def test_timings_carry_the_clocks_and_the_power_of_the_device(profiler: Profiler
         assert found.conditions.sm_clock_max_mhz is not None
         assert 0 < found.conditions.sm_clock_mhz <= found.conditions.sm_clock_max_mhz
         assert found.conditions.power_watts is not None
-        assert found.taint is None, "the device is ours alone"
+        assert found.contamination is None, "the device is ours alone"
     whole = profiler.measure(plan(candidate, kind=TrialKind.WHOLE_MODEL)).whole_model
     assert whole is not None
     assert whole.conditions is not None
-    assert whole.taint is None
+    assert whole.contamination is None
 
 
 def test_another_process_on_the_device_taints_until_it_is_gone(profiler: Profiler) -> None:
     candidate = candidate_for(profiler, 1)
     (component, *_) = Decomposer(MODEL, training=True)(candidate).components
-    assert profiler.measure(plan(candidate, component)).taint is None
+    assert profiler.measure(plan(candidate, component)).contamination is None
     with subprocess.Popen(
         [sys.executable, "-c", TENANT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as tenant:
-        assert tenant.stdout is not None
-        assert tenant.stdin is not None
-        assert tenant.stdout.readline() == "ready\n"
-        assert "shared with another process" in str(profiler.measure(plan(candidate, component)).taint)
-        tenant.stdin.close()
-        tenant.wait(60)
-    assert profiler.measure(plan(candidate, component)).taint is None
+    ) as foreign_process:
+        assert foreign_process.stdout is not None
+        assert foreign_process.stdin is not None
+        assert foreign_process.stdout.readline() == "ready\n"
+        assert "shared with another process" in str(profiler.measure(plan(candidate, component)).contamination)
+        foreign_process.stdin.close()
+        foreign_process.wait(60)
+    assert profiler.measure(plan(candidate, component)).contamination is None

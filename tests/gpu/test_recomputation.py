@@ -9,7 +9,7 @@ import torch
 
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
-from bexp.measure.memory import Weight, weigh
+from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import BlockPasses
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
@@ -49,7 +49,7 @@ def compare(spec: ModelSpec, kind: ComponentKind, backend: str | None) -> None:
     """Each choice against none: gradients within what a kernel differs from itself by, bytes as predicted."""
     request = ExplorationRequest(model=spec)
     expected: dict[str, torch.Tensor] = {}
-    weights: dict[BlockRecompute, Weight] = {}
+    weights: dict[BlockRecompute, ActivationBytes] = {}
     for recompute in (BlockRecompute.NONE, *BY_OPERATION):
         component = Component(kind=kind, micro_batch_size=MICRO_BATCH, backend=backend, recompute=recompute)
         block = build_block(spec, component, request, CUDA)
@@ -64,7 +64,9 @@ def compare(spec: ModelSpec, kind: ComponentKind, backend: str | None) -> None:
             assert relative_error(actual[name], wanted) <= 5e-3, (recompute, name)
         expected = expected or actual
         torch.cuda.empty_cache()  # a cached block may give an allocation up to 1 MiB more than it asks for
-        weights[recompute] = weigh(BlockPasses(block, (x,), training=True, gradient_dtype=torch.bfloat16), CUDA)
+        weights[recompute] = measure_memory(
+            BlockPasses(block, (x,), training=True, gradient_dtype=torch.bfloat16), CUDA
+        )
         predicted = predict_component_bytes(component, spec, request)
         output = x.nbytes
         assert predicted.saved == pytest.approx(weights[recompute].saved, rel=0.1, abs=0.2 * output), recompute

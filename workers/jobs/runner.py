@@ -28,7 +28,7 @@ from storage.queue import Queue
 from storage.studies import study_opener
 from workers.jobs.heartbeat import Interruption, LeaseKeeper
 from workers.jobs.timings import JobAccount
-from workers.process.interface import DeviceProfiler, Fleet
+from workers.process.interface import DevicePool, DeviceProfiler
 from workers.process.profiler import ProfilerError, ProfilerInterruptedError
 
 DATABASE_TROUBLE = (
@@ -133,7 +133,7 @@ class _Run:
             report = self._queue.pin(claim.lease, report)
             studies = study_opener(self._queue.database, claim.job.id)
         try:
-            measure = _Trials(self, self._profiler) if isinstance(self._profiler, Fleet) else self._measure
+            measure = _Trials(self, self._profiler) if isinstance(self._profiler, DevicePool) else self._measure
             steps = explore(claim.request, report, measure, history=claim.history, open_study=studies)
             while True:
                 with account.spend("suggest"):
@@ -166,7 +166,7 @@ class _Run:
     def take(self, wait: Callable[[], tuple[TrialPlan, Measurement]]) -> tuple[TrialPlan, Measurement]:
         """Wait for a trial, and account for it."""
         restarts = self._profiler.restarts
-        beside_others = isinstance(self._profiler, Fleet)
+        beside_others = isinstance(self._profiler, DevicePool)
         started = time.perf_counter()
         plan, measurement = wait()
         self._account.add_trial(time.perf_counter() - started, measurement.phases, beside_others=beside_others)
@@ -183,7 +183,7 @@ class _Run:
 
     def _with_replacements(self, step: Progress) -> Progress:
         drafts, self._replacements = self._replacements, []
-        if isinstance(self._profiler, Fleet):
+        if isinstance(self._profiler, DevicePool):
             drafts += self._profiler.take_events()
         return replace(step, events=(*drafts, *step.events))
 
@@ -206,22 +206,22 @@ class _Run:
 
 
 class _Trials(TrialExecutor):
-    """Those of a fleet, each accounted for when it ends."""
+    """Those of a pool, each accounted for when it ends."""
 
-    def __init__(self, run: _Run, fleet: Fleet) -> None:
+    def __init__(self, run: _Run, pool: DevicePool) -> None:
         self._run = run
-        self._fleet = fleet
+        self._pool = pool
 
     @property
     def capacity(self) -> int:
-        return self._fleet.capacity
+        return self._pool.capacity
 
     def submit(self, plan: TrialPlan) -> None:
         self._run.check()
-        self._fleet.submit(plan)
+        self._pool.submit(plan)
 
     def wait(self) -> tuple[TrialPlan, Measurement]:
-        return self._run.take(self._fleet.wait)
+        return self._run.take(self._pool.wait)
 
 
 def _part(claim: Claim, queue: Queue, keeper: LeaseKeeper) -> JobEnd:

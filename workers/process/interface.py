@@ -49,7 +49,7 @@ class DeviceProfiler(Protocol):
         """Give all devices back."""
 
 
-class Fleet(TrialExecutor, DeviceProfiler):
+class DevicePool(TrialExecutor, DeviceProfiler):
     """A profiler that is a `TrialExecutor`."""
 
     restarts: int = 0

@@ -32,11 +32,11 @@ def main() -> int:
     # torch takes seconds to import: only now that this process cannot be left behind.
     import torch  # noqa: PLC0415 - it brings torch, or comes after it
 
-    from bexp.measure.device_monitor import Surroundings  # noqa: PLC0415 - it brings torch, or comes after it
-    from bexp.measure.gpu_processes import TenantWatch  # noqa: PLC0415 - it brings torch, or comes after it
+    from bexp.measure.device_monitor import DeviceMonitor  # noqa: PLC0415 - it brings torch, or comes after it
+    from bexp.measure.gpu_processes import GpuProcessMonitor  # noqa: PLC0415 - it brings torch, or comes after it
     from bexp.measure.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
-    from workers.profiler.bench import Bench  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.hardware import used_bytes  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.instruments import Instruments  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.session import Session  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.settings import read_settings  # noqa: PLC0415 - it brings torch, or comes after it
 
@@ -45,16 +45,16 @@ def main() -> int:
     gpu = open_gpu(arguments.device, read_settings().environment)
     processes_before = gpu.processes() if gpu is not None else None
     try:
-        bench = Bench(device)
+        instruments = Instruments(device)
     except (RuntimeError, AssertionError) as error:  # what torch raises without CUDA, or without this device
         send(Refused(reason=f"{arguments.device} cannot be used: {str(error).splitlines()[0]}"))
         return 1
     if gpu is not None:
         reserved = partial(torch.cuda.memory_reserved, device)
-        bench.surroundings = Surroundings(gpu, TenantWatch(gpu, reserved, used_before, processes_before))
+        instruments.monitor = DeviceMonitor(gpu, GpuProcessMonitor(gpu, reserved, used_before, processes_before))
     gc.collect()
     gc.freeze()  # the hundreds of thousands of objects that torch brings need no second look between timings
-    session = Session(bench, used_before, send)
+    session = Session(instruments, used_before, send)
     send(Hello(pid=os.getpid()))
     while session.answer(orders.get()):
         pass

@@ -26,13 +26,13 @@ from workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from workers.profiler.bench import Bench
 from workers.profiler.compilation import missing_compiler
 from workers.profiler.failures import UnsupportedTrialError, classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
+from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
+from workers.profiler.rank_group import RankGroup, alone
 from workers.profiler.report import report_device
-from workers.profiler.team import Team, alone
 from workers.profiler.trials.communication import measure_communication
 from workers.profiler.trials.component import measure_block
 from workers.profiler.trials.optimizer import measure_optimizer
@@ -43,19 +43,19 @@ CALM_SECONDS = 5.0
 
 
 class Session:
-    """The state of a profiler process: its bench and the job it works on."""
+    """The state of a profiler process: its instruments and the job it works on."""
 
     def __init__(
         self,
-        bench: Bench,
+        instruments: Instruments,
         used_before: int | None,
         send: Callable[[Frozen], None],
-        team: Callable[[TrialPlan], Team] = alone,
+        ranks: Callable[[TrialPlan], RankGroup] = alone,
     ) -> None:
-        self._bench = bench
+        self._instruments = instruments
         self._used_before = used_before
         self._send = send
-        self._team = team
+        self._ranks = ranks
         self._request: ExplorationRequest | None = None
         self._disturbed = False  # the last trial was
         self._reasons: dict[tuple[ComponentKind, str, ModelSpec], str | None] = {}
@@ -63,7 +63,7 @@ class Session:
     def answer(self, order: Order) -> bool:
         """Do what is ordered; returns False when this process is not fit for another order."""
         if isinstance(order, MeasureHardware):
-            self._send(HardwareReply(hardware=measure_hardware(self._bench.device, self._used_before)))
+            self._send(HardwareReply(hardware=measure_hardware(self._instruments.device, self._used_before)))
         elif isinstance(order, Begin):
             self._begin(order)
         elif isinstance(order, RunTrial):
@@ -74,10 +74,10 @@ class Session:
         request, hardware = order.request, order.hardware
         self._request = request
         self._reasons.clear()
-        report = report_device(request.model, hardware, self._bench.device)
-        self._bench.settle(release=True)
-        self._bench.limit_memory(memory_limit(request, hardware), hardware.context_bytes)
-        others_bytes = self._bench.surroundings.begin(order.others_bytes)
+        report = report_device(request.model, hardware, self._instruments.device)
+        self._instruments.settle(release=True)
+        self._instruments.limit_memory(memory_limit(request, hardware), hardware.context_bytes)
+        others_bytes = self._instruments.monitor.begin(order.others_bytes)
         self._disturbed = False
         self._send(ReportReply(report=report, others_bytes=others_bytes))
 
@@ -89,14 +89,14 @@ class Session:
         failed: Component | None = None
         outcome, reason = Outcome.OK, None
         if self._disturbed:
-            self._bench.surroundings.wait_until_calm(CALM_SECONDS)
+            self._instruments.monitor.wait_until_calm(CALM_SECONDS)
         try:
-            self._bench.join(self._team(plan))
+            self._instruments.join(self._ranks(plan))
             self._check_execution(self._request)
             if plan.kind is TrialKind.WHOLE_MODEL:
                 self._check_backends(plan)
                 whole_model = run_whole_model(
-                    self._bench, plan.model, plan.candidate, self._request.sharded(plan.candidate.sharding), clock
+                    self._instruments, plan.model, plan.candidate, self._request.sharded(plan.candidate.sharding), clock
                 )
             for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
                 failed = component
@@ -108,14 +108,14 @@ class Session:
             outcome, reason = classify(error)
         poisoned = outcome is not Outcome.OK
         by_itself = outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint
-        if poisoned and self._bench.team.size > 1 and not by_itself:
+        if poisoned and self._instruments.ranks.size > 1 and not by_itself:
             # Not a word to the device: if it is in the middle of an operation with the others, this process would hang.
             poisoned = outcome is not Outcome.UNSUPPORTED
         elif poisoned:
-            poisoned = is_poisoned(self._bench.device)
+            poisoned = is_poisoned(self._instruments.device)
         if not poisoned:
             exhausted = outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
-            poisoned = self._bench.settle(release=exhausted) > 0
+            poisoned = self._instruments.settle(release=exhausted) > 0
         measurement = Measurement(
             candidate=plan.candidate,
             outcome=outcome,
@@ -125,7 +125,7 @@ class Session:
             whole_model=whole_model,
             phases=clock.seconds(),
         )
-        self._disturbed = measurement.taint is not None
+        self._disturbed = measurement.contamination is not None
         self._send(TrialFinished(measurement=measurement, seconds=clock.elapsed_seconds, poisoned=poisoned))
         return not poisoned
 
@@ -134,15 +134,15 @@ class Session:
     ) -> ComponentMeasurement:
         request = request.sharded(component.sharding)
         if component.kind is ComponentKind.OPTIMIZER:
-            return measure_optimizer(self._bench, plan.model, component, plan.candidate, request, clock)
+            return measure_optimizer(self._instruments, plan.model, component, plan.candidate, request, clock)
         if component.kind is ComponentKind.COMMUNICATION:
-            return measure_communication(self._bench, plan.model, component, request, clock)
+            return measure_communication(self._instruments, plan.model, component, request, clock)
         if component.backend is not None:
             self._check_backend(component.kind, component.backend, plan.model)
-        return measure_block(self._bench, plan.model, component, request, clock)
+        return measure_block(self._instruments, plan.model, component, request, clock)
 
     def _check_execution(self, request: ExplorationRequest) -> None:
-        if request.execution == "compile" and (reason := missing_compiler(self._bench.device.type)) is not None:
+        if request.execution == "compile" and (reason := missing_compiler(self._instruments.device.type)) is not None:
             raise UnsupportedTrialError(reason)
 
     def _check_backends(self, plan: TrialPlan) -> None:
@@ -153,7 +153,7 @@ class Session:
     def _check_backend(self, kind: ComponentKind, name: str, model: ModelSpec) -> None:
         key = (kind, name, model)
         if key not in self._reasons:
-            self._reasons[key] = self._unsupported_reason(kind, name, model, self._bench.device)
+            self._reasons[key] = self._unsupported_reason(kind, name, model, self._instruments.device)
         if (reason := self._reasons[key]) is not None:
             raise UnsupportedTrialError(reason)
 

@@ -24,11 +24,11 @@ def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks:
     return Profiler(devices, environment=environment, lock_directory=locks)
 
 
-class Seat:
+class Actor:
     """An actor: one trial at a time, with a profiler process that stays warm between trials.
 
     Messages are JSON, so that what crosses the network is what the database holds. A GPU is locked on its host as
-    ever; of CPUs Ray hands out one each, so that a seat's profiler runs on one thread and waits for no other's.
+    ever; of CPUs Ray hands out one each, so that a actor's profiler runs on one thread and waits for no other's.
     """
 
     def __init__(self, devices: tuple[str, ...], open_profiler: OpenProfiler) -> None:
@@ -36,7 +36,7 @@ class Seat:
         self._locks: tempfile.TemporaryDirectory[str] | None = None
         if devices[0] == "cpu":
             environment["OMP_NUM_THREADS"] = "1"
-            self._locks = tempfile.TemporaryDirectory(prefix="bexp-seat-")
+            self._locks = tempfile.TemporaryDirectory(prefix="bexp-actor-")
         self._profiler = open_profiler(devices, environment, Path(self._locks.name) if self._locks else None)
 
     def introduce(self) -> tuple[str, str]:

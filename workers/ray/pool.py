@@ -1,4 +1,4 @@
-"""The devices of a Ray cluster as one fleet: an actor for each device, or for each group of devices of a host."""
+"""The devices of a Ray cluster as one pool: an actor for each device, or for each group of devices of a host."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import TrialPlan
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
-from workers.process.interface import Fleet
+from workers.process.interface import DevicePool
 from workers.process.profiler import ProfilerError, ProfilerInterruptedError
-from workers.ray.actor import OpenProfiler, Seat, open_profiler
+from workers.ray.actor import Actor, OpenProfiler, open_profiler
 
 TICK_SECONDS = 0.1
 MOST_LOSSES = 2
 """A trial that has lost so many actors is tried once more; after that the loss is its outcome."""
 MOST_REPLACEMENTS = 8
-"""In the time between two starts of the fleet, beside the actors that it starts with."""
+"""In the time between two starts of the pool, beside the actors that it starts with."""
 CLOSE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Seated:
+class _Placed:
     """An actor and what it does: `becoming` is the answer to its first orders, `flight` its trial."""
 
     actor: Any
@@ -51,7 +51,7 @@ class _Flight:
     deadline: float = 0.0
 
 
-class ClusterFleet(Fleet):
+class RayDevicePool(DevicePool):
     """Has as many actors as the cluster has room for when it starts, and replaces those that are lost while it can.
 
     All devices must be alike: an actor whose hardware has another fingerprint than the first one's is left out, with
@@ -88,8 +88,8 @@ class ClusterFleet(Fleet):
         self._ray: Any = None
         self._connected = False
         self._interrupted = threading.Event()
-        self._coming: list[_Seated] = []
-        self._ready: list[_Seated] = []
+        self._coming: list[_Placed] = []
+        self._ready: list[_Placed] = []
         self._waiting: deque[_Flight] = deque()
         self._hardware: HardwareSpec | None = None
         self._request: ExplorationRequest | None = None
@@ -121,7 +121,7 @@ class ClusterFleet(Fleet):
             self._num_left_out, self._recruits_left = 0, sys.maxsize
             self._recruit()
             self._recruits_left = MOST_REPLACEMENTS
-        self._await_seat()
+        self._await_actor()
 
     def hardware(self) -> HardwareSpec:
         """Of the first actor that was ready."""
@@ -132,13 +132,13 @@ class ClusterFleet(Fleet):
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         """Announce a job to all actors; the report is the first one's."""
         self._check_interrupted()
-        self._await_seat()
+        self._await_actor()
         self._request, self._report = request, None
         self._coming += self._ready
-        for seat in self._ready:
-            seat.becoming = seat.actor.begin.remote(request.model_dump_json())
+        for actor in self._ready:
+            actor.becoming = actor.actor.begin.remote(request.model_dump_json())
         self._ready = []
-        self._await_seat()
+        self._await_actor()
         assert self._report is not None
         return self._report
 
@@ -162,7 +162,7 @@ class ClusterFleet(Fleet):
             self._check_interrupted()
             self._welcome()
             self._place()
-            flying = {seat.flight.answer: seat for seat in self._ready if seat.flight is not None}
+            flying = {actor.flight.answer: actor for actor in self._ready if actor.flight is not None}
             if flying:
                 idle_since = time.monotonic()
                 done, _ = self._ray.wait(list(flying), num_returns=1, timeout=TICK_SECONDS)
@@ -177,21 +177,21 @@ class ClusterFleet(Fleet):
                 time.sleep(TICK_SECONDS)
 
     def interrupt(self) -> None:
-        """End soon; the actors go with `close`, or when the fleet is started again."""
+        """End soon; the actors go with `close`, or when the pool is started again."""
         self._interrupted.set()
 
     def close(self) -> None:
         """End all actors and leave the cluster."""
         if self._ray is None:
             return
-        seats = [*self._ready, *self._coming]
+        actors = [*self._ready, *self._coming]
         self._coming, self._ready, self._request = [], [], None
         self._waiting.clear()
-        idle = [seat.actor.close.remote() for seat in seats if seat.flight is None]
+        idle = [actor.actor.close.remote() for actor in actors if actor.flight is None]
         if idle:
             self._ray.wait(idle, num_returns=len(idle), timeout=CLOSE_SECONDS)
-        for seat in seats:
-            self._dismiss(seat)
+        for actor in actors:
+            self._dismiss(actor)
         if self._connected:
             self._ray.shutdown()
         self._ray, self._connected = None, False
@@ -208,10 +208,10 @@ class ClusterFleet(Fleet):
         total = int(self._ray.cluster_resources().get(self._kind, 0.0)) // len(self._devices)
         missing = total - len(self._ready) - len(self._coming) - self._num_left_out
         number = max(0, min(missing, self._recruits_left))
-        self._coming += [self._seat() for _ in range(number)]
+        self._coming += [self._actor() for _ in range(number)]
         self._recruits_left -= number
 
-    def _seat(self) -> _Seated:
+    def _actor(self) -> _Placed:
         ray, number = self._ray, len(self._devices)
         group, options = None, {"scheduling_strategy": "SPREAD"}
         if number > 1:  # on one host, together or not at all
@@ -219,65 +219,65 @@ class ClusterFleet(Fleet):
             strategies = importlib.import_module("ray.util.scheduling_strategies")
             options = {"scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(placement_group=group)}
         gpus = number if self._kind == "GPU" else 0
-        actor_class = ray.remote(Seat).options(num_cpus=1, num_gpus=gpus, max_restarts=0, **options)
+        actor_class = ray.remote(Actor).options(num_cpus=1, num_gpus=gpus, max_restarts=0, **options)
         actor = actor_class.remote(self._devices, self._open_profiler)
-        return _Seated(actor, group, becoming=actor.introduce.remote())
+        return _Placed(actor, group, becoming=actor.introduce.remote())
 
     def _welcome(self) -> None:
         """Take in actors that have answered their first orders: what they are, and then what they say of the job."""
-        for seat in list(self._coming):
-            if not self._ray.wait([seat.becoming], timeout=0)[0]:
+        for actor in list(self._coming):
+            if not self._ray.wait([actor.becoming], timeout=0)[0]:
                 continue
-            self._coming.remove(seat)
+            self._coming.remove(actor)
             try:
-                answer = self._ray.get(seat.becoming)
+                answer = self._ray.get(actor.becoming)
             except self._ray.exceptions.RayError as error:
-                self._lose(seat, _reason(error))
+                self._lose(actor, _reason(error))
                 continue
-            if seat.node is None:
-                seat.node, hardware = answer
-                self._introduce(seat, HardwareSpec.model_validate_json(hardware))
+            if actor.node is None:
+                actor.node, hardware = answer
+                self._introduce(actor, HardwareSpec.model_validate_json(hardware))
             else:
-                self._employ(seat, DeviceReport.model_validate_json(answer))
+                self._employ(actor, DeviceReport.model_validate_json(answer))
 
-    def _introduce(self, seat: _Seated, hardware: HardwareSpec) -> None:
+    def _introduce(self, actor: _Placed, hardware: HardwareSpec) -> None:
         self._hardware = self._hardware or hardware
         if hardware.fingerprint != self._hardware.fingerprint:
-            self._leave_out(seat, f"its hardware is {hardware.describe()}, not {self._hardware.describe()}")
+            self._leave_out(actor, f"its hardware is {hardware.describe()}, not {self._hardware.describe()}")
         elif self._request is not None:
-            seat.becoming = seat.actor.begin.remote(self._request.model_dump_json())
-            self._coming.append(seat)
+            actor.becoming = actor.actor.begin.remote(self._request.model_dump_json())
+            self._coming.append(actor)
         else:
-            self._ready.append(seat)
+            self._ready.append(actor)
 
-    def _employ(self, seat: _Seated, report: DeviceReport) -> None:
+    def _employ(self, actor: _Placed, report: DeviceReport) -> None:
         self._report = self._report or report
         if _usable(report) != _usable(self._report):
-            self._leave_out(seat, "other back ends are usable there")
+            self._leave_out(actor, "other back ends are usable there")
         else:
-            self._ready.append(seat)
+            self._ready.append(actor)
 
-    def _leave_out(self, seat: _Seated, reason: str) -> None:
-        self._dismiss(seat)
+    def _leave_out(self, actor: _Placed, reason: str) -> None:
+        self._dismiss(actor)
         self._num_left_out += 1
-        self._tell(f"A device on the node {seat.node} of the cluster is left out: {reason}")
+        self._tell(f"A device on the node {actor.node} of the cluster is left out: {reason}")
 
-    def _lose(self, seat: _Seated, reason: str) -> None:
+    def _lose(self, actor: _Placed, reason: str) -> None:
         """An actor is gone, or of no use; another is asked for."""
-        if seat in self._ready:
-            self._ready.remove(seat)
-        self._dismiss(seat)
-        at = f"on the node {seat.node} " if seat.node is not None else ""
-        during = f" in trial {seat.flight.plan.number}" if seat.flight is not None else ""
+        if actor in self._ready:
+            self._ready.remove(actor)
+        self._dismiss(actor)
+        at = f"on the node {actor.node} " if actor.node is not None else ""
+        during = f" in trial {actor.flight.plan.number}" if actor.flight is not None else ""
         self._tell(f"A device {at}of the cluster was lost{during}: {reason}")
         self._recruit()
 
-    def _dismiss(self, seat: _Seated) -> None:
-        self._ray.kill(seat.actor)
-        if seat.group is not None:
-            self._ray.util.remove_placement_group(seat.group)
+    def _dismiss(self, actor: _Placed) -> None:
+        self._ray.kill(actor.actor)
+        if actor.group is not None:
+            self._ray.util.remove_placement_group(actor.group)
 
-    def _await_seat(self) -> None:
+    def _await_actor(self) -> None:
         """Wait until an actor is ready."""
         deadline = time.monotonic() + self._start_timeout_seconds
         while True:
@@ -290,36 +290,36 @@ class ClusterFleet(Fleet):
                 raise ProfilerError(f"the Ray cluster {self.address} cannot be used: {told}")
             if time.monotonic() >= deadline:
                 raise ProfilerError(f"no actor of the Ray cluster {self.address} is ready in time")
-            self._ray.wait([seat.becoming for seat in self._coming], num_returns=1, timeout=TICK_SECONDS)
+            self._ray.wait([actor.becoming for actor in self._coming], num_returns=1, timeout=TICK_SECONDS)
 
     # -- trials --------------------------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        for seat in self._ready:
+        for actor in self._ready:
             if not self._waiting:
                 return
-            if seat.flight is None:
+            if actor.flight is None:
                 flight = self._waiting.popleft()
-                flight.answer = seat.actor.measure.remote(flight.plan.model_dump_json())
+                flight.answer = actor.actor.measure.remote(flight.plan.model_dump_json())
                 flight.deadline = time.monotonic() + flight.plan.timeout_seconds + self._setup_allowance_seconds
-                seat.flight = flight
+                actor.flight = flight
 
-    def _land(self, seat: _Seated) -> tuple[TrialPlan, Measurement] | None:
+    def _land(self, actor: _Placed) -> tuple[TrialPlan, Measurement] | None:
         """What an ended trial measured; null if its actor was lost and it begins anew."""
-        flight = seat.flight
+        flight = actor.flight
         assert flight is not None
         try:
             document, restarts = self._ray.get(flight.answer)
         except self._ray.exceptions.RayError as error:
-            return self._retry(seat, flight, _reason(error))
-        seat.flight = None
-        self.restarts += restarts - seat.restarts
-        seat.restarts = restarts
+            return self._retry(actor, flight, _reason(error))
+        actor.flight = None
+        self.restarts += restarts - actor.restarts
+        actor.restarts = restarts
         return flight.plan, Measurement.model_validate_json(document)
 
-    def _retry(self, seat: _Seated, flight: _Flight, reason: str) -> tuple[TrialPlan, Measurement] | None:
+    def _retry(self, actor: _Placed, flight: _Flight, reason: str) -> tuple[TrialPlan, Measurement] | None:
         """Begin a trial anew whose actor is lost, unless it has lost too many."""
-        self._lose(seat, reason)
+        self._lose(actor, reason)
         flight.losses += 1
         if flight.losses <= MOST_LOSSES:
             self._waiting.appendleft(flight)
@@ -329,9 +329,9 @@ class ClusterFleet(Fleet):
 
     def _give_up_late(self) -> tuple[TrialPlan, Measurement] | None:
         """A trial that is far beyond its deadline is on a node that does not answer."""
-        for seat in self._ready:
-            if seat.flight is not None and time.monotonic() > seat.flight.deadline:
-                return self._retry(seat, seat.flight, "it does not answer")
+        for actor in self._ready:
+            if actor.flight is not None and time.monotonic() > actor.flight.deadline:
+                return self._retry(actor, actor.flight, "it does not answer")
         return None
 
     def _check_interrupted(self) -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from explorer.cost_model.components import Component
 from explorer.records.measurement import Outcome
-from explorer.search.setup import Survey, survey_variant
+from explorer.search.setup import PrunedSpace, prune_space
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -25,14 +25,14 @@ class RecordingError(ValueError):
 class Recording:
     """A header, and the runs of each component and of each whole model in the order in which they were made.
 
-    Runs of a shared or throttled device are kept apart, in `tainted`: nothing that a table tells follows from them.
+    Runs of a shared or throttled device are kept apart, in `contaminated`: nothing that a table tells follows from them.
     """
 
     def __init__(self, header: RecordingHeader, rows: Iterable[ComponentRow | WholeModelRow] = ()) -> None:
         self.header = header
         self.components: dict[Component, list[ComponentRow]] = {}
         self.whole_models: dict[Candidate, list[WholeModelRow]] = {}
-        self.tainted: list[ComponentRow | WholeModelRow] = []
+        self.contaminated: list[ComponentRow | WholeModelRow] = []
         for row in rows:
             self.add(row)
 
@@ -58,23 +58,23 @@ class Recording:
 
     def add(self, row: ComponentRow | WholeModelRow) -> None:
         """Keep a run."""
-        if row.outcome is Outcome.TAINTED:
-            self.tainted.append(row)
+        if row.outcome is Outcome.CONTAMINATED:
+            self.contaminated.append(row)
         elif isinstance(row, ComponentRow):
             self.components.setdefault(row.component, []).append(row)
         else:
             self.whole_models.setdefault(row.candidate, []).append(row)
 
-    def survey(self, request: ExplorationRequest, model: ModelSpec) -> Survey:
+    def prune(self, request: ExplorationRequest, model: ModelSpec) -> PrunedSpace:
         """The space of a request on the recorded device."""
-        return survey_variant(model, request, self.header.report)
+        return prune_space(model, request, self.header.report)
 
     def missing_sizes(self, request: ExplorationRequest, model: ModelSpec) -> tuple[int, ...]:
         """The micro-batch sizes of a request's space of which some candidate cannot be composed.
 
         Of the bases only the plainest is asked for: the others are needed only where that one does not fit.
         """
-        found = self.survey(request, model)
+        found = self.prune(request, model)
         if found.table is None:
             return ()
         wanted = {*found.legal.candidates, found.bases[0]}
@@ -98,7 +98,7 @@ class Recording:
         cut = request.model_copy(
             update={"micro_batch_size": covered, "base_micro_batch_size": None if base in missing else base}
         )
-        if not covered or self.survey(cut, cut.model).table is None:
+        if not covered or self.prune(cut, cut.model).table is None:
             raise RecordingError(f"the table '{self.header.name}' has no micro-batch size that was recorded in full")
         return cut
 

@@ -78,7 +78,7 @@ class ComponentRow(Frozen):
 
     `phases` are the seconds that it cost, `messaging` including all that is no phase. A row is `inferred` if nothing
     was run, because a smaller component of the same sort had failed. `replaced` tells that the profiler process did
-    not survive it. A row with the outcome `tainted` was timed on a device that was shared or throttled; it has no
+    not survive it. A row with the outcome `contaminated` was timed on a device that was shared or throttled; it has no
     figures, and stands for nothing but itself. `conditions` lack what is the same for all rows or says little.
     """
 

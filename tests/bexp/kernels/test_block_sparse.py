@@ -9,7 +9,7 @@ from torch import Tensor
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.comparisons.block_sparse import BLOCK_SPARSE, block_sparse_ffn, dsd, sdd, transposed_dsd
 from bexp.kernels.experts.comparisons.block_topology import block_topology, blocked_rows
-from bexp.kernels.selective_recompute import discarding
+from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases
 from tests.bexp.kernels.interpreter import interpreted
 from tests.bexp.kernels.references import relative_error
@@ -96,7 +96,7 @@ def test_discarded_blocks_come_back_the_same(products: bool) -> None:
     case = expert_cases.ExpertCase("discarded", 40, 4, 3, width=2 * BLOCK, skew=1.0)
     routes, tensors = expert_cases.problem(case, torch.float32, CPU)
     plain = expert_cases.run(SMALL_BLOCKS, case, routes, tensors)
-    with discarding(products=products):
+    with selective_recompute(products=products):
         again = expert_cases.run(SMALL_BLOCKS, case, routes, tensors)
     assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
 

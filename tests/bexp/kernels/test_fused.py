@@ -17,7 +17,7 @@ from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.fused.backend import FUSED
 from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
 from bexp.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
-from bexp.kernels.selective_recompute import discarding
+from bexp.kernels.selective_recompute import selective_recompute
 from explorer.spec.model import DType
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.test_experts import moe_model
@@ -154,7 +154,7 @@ def test_discarded_pre_activations_come_back_the_same(name: str) -> None:
     routes, tensors = expert_cases.problem(case, torch.float32, CPU)
     plain = expert_cases.run(backend(VARIANTS[name]), case, routes, tensors)
     for products in (False, True):
-        with discarding(products=products):
+        with selective_recompute(products=products):
             again = expert_cases.run(backend(VARIANTS[name]), case, routes, tensors)
         assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bexp.kernels.selective_recompute import announce, discarding, recomputable
+from bexp.kernels.selective_recompute import announce, recomputable, selective_recompute
 
 
 class Chain:
@@ -52,7 +52,7 @@ class Chain:
 
 def run(products: bool) -> tuple[Chain, Tensor]:
     chain = Chain()
-    with discarding(products=products):
+    with selective_recompute(products=products):
         return chain, chain()
 
 
@@ -90,7 +90,7 @@ def test_nothing_is_left_once_backward_is_through() -> None:
         return counted(name, again)
 
     chain.counted = watched  # type: ignore[method-assign]  # a stand-in
-    with discarding(products=True):
+    with selective_recompute(products=True):
         out = chain()
     gc.disable()  # reference counts alone must free it
     try:
@@ -118,7 +118,7 @@ def test_what_several_operations_keep_is_computed_once() -> None:
         runs.append(1)
         return F.layer_norm(x, (4,))
 
-    with discarding(products=False):
+    with selective_recompute(products=False):
         h = recomputable(norm, x)
         out = (h @ a) * (h.t() @ b)
     got = torch.autograd.grad(out.sum(), (x, a, b))
@@ -141,7 +141,7 @@ def test_views_of_one_result_changed_in_place_before_it_is_kept() -> None:
         return (a.t() @ a).sum() + (b.t() @ b.flip(0)).sum()
 
     wanted = torch.autograd.grad(run(parts(x)), (x, w))
-    with discarding(products=True):
+    with selective_recompute(products=True):
         out = run(recomputable(parts, x, product=True))
     got = torch.autograd.grad(out, (x, w))
     assert all(torch.equal(g, expected) for g, expected in zip(got, wanted, strict=True))
@@ -159,7 +159,7 @@ class _Doubled(torch.autograd.Function):
 
 def test_an_address_that_is_given_out_again_is_another_tensor() -> None:
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
-    with discarding(products=False):
+    with selective_recompute(products=False):
         out = x
         for _ in range(20):  # the first result is freed before the second lies where it lay
             recomputable(torch.sin, x)
@@ -174,7 +174,7 @@ def test_an_address_that_is_given_out_again_is_another_tensor() -> None:
 def test_a_result_of_another_function_may_stand_for_it() -> None:
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([3, 0, 0])
-    with discarding(products=False):
+    with selective_recompute(products=False):
         rows = x[index]
         announce(rows, lambda x: x.index_select(0, index), x)
         out = (rows * rows).sum()
@@ -185,7 +185,7 @@ def test_without_the_context_nothing_is_announced() -> None:
     chain = Chain()
     chain.gradients(chain())
     assert set(chain.runs.values()) == {1}
-    with discarding(products=True), torch.no_grad():
+    with selective_recompute(products=True), torch.no_grad():
         assert chain().grad_fn is None
 
 
@@ -204,7 +204,7 @@ def test_a_result_that_was_changed_in_place_is_kept() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     found = []
     for products in (None, False):
-        with discarding(products=products) if products is not None else contextlib.nullcontext():
+        with selective_recompute(products=products) if products is not None else contextlib.nullcontext():
             h = recomputable(torch.tanh, x)
             h.add_(5.0)
             out = h @ w
@@ -215,7 +215,7 @@ def test_a_result_that_was_changed_in_place_is_kept() -> None:
 def test_a_change_to_what_backward_starts_from_is_an_error() -> None:
     w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     x = torch.randn(3, 4, dtype=torch.float64)
-    with discarding(products=False):
+    with selective_recompute(products=False):
         out = recomputable(torch.tanh, x) @ w
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -9,7 +9,7 @@ import pytest
 from bexp.measure import cuda_timing
 from bexp.measure.cuda_timing import HEAT_SECONDS, CudaTimer
 from bexp.measure.passes import Passes
-from bexp.measure.timing import OwnFigures, PassSample, Timing
+from bexp.measure.timing import LocalReducer, PassSample, Timing
 
 
 class Clock:
@@ -26,23 +26,23 @@ class MadeUpTimer(CudaTimer):
     """Runs nothing."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
-        self.agreement = OwnFigures()
+        self.reducer = LocalReducer()
         self.clock, self.seconds, self.runs = clock, seconds, 0
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
         self.runs += repeats
         self.clock.now += repeats * self.seconds
-        self._glance()
+        self._poll()
         return [PassSample(self.seconds / 3, 2 * self.seconds / 3, 0.0)] * repeats
 
 
 def timed(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, glance: Callable[[], None] = lambda: None
+    monkeypatch: pytest.MonkeyPatch, seconds: float, poll: Callable[[], None] = lambda: None
 ) -> tuple[Timing, int]:
     clock = Clock()
     monkeypatch.setattr(cuda_timing, "time", clock)
     timer = MadeUpTimer(clock, seconds)
-    return timer.time(None, glance), timer.runs  # type: ignore[arg-type]  # a stand-in
+    return timer.time(None, poll), timer.runs  # type: ignore[arg-type]  # a stand-in
 
 
 @pytest.mark.parametrize(("seconds", "repeats"), [(4.0, 2), (1.0, 2), (0.5, 3), (0.2, 5)])
@@ -59,6 +59,6 @@ def test_a_short_block_counts_once_the_device_is_hot(monkeypatch: pytest.MonkeyP
 
 
 def test_the_device_is_looked_at_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    glances: list[int] = []
-    timed(monkeypatch, 0.2, lambda: glances.append(1))
-    assert len(glances) == 5
+    polls: list[int] = []
+    timed(monkeypatch, 0.2, lambda: polls.append(1))
+    assert len(polls) == 5

@@ -5,22 +5,22 @@ import time
 import pytest
 
 from bexp.measure import device_monitor as conditions
-from bexp.measure.device_monitor import Surroundings, Watch
+from bexp.measure.device_monitor import DeviceMonitor, Watch
 from explorer.records.measurement import Conditions
 from tests.workers.profiler.fakes import FakeGpu
 
 
 @pytest.fixture(autouse=True)
-def eager_glances(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditions, "GLANCE_SECONDS", 0.0)
     monkeypatch.setattr(conditions, "GLANCE_SHARE", float("inf"))
 
 
-def watched(gpu: FakeGpu, glances: int = 3) -> Conditions:
-    watch = Surroundings(gpu, gpu.tenants()).watch()
+def watched(gpu: FakeGpu, polls: int = 3) -> Conditions:
+    watch = DeviceMonitor(gpu, gpu.foreign_processes()).watch()
     with watch:
-        for _ in range(glances):
-            watch.glance()
+        for _ in range(polls):
+            watch.poll()
     return watch.conditions()
 
 
@@ -33,34 +33,34 @@ def test_conditions_are_those_of_all_glances() -> None:
     assert found.power_watts == 650.4
     assert found.temperature_celsius == 61
     assert found.clock_reasons == ("sw_power_cap",)
-    assert found.taint is None
+    assert found.contamination is None
 
 
 def test_a_slowdown_in_one_glance_of_many_taints() -> None:
     gpu = FakeGpu()
-    watch = Surroundings(gpu, gpu.tenants()).watch()
+    watch = DeviceMonitor(gpu, gpu.foreign_processes()).watch()
     with watch:
-        watch.glance()
+        watch.poll()
         gpu.reasons = ("sw_power_cap", "hw_slowdown")
-        watch.glance()
+        watch.poll()
         gpu.reasons = ("gpu_idle",)
-        watch.glance()
+        watch.poll()
     assert watch.conditions().clock_reasons == ("sw_power_cap", "hw_slowdown", "gpu_idle")
-    assert "throttled: hw_slowdown" in str(watch.conditions().taint)
+    assert "throttled: hw_slowdown" in str(watch.conditions().contamination)
 
 
 def test_a_tenant_of_one_part_taints_the_whole() -> None:
     gpu = FakeGpu()
-    tenants = gpu.tenants()
-    watch = Surroundings(gpu, tenants).watch()
+    foreign_processes = gpu.foreign_processes()
+    watch = DeviceMonitor(gpu, foreign_processes).watch()
     with watch:
-        watch.glance()
+        watch.poll()
         gpu.others = 3 << 30
     gpu.others = 0
     with watch:
-        watch.glance()
+        watch.poll()
     assert watch.conditions().foreign_bytes == 3 << 30
-    assert watch.conditions().taint is not None
+    assert watch.conditions().contamination is not None
 
 
 def test_what_nvml_does_not_tell_is_null_and_taints_nothing() -> None:
@@ -70,15 +70,15 @@ def test_what_nvml_does_not_tell_is_null_and_taints_nothing() -> None:
         "sm_clock_max_mhz": 1980.0,
         "memory_clock_mhz": 3201.0,
     }
-    assert found.taint is None
+    assert found.contamination is None
     assert Watch(None, None).conditions() == Conditions()
 
 
 def test_glances_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditions, "GLANCE_SECONDS", 100.0)
     gpu = FakeGpu()
-    watched(gpu, glances=1000)
-    assert gpu.glances == 1
+    watched(gpu, polls=1000)
+    assert gpu.polls == 1
 
 
 def test_a_slow_driver_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,21 +90,21 @@ def test_a_slow_driver_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> N
             return super().power_watts()
 
     gpu = SlowGpu()
-    watch = Surroundings(gpu, gpu.tenants()).watch()
+    watch = DeviceMonitor(gpu, gpu.foreign_processes()).watch()
     started = time.monotonic()
     with watch:
         while time.monotonic() < started + 0.1:
-            watch.glance()
-    assert gpu.glances == 1
+            watch.poll()
+    assert gpu.polls == 1
 
 
 def test_the_cpu_time_of_others_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([(100.0, 40.0), (104.0, 43.0)])
     monkeypatch.setattr(conditions, "_host_seconds", lambda: next(moments))
-    with Surroundings().watch() as watch:
+    with DeviceMonitor().watch() as watch:
         pass
     assert watch.conditions() == Conditions(host_busy_share=0.75)
-    assert watch.conditions().taint is None
+    assert watch.conditions().contamination is None
 
 
 def test_our_own_cpu_time_is_not_that_of_others() -> None:
@@ -119,7 +119,7 @@ def test_our_own_cpu_time_is_not_that_of_others() -> None:
 
 def test_waits_until_the_device_is_calm_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(reasons=("hw_thermal_slowdown",))
-    surroundings = Surroundings(gpu, gpu.tenants())
+    monitor = DeviceMonitor(gpu, gpu.foreign_processes())
     naps: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -128,8 +128,8 @@ def test_waits_until_the_device_is_calm_but_not_forever(monkeypatch: pytest.Monk
             gpu.reasons = ("sw_power_cap",)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    assert surroundings.wait_until_calm(60.0)
+    assert monitor.wait_until_calm(60.0)
     assert len(naps) == 3
     gpu.reasons = ("hw_thermal_slowdown",)
-    assert not surroundings.wait_until_calm(0.0)
-    assert Surroundings().wait_until_calm(0.0), "of a CPU nothing is known"
+    assert not monitor.wait_until_calm(0.0)
+    assert DeviceMonitor().wait_until_calm(0.0), "of a CPU nothing is known"

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.measure.gpu_processes import APPEARED_BYTES, OWN_GROWTH_BYTES, Tenants, TenantWatch
+from bexp.measure.gpu_processes import APPEARED_BYTES, OWN_GROWTH_BYTES, ForeignProcesses, GpuProcessMonitor
 from tests.workers.profiler.fakes import MIB, FakeGpu
 
 
-def begun(gpu: FakeGpu) -> TenantWatch:
-    watch = gpu.tenants()
+def begun(gpu: FakeGpu) -> GpuProcessMonitor:
+    watch = gpu.foreign_processes()
     watch.begin(None)
     return watch
 
 
-def timed(watch: TenantWatch) -> Tenants:
+def timed(watch: GpuProcessMonitor) -> ForeignProcesses:
     watch.start()
     return watch.find()
 
@@ -30,7 +30,7 @@ def test_our_own_memory_is_no_tenant() -> None:
 
 def test_who_was_there_before_the_job_is_no_tenant() -> None:
     gpu = FakeGpu(others=20 << 30, pids=frozenset({7, 99}))
-    watch = gpu.tenants(used_before=20 << 30)
+    watch = gpu.foreign_processes(used_before=20 << 30)
     assert watch.begin(None) == 20 << 30
     assert not timed(watch)
     gpu.others = 0
@@ -78,22 +78,22 @@ def test_a_process_that_was_not_there_is_a_tenant_however_small() -> None:
 
 def test_the_time_that_others_use_is_told_apart_from_our_own() -> None:
     gpu = FakeGpu(shares={7: 0.9, 3: 0.25, 5: 1.0}, pids=frozenset({3}))
-    watch = TenantWatch(gpu, lambda: 0, 0, frozenset({3}))
+    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset({3}))
     assert timed(watch).busy_share is None, "which process is ours is not known"
     gpu.pids = frozenset({3, 7})
-    watch = TenantWatch(gpu, lambda: 0, 0, frozenset({3}))
+    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset({3}))
     watch.begin(None)
     assert timed(watch).busy_share == pytest.approx(0.25), "5 is gone"
 
 
 def test_a_process_that_replaces_another_knows_who_came_since_the_job_began() -> None:
     gpu = FakeGpu(others=30 << 30)
-    watch = gpu.tenants(used_before=30 << 30)
+    watch = gpu.foreign_processes(used_before=30 << 30)
     assert watch.begin(others_bytes=10 << 30) == 10 << 30
     assert timed(watch).held_bytes == 20 << 30
     gpu.others = 10 << 30
     assert not timed(watch)
-    same = FakeGpu(others=10 << 30).tenants(used_before=10 << 30)
+    same = FakeGpu(others=10 << 30).foreign_processes(used_before=10 << 30)
     assert same.begin(others_bytes=(10 << 30) + APPEARED_BYTES // 2) is not None
     assert not timed(same)
 
@@ -109,6 +109,6 @@ def test_a_second_job_begins_with_whoever_is_there_then() -> None:
 
 def test_where_nvml_says_nothing_nobody_is_suspected() -> None:
     gpu = FakeGpu(others=None, pids=None, shares=None)
-    watch = gpu.tenants(used_before=None)
+    watch = gpu.foreign_processes(used_before=None)
     assert watch.begin(None) is None
     assert not timed(watch)

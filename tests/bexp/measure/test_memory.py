@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bexp.measure.memory import Weight, weigh
+from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import BlockPasses
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.spec.request import ExplorationRequest
@@ -27,12 +27,14 @@ class TwoMatrices(nn.Module):
         return torch.relu(x @ self.a) @ self.b
 
 
-def weigh_block(block: nn.Module, x: Tensor, *, training: bool = True, gradient: torch.dtype = torch.float32) -> Weight:
-    return weigh(BlockPasses(block, (x,), training=training, gradient_dtype=gradient), CPU)
+def measure_block_memory(
+    block: nn.Module, x: Tensor, *, training: bool = True, gradient: torch.dtype = torch.float32
+) -> ActivationBytes:
+    return measure_memory(BlockPasses(block, (x,), training=training, gradient_dtype=gradient), CPU)
 
 
 def test_two_matrices_weigh_what_the_book_says() -> None:
-    weight = weigh_block(TwoMatrices(), torch.randn(ROWS, WIDTH))
+    weight = measure_block_memory(TwoMatrices(), torch.randn(ROWS, WIDTH))
     wide, out = ROWS * WIDE * 4, ROWS * WIDTH * 4
     matrix = WIDTH * WIDE * 4
     assert weight.saved == wide + out, "the relu's result and the output, which is the next block's input"
@@ -42,14 +44,14 @@ def test_two_matrices_weigh_what_the_book_says() -> None:
 
 
 def test_eval_leaves_the_output_alone() -> None:
-    weight = weigh_block(TwoMatrices().requires_grad_(False), torch.randn(ROWS, WIDTH), training=False)
-    assert weight == Weight(saved=ROWS * WIDTH * 4, forward_peak=2 * ROWS * WIDE * 4, backward_peak=0)
+    weight = measure_block_memory(TwoMatrices().requires_grad_(False), torch.randn(ROWS, WIDTH), training=False)
+    assert weight == ActivationBytes(saved=ROWS * WIDTH * 4, forward_peak=2 * ROWS * WIDE * 4, backward_peak=0)
 
 
 def test_weighing_repeats_exactly_and_leaves_gradients_finite() -> None:
     block = TwoMatrices()
     passes = BlockPasses(block, (torch.randn(ROWS, WIDTH),), training=True, gradient_dtype=torch.float32)
-    assert weigh(passes, CPU) == weigh(passes, CPU)
+    assert measure_memory(passes, CPU) == measure_memory(passes, CPU)
     assert block.a.grad is not None
     assert torch.isfinite(block.a.grad).all()
 
@@ -70,24 +72,26 @@ def test_a_block_recomputed_as_a_whole_is_weighed_without_it(kind: ComponentKind
     backend = {ComponentKind.ATTENTION: "flash", ComponentKind.MOE_FFN: "grouped_mm"}.get(kind)
     plain = Component(kind=kind, micro_batch_size=2, backend=backend)
     again = plain.model_copy(update={"recompute": BlockRecompute.FULL})
-    assert weigh_component(plain) == weigh_component(again)
+    assert measure_component_memory(plain) == measure_component_memory(again)
 
 
 def test_tiles_stay_recomputed_under_whole_recomputation() -> None:
     plain = Component(kind=ComponentKind.ATTENTION, micro_batch_size=4, backend="flash")
     tiled = plain.model_copy(update={"bta_tile": 1, "recompute": BlockRecompute.FULL})
     output = 4 * MODEL.seq_length * MODEL.hidden_size * 4
-    assert weigh_component(tiled).saved == output
-    assert weigh_component(tiled).backward_peak < weigh_component(plain).backward_peak
+    assert measure_component_memory(tiled).saved == output
+    assert measure_component_memory(tiled).backward_peak < measure_component_memory(plain).backward_peak
 
 
 def test_what_is_saved_grows_with_the_micro_batch_alone() -> None:
     for kind, backend in ((ComponentKind.ATTENTION, "flash"), (ComponentKind.DENSE_FFN, None)):
-        one, three = (weigh_component(Component(kind=kind, micro_batch_size=m, backend=backend)).saved for m in (1, 3))
+        one, three = (
+            measure_component_memory(Component(kind=kind, micro_batch_size=m, backend=backend)).saved for m in (1, 3)
+        )
         assert three == 3 * one
 
 
-def weigh_component(component: Component, request: ExplorationRequest = REQUEST) -> Weight:
+def measure_component_memory(component: Component, request: ExplorationRequest = REQUEST) -> ActivationBytes:
     block = build_block(MODEL, component, request, CPU)
     inputs = example_inputs(MODEL, component, CPU)
-    return weigh(BlockPasses(block, inputs, training=True, gradient_dtype=torch.float32), CPU)
+    return measure_memory(BlockPasses(block, inputs, training=True, gradient_dtype=torch.float32), CPU)

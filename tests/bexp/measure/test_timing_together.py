@@ -26,7 +26,7 @@ class Together:
         together = self
 
         class Rank:
-            def largest(self, *values: float) -> tuple[float, ...]:
+            def all_reduce_max(self, *values: float) -> tuple[float, ...]:
                 together._said[rank] = values
                 together._barrier.wait()
                 found = tuple(max(column) for column in zip(*together._said.values(), strict=True))
@@ -67,7 +67,7 @@ def test_ranks_on_hosts_repeat_equally_often() -> None:
     def run(rank: int) -> tuple[int, Timing]:
         passes, timer = CountedPasses(rank), HostTimer()
         timer.BUDGET = TimingBudget(min_repeats=5, max_repeats=30, seconds=0.2, relative_error=0.2)
-        timer.agreement = together.of(rank)
+        timer.reducer = together.of(rank)
         timer.warm_up(passes)
         return passes.count, timer.time(passes)
 
@@ -101,7 +101,7 @@ def test_ranks_on_gpus_run_the_same_batches(device: float, host: float) -> None:
 
     def run(rank: int) -> list[tuple[int, float]]:
         timer = SimulatedCudaTimer(rank, device, host)
-        timer.agreement = together.of(rank)
+        timer.reducer = together.of(rank)
         timer.warm_up(CountedPasses(rank))
         timer.time(CountedPasses(rank))
         return timer.runs

@@ -17,12 +17,12 @@ from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
 from explorer.search.explore import explore
 from explorer.search.report import whole_model_tokens_per_second
-from explorer.search.search_state import Belief
-from explorer.search.setup import survey_variant
+from explorer.search.search_state import SearchState
+from explorer.search.setup import prune_space
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
-from explorer.surrogate.observations import ComponentRuns
+from explorer.surrogate.observations import ComponentObservations
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {
@@ -129,9 +129,9 @@ def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_comput
     nothing = np.zeros((2, number))
 
     def added(each: float, once: float, *, computes: bool) -> np.ndarray:
-        handling = nothing.copy()
-        handling[:, table.column[communication]] = each, once
-        overlap = Overlap(np.full(number, 0.3), slowdown, handling, computes)
+        host_overhead = nothing.copy()
+        host_overhead[:, table.column[communication]] = each, once
+        overlap = Overlap(np.full(number, 0.3), slowdown, host_overhead, computes)
         return np.asarray(table.communication_seconds(device_1K, host_K, micro, overlap)[0])
 
     micro_steps = np.array([64 / 4 / 2, 64 / 4 / 8])
@@ -159,16 +159,16 @@ def test_runs_of_an_earlier_version_tell_nothing_of_the_host() -> None:
             backward_peak_bytes=0,
         )
 
-    assert ComponentRuns((measured(0.5, None),)).handling == (0.0, 0.0)
-    assert ComponentRuns((measured(0.5, None), measured(0.1, 0.2), measured(0.3, 0.4))).handling == pytest.approx(
-        (0.2, 0.3)
-    )
+    assert ComponentObservations((measured(0.5, None),)).host_overhead == (0.0, 0.0)
+    assert ComponentObservations(
+        (measured(0.5, None), measured(0.1, 0.2), measured(0.3, 0.4))
+    ).host_overhead == pytest.approx((0.2, 0.3))
 
 
 def test_what_the_host_does_decides_where_the_device_waits_for_it() -> None:
     req = request("zero3")
     device = SimulatedDevice(req, noise=0.0)
-    device.handling = (0.5, 0.0)
+    device.host_overhead = (0.5, 0.0)
     found, _, _ = run(req, device)
     assert found is not None
     assert found.candidate.micro_batch_size == 8
@@ -285,7 +285,7 @@ def test_a_resumed_exploration_does_not_exchange_again() -> None:
 def test_an_exploration_of_before_the_host_was_timed_exchanges_again() -> None:
     req = request("zero1")
     first = SimulatedDevice(req, noise=0.0)
-    first.handling = (0.0, 0.3)
+    first.host_overhead = (0.0, 0.3)
     found, _, trials = run(req, first)
 
     def without_host(trial: Trial) -> Trial:
@@ -295,7 +295,7 @@ def test_an_exploration_of_before_the_host_was_timed_exchanges_again() -> None:
         )
 
     again = SimulatedDevice(req, noise=0.0)
-    again.handling = first.handling
+    again.host_overhead = first.host_overhead
     resumed, _, _ = run(req, again, history=tuple(map(without_host, trials[:3])))
     assert [exchanges_in(plan) for plan in again.plans].count(True) == 1
     assert resumed is not None and found is not None
@@ -335,11 +335,11 @@ def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
 
 def test_a_whole_model_of_an_earlier_version_is_completed_by_what_is_composed() -> None:
     req, rep = request(), report(experts=False, num_devices=4)
-    table = survey_variant(req.model, req, rep).table
+    table = prune_space(req.model, req, rep).table
     assert table is not None
-    belief = Belief(table, table.candidates, req, rep.hardware)
+    state = SearchState(table, table.candidates, req, rep.hardware)
     chosen = table.candidates[0]
-    composed = belief.seconds(0)
+    composed = state.seconds(0)
     assert composed.communication > 0
     figures: dict[str, Any] = {
         "micro_step_seconds": composed.micro_step,
@@ -353,5 +353,5 @@ def test_a_whole_model_of_an_earlier_version_is_completed_by_what_is_composed() 
         optimizer_seconds=composed.optimizer, communication_seconds=composed.communication, **figures
     )
     for whole in (old, new):
-        found = whole_model_tokens_per_second(belief, chosen, whole)
+        found = whole_model_tokens_per_second(state, chosen, whole)
         assert found == pytest.approx(composed.tokens_per_second)

@@ -206,7 +206,7 @@ def test_when_nothing_fits_the_next_level_or_more_devices_help() -> None:
     answer = list(explore(req, rep, SimulatedDevice(req)))[-1].answer
     assert answer is not None
     assert answer.recommendation is None
-    found = {remedy.change: remedy for remedy in answer.variants[0].remedies}
+    found = {relaxation.change: relaxation for relaxation in answer.variants[0].remedies}
     assert {"sharding zero2", "sharding zero3", "num_devices 8"} <= set(found)
     assert found["num_devices 8"].settings == {"num_devices": 8, "batch_size": 128}
     for change in ("sharding zero2", "num_devices 8"):

@@ -8,10 +8,10 @@ import pytest
 
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.event import EventCode
-from explorer.records.measurement import SLOWDOWNS, TAINTED_ATTEMPTS, Conditions, Measurement, Outcome, judge
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.history import HOPELESS_TAINTED
+from explorer.search.history import HOPELESS_CONTAMINATED
 from tests.explorer.search.test_explore import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice
 
@@ -22,12 +22,12 @@ SHARED = Conditions(foreign_processes=1, foreign_bytes=12 << 30)
 
 @pytest.mark.parametrize("reason", SLOWDOWNS)
 def test_a_device_that_is_told_to_slow_down_taints(reason: str) -> None:
-    assert Conditions(clock_reasons=("sw_power_cap", reason)).taint == f"the device is throttled: {reason}"
+    assert Conditions(clock_reasons=("sw_power_cap", reason)).contamination == f"the device is throttled: {reason}"
 
 
 @pytest.mark.parametrize("conditions", [CALM, Conditions(), Conditions(foreign_busy_share=0.01)])
 def test_power_caps_idleness_and_busy_hosts_do_not_taint(conditions: Conditions) -> None:
-    assert conditions.taint is None
+    assert conditions.contamination is None
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_power_caps_idleness_and_busy_hosts_do_not_taint(conditions: Conditions)
     ],
 )
 def test_other_processes_taint(conditions: Conditions, words: str) -> None:
-    assert words in str(conditions.taint)
+    assert words in str(conditions.contamination)
 
 
 def test_measurements_stored_before_conditions_were_known_are_read() -> None:
@@ -67,7 +67,7 @@ class DisturbedDevice(SimulatedDevice):
     def __call__(self, plan: TrialPlan) -> Measurement:
         measurement = super().__call__(plan)
         slow = tuple(
-            m.model_copy(update={"device_seconds": 3 * m.device_seconds}) if m.taint else m
+            m.model_copy(update={"device_seconds": 3 * m.device_seconds}) if m.contamination else m
             for m in measurement.components
         )
         return measurement.model_copy(update={"components": slow})
@@ -85,7 +85,7 @@ def test_a_disturbed_trial_is_measured_again_and_changes_nothing(disturbed: tupl
     steps = run(device.request, device)
     trials = trials_of(steps)
     for number in disturbed:
-        assert trials[number].measurement.outcome is Outcome.TAINTED
+        assert trials[number].measurement.outcome is Outcome.CONTAMINATED
         assert trials[number].tokens_per_second is None
         assert device.plans[number + 1].candidate == device.plans[number].candidate
         assert device.plans[number + 1].components == device.plans[number].components
@@ -93,7 +93,7 @@ def test_a_disturbed_trial_is_measured_again_and_changes_nothing(disturbed: tupl
     assert [plan.candidate for plan in calm.plans] == [
         plan.candidate for plan in device.plans if plan.number not in disturbed
     ]
-    warnings = [line for line in lines(steps, EventCode.WARNING) if line.startswith("Tainted: ")]
+    warnings = [line for line in lines(steps, EventCode.WARNING) if line.startswith("Contaminated: ")]
     assert len(warnings) == len(disturbed)
     assert all("shared with another process" in line and "not learnt from" in line for line in warnings)
 
@@ -117,7 +117,7 @@ def test_what_stays_disturbed_is_given_up_and_never_recommended() -> None:
     assert found.candidate.expert_backend != "grouped_mm"
     tried = [c for plan in device.plans for c in plan.components if c.backend == "grouped_mm"]
     assert tried
-    assert all(tried.count(component) == TAINTED_ATTEMPTS for component in tried)
+    assert all(tried.count(component) == CONTAMINATED_ATTEMPTS for component in tried)
     assert not any(c.candidate.expert_backend == "grouped_mm" for c in (found.stock, found.largest_micro_batch) if c)
 
 
@@ -127,14 +127,14 @@ def test_a_device_that_is_always_shared_gives_no_answer_but_the_reason() -> None
     answer = answer_of(steps)
     assert answer.recommendation is None
     assert "shared with another process, which took 12 GiB" in str(answer.variants[0].reason)
-    assert len(device.plans) == TAINTED_ATTEMPTS
+    assert len(device.plans) == CONTAMINATED_ATTEMPTS
     assert not lines(steps, EventCode.RECOMMENDATION)
 
 
 def test_a_device_that_is_shared_for_long_is_given_up() -> None:
     device = DisturbedDevice(trials=tuple(range(5, 1000)))
     steps = run(device.request, device)
-    assert len(device.plans) <= 5 + HOPELESS_TAINTED + TAINTED_ATTEMPTS  # the whole model's among them
+    assert len(device.plans) <= 5 + HOPELESS_CONTAMINATED + CONTAMINATED_ATTEMPTS  # the whole model's among them
     assert answer_of(steps).recommendation is not None, "what was measured before is sound"
 
 
@@ -174,7 +174,7 @@ def test_a_disturbed_whole_model_is_run_again_and_is_no_check() -> None:
     assert device.plans[first].candidate == device.plans[first + 1].candidate == found.candidate
     assert found.whole_model is not None
     assert found.whole_model.measurement.conditions == CALM
-    assert any("tainted" in line for line in lines(steps, EventCode.WARNING))
+    assert any("contaminated" in line for line in lines(steps, EventCode.WARNING))
     for cut in (first + 1, first + 2, first + 3):
         again = DisturbedDevice(trials=(first,))
         resumed = run(again.request, again, history=trials_of(steps)[:cut])
@@ -186,9 +186,9 @@ def test_a_whole_model_that_stays_disturbed_leaves_the_answer_unchecked() -> Non
     device = DisturbedDevice()
     device.conditions = lambda plan, part: CALM if part is not None else HOT
     found = recommended(device)
-    assert len(whole_models(device)) == TAINTED_ATTEMPTS
+    assert len(whole_models(device)) == CONTAMINATED_ATTEMPTS
     assert found.whole_model is None
-    assert any("whole model: tainted: the device is throttled" in note for note in found.notes)
+    assert any("whole model: contaminated: the device is throttled" in note for note in found.notes)
 
 
 def test_a_variant_does_not_learn_from_another_variants_disturbed_trial() -> None:
@@ -198,7 +198,7 @@ def test_a_variant_does_not_learn_from_another_variants_disturbed_trial() -> Non
     answer = answer_of(run(req, device))
     assert [v.recommendation for v in answer.variants] == [None, None]
     runs = [c for plan in device.plans for c in plan.components if c.kind is ComponentKind.EMBEDDING]
-    assert all(runs.count(component) <= TAINTED_ATTEMPTS for component in runs)
+    assert all(runs.count(component) <= CONTAMINATED_ATTEMPTS for component in runs)
 
 
 @pytest.mark.parametrize("kind", [ComponentKind.ATTENTION, ComponentKind.MOE_FFN, ComponentKind.EMBEDDING])
@@ -212,9 +212,9 @@ def test_resumes_after_a_trial_of_which_only_a_part_was_disturbed(kind: Componen
 
     whole = run(request(), device())
     trials = trials_of(whole)
-    tainted = [t.number for t in trials if t.measurement.outcome is Outcome.TAINTED]
-    assert tainted
-    for cut in (number + 1 for number in tainted):
+    contaminated = [t.number for t in trials if t.measurement.outcome is Outcome.CONTAMINATED]
+    assert contaminated
+    for cut in (number + 1 for number in contaminated):
         again = device()
         assert answer_of(run(again.request, again, history=trials[:cut])) == answer_of(whole)
         assert [plan.number for plan in again.plans] == list(range(cut, len(trials)))
@@ -222,11 +222,11 @@ def test_resumes_after_a_trial_of_which_only_a_part_was_disturbed(kind: Componen
 
 
 def test_repeats_that_are_always_disturbed_come_to_an_end() -> None:
-    """On a noisy device components are measured again, and each of those runs is tainted."""
+    """On a noisy device components are measured again, and each of those runs is contaminated."""
     req = request()
     device = SimulatedDevice(req, noise=0.05)
     device.conditions = lambda plan, part: HOT if plan.again else CALM
     assert recommended(device)
     runs = Counter(component for plan in device.plans for component in plan.components)
     assert any(plan.again for plan in device.plans)
-    assert max(runs.values()) <= 1 + TAINTED_ATTEMPTS
+    assert max(runs.values()) <= 1 + CONTAMINATED_ATTEMPTS

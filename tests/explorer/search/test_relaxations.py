@@ -9,9 +9,9 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from explorer.cost_model.search_space import enumerate_candidates
 from explorer.cost_model.step import GIB, memory_limit
-from explorer.records.recommendation import Remedy, RemedyKind
+from explorer.records.recommendation import Relaxation, RelaxationKind
 from explorer.search.explore import explore
-from explorer.search.relaxations import explain_nothing_fits, find_remedies, smallest_requirement
+from explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.search.test_explore import answer_of, request
@@ -35,8 +35,8 @@ def cramped(**changes: Any) -> ExplorationRequest:
     )
 
 
-def remedies(req: ExplorationRequest) -> tuple[Remedy, ...]:
-    return find_remedies(req, DEVICE, req.model)
+def remedies(req: ExplorationRequest) -> tuple[Relaxation, ...]:
+    return find_relaxations(req, DEVICE, req.model)
 
 
 def test_every_kind_is_named_in_the_order_of_preference() -> None:
@@ -44,11 +44,13 @@ def test_every_kind_is_named_in_the_order_of_preference() -> None:
     limit = smallest_requirement(wide, DEVICE, wide.model) / GIB - 0.01
     req = wide.model_copy(update={"memory_limit_gib": limit})
     several = report(memory_gib=40, num_devices=8)
-    found = find_remedies(req, several, req.model)
-    assert list(dict.fromkeys(remedy.kind for remedy in found)) == list(RemedyKind)[:-1]
-    shared = [remedy for remedy in found if remedy.kind is RemedyKind.CONTEXT_PARALLEL]
-    assert [remedy.change for remedy in shared] == ["2 devices a sequence (context_parallel sizes [2])"]
-    assert [remedy.kind for remedy in remedies(req)] == [r.kind for r in found if r not in shared], "with one device"
+    found = find_relaxations(req, several, req.model)
+    assert list(dict.fromkeys(relaxation.kind for relaxation in found)) == list(RelaxationKind)[:-1]
+    shared = [relaxation for relaxation in found if relaxation.kind is RelaxationKind.CONTEXT_PARALLEL]
+    assert [relaxation.change for relaxation in shared] == ["2 devices a sequence (context_parallel sizes [2])"]
+    assert [relaxation.kind for relaxation in remedies(req)] == [r.kind for r in found if r not in shared], (
+        "with one device"
+    )
     assert (
         explain_nothing_fits(req, DEVICE, req.model, remedies(req)).count("It would fit with micro_batch_size 8 (") == 1
     )
@@ -60,19 +62,19 @@ def test_each_is_predicted_to_fit_when_it_is_asked_for(sharding: str) -> None:
     assert smallest_requirement(req, DEVICE, req.model) > memory_limit(req, DEVICE.hardware)
     found = remedies(req)
     assert found
-    for remedy in found:
-        changed = ExplorationRequest.model_validate({**req.model_dump(), **remedy.settings})
+    for relaxation in found:
+        changed = ExplorationRequest.model_validate({**req.model_dump(), **relaxation.settings})
         table = SpaceTable(enumerate_candidates(changed, DEVICE, changed.model).candidates, changed.model, changed)
         needed = float(predict_memory(table, DEVICE.hardware).min())
-        assert remedy.required_bytes == pytest.approx(needed, abs=2)
+        assert relaxation.required_bytes == pytest.approx(needed, abs=2)
         assert needed <= memory_limit(changed, DEVICE.hardware)
-        assert remedy.predicted_peak_bytes < remedy.required_bytes
+        assert relaxation.predicted_peak_bytes < relaxation.required_bytes
 
 
 def test_the_nearest_micro_batch_that_fits_is_named() -> None:
     req = cramped()
     first = remedies(req)[0]
-    assert first.kind is RemedyKind.MICRO_BATCH_SIZE
+    assert first.kind is RelaxationKind.MICRO_BATCH_SIZE
     size = first.settings["micro_batch_size"]
     above = ExplorationRequest.model_validate({**req.model_dump(), "micro_batch_size": 2 * size})
     assert smallest_requirement(above, DEVICE, req.model) > memory_limit(req, DEVICE.hardware)
@@ -83,22 +85,22 @@ def test_more_devices_before_a_higher_level_where_the_state_is_sharded() -> None
     wide = cramped(micro_batch_size=1, recompute=["full"], num_devices=2, batch_size=8, training={"sharding": "zero1"})
     limit = smallest_requirement(wide, DEVICE, wide.model) / GIB - 0.3
     found = remedies(wide.model_copy(update={"memory_limit_gib": limit}))
-    assert found[0].kind is RemedyKind.NUM_DEVICES
-    assert [r.change for r in found if r.kind is RemedyKind.SHARDING] == ["sharding zero2", "sharding zero3"]
+    assert found[0].kind is RelaxationKind.NUM_DEVICES
+    assert [r.change for r in found if r.kind is RelaxationKind.SHARDING] == ["sharding zero2", "sharding zero3"]
     assert found[0].settings == {"num_devices": 4, "batch_size": 16}
     assert found[-1].settings["training"]["sharding"] == "zero3"
 
 
 def test_several_together_only_where_no_single_one_helps() -> None:
-    (remedy,) = remedies(cramped(memory_limit_gib=5))
-    assert remedy.kind is RemedyKind.SEVERAL
-    assert "zero3 over" in remedy.change
+    (relaxation,) = remedies(cramped(memory_limit_gib=5))
+    assert relaxation.kind is RelaxationKind.SEVERAL
+    assert "zero3 over" in relaxation.change
 
 
 def test_full_recomputation_leaves_no_policy_to_offer() -> None:
     found = remedies(cramped(recompute=["none", "full"], micro_batch_size=256, batch_size=2048, memory_limit_gib=12))
     assert found
-    assert all(remedy.kind is not RemedyKind.RECOMPUTE for remedy in found)
+    assert all(relaxation.kind is not RelaxationKind.RECOMPUTE for relaxation in found)
 
 
 def test_a_sequence_too_long_for_any_change_has_none() -> None:
@@ -117,4 +119,4 @@ def test_the_answer_holds_them_and_names_the_first() -> None:
     assert f"It would fit with {variant.remedies[0].change} (predicted to need" in variant.reason
     assert Recompute.FULL.value in {r.settings["recompute"][0] for r in variant.remedies if r.kind == "recompute"}
     told = steps[-1].events[0].data["answer"]["variants"][0]["remedies"]
-    assert [Remedy.model_validate(item) for item in told] == list(variant.remedies)
+    assert [Relaxation.model_validate(item) for item in told] == list(variant.remedies)

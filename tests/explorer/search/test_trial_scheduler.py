@@ -13,7 +13,7 @@ from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.measurement import Conditions, Measurement, Outcome
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.acquisition import Suggestion, measuring_seconds, split
-from explorer.search.search_state import Belief
+from explorer.search.search_state import SearchState
 from explorer.search.trial_scheduler import OneAtATime, TrialExecutor
 from tests.explorer.search.test_explore import answer_of, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
@@ -134,9 +134,9 @@ def test_what_was_tainted_is_measured_again() -> None:
     device.conditions = lambda plan, component: shared if plan.number in {1, 6, 7} else None
     several = Several(device, 4)
     steps = run(req, several)
-    tainted = [t for t in trials_of(steps) if t.measurement.outcome is Outcome.TAINTED]
-    assert len(tainted) == 3
-    for trial in tainted:
+    contaminated = [t for t in trials_of(steps) if t.measurement.outcome is Outcome.CONTAMINATED]
+    assert len(contaminated) == 3
+    for trial in contaminated:
         for found in trial.measurement.components:
             runs = [p.number for p in device.plans if found.component in p.components]
             assert any(number != trial.number for number in runs)
@@ -152,67 +152,67 @@ def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     assert found.memory.total <= found.memory_limit_bytes
 
 
-def belief_after_base() -> tuple[Belief, SimulatedDevice]:
+def state_after_base() -> tuple[SearchState, SimulatedDevice]:
     req = request()
     rep = report(memory_gib=40)
     candidates = enumerate_candidates(req, rep, req.model).candidates
-    belief = Belief(SpaceTable(candidates, req.model, req), candidates, req, rep.hardware)
+    state = SearchState(SpaceTable(candidates, req.model, req), candidates, req, rep.hardware)
     device = SimulatedDevice(req)
-    plan = plan_of(belief, 0, Suggestion(0, belief.table.missing(0, belief.surrogate.known_K)))
-    belief.learn_trials([(0, device(plan))])
-    return belief, device
+    plan = plan_of(state, 0, Suggestion(0, state.table.missing(0, state.surrogate.known_K)))
+    state.learn_trials([(0, device(plan))])
+    return state, device
 
 
-def plan_of(belief: Belief, number: int, suggestion: Suggestion) -> TrialPlan:
+def plan_of(state: SearchState, number: int, suggestion: Suggestion) -> TrialPlan:
     return TrialPlan(
         number=number,
         kind=TrialKind.COMPONENTS,
-        model=belief.table.model,
-        candidate=belief.table.candidates[suggestion.row],
+        model=state.table.model,
+        candidate=state.table.candidates[suggestion.row],
         components=suggestion.components,
         timeout_seconds=1.0,
     )
 
 
 def test_trials_in_flight_move_the_next_suggestion_and_nothing_else() -> None:
-    belief, device = belief_after_base()
-    verdict, means = belief.recommend(), belief.mean_tokens_per_second().copy()
-    first = belief.suggest()
+    state, device = state_after_base()
+    verdict, means = state.recommend(), state.mean_tokens_per_second().copy()
+    first = state.suggest()
     assert first is not None
-    belief.expect(1, first)
-    second = belief.suggest()
+    state.expect(1, first)
+    second = state.suggest()
     assert second is not None
     assert not set(second.components) & set(first.components)
-    assert belief.recommend() == verdict
-    assert np.array_equal(belief.mean_tokens_per_second(), means)
-    untouched, _ = belief_after_base()
-    found = device(plan_of(belief, 1, first))
-    for each in (belief, untouched):
+    assert state.recommend() == verdict
+    assert np.array_equal(state.mean_tokens_per_second(), means)
+    untouched, _ = state_after_base()
+    found = device(plan_of(state, 1, first))
+    for each in (state, untouched):
         each.learn_trials([(1, found)])
-    assert belief.suggest() == untouched.suggest()
+    assert state.suggest() == untouched.suggest()
 
 
 def test_the_believed_surrogate_is_surer_of_what_is_in_flight_and_expects_the_same() -> None:
-    belief, _ = belief_after_base()
-    suggestion = belief.suggest()
+    state, _ = state_after_base()
+    suggestion = state.suggest()
     assert suggestion is not None
-    columns = [belief.table.column[c] for c in suggestion.components]
-    believed = belief.surrogate.believing(suggestion.components)
-    assert believed.log_std_K[columns].sum() < 0.5 * belief.surrogate.log_std_K[columns].sum()
-    assert believed.device_mean_K[columns] == pytest.approx(belief.surrogate.device_mean_K[columns], rel=0.05)
-    assert not belief.surrogate.known_K[columns].any()
+    columns = [state.table.column[c] for c in suggestion.components]
+    believed = state.surrogate.believing(suggestion.components)
+    assert believed.log_std_K[columns].sum() < 0.5 * state.surrogate.log_std_K[columns].sum()
+    assert believed.device_mean_K[columns] == pytest.approx(state.surrogate.device_mean_K[columns], rel=0.05)
+    assert not state.surrogate.known_K[columns].any()
 
 
 def test_parts_of_a_suggestion_take_about_as_long() -> None:
-    belief, _ = belief_after_base()
-    row = len(belief.table.candidates) - 1
-    suggestion = Suggestion(row, belief.table.missing(row, belief.surrogate.known_K))
+    state, _ = state_after_base()
+    row = len(state.table.candidates) - 1
+    suggestion = Suggestion(row, state.table.missing(row, state.surrogate.known_K))
     assert len(suggestion.components) >= 3
-    assert split(suggestion, 1, belief.table, belief.surrogate) == (suggestion,)
-    parts = split(suggestion, 2, belief.table, belief.surrogate)
+    assert split(suggestion, 1, state.table, state.surrogate) == (suggestion,)
+    parts = split(suggestion, 2, state.table, state.surrogate)
     assert sorted(c.key for p in parts for c in p.components) == sorted(c.key for c in suggestion.components)
-    costs = measuring_seconds(belief.surrogate.device_mean_K)
-    loads = [sum(costs[belief.table.column[c]] for c in part.components) for part in parts]
-    longest = max(costs[belief.table.column[c]] for c in suggestion.components)
+    costs = measuring_seconds(state.surrogate.device_mean_K)
+    loads = [sum(costs[state.table.column[c]] for c in part.components) for part in parts]
+    longest = max(costs[state.table.column[c]] for c in suggestion.components)
     assert len(parts) == 2
     assert max(loads) <= max(longest, 4 / 3 * sum(loads) / 2)

@@ -7,9 +7,16 @@ import pytest
 
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.measurement import ComponentMeasurement
-from explorer.surrogate.covariance import Kernel
-from explorer.surrogate.hyperparameters import AMPLITUDE_GRID, OWN_GRID, RUN_GRID, Evidence, ScalePosterior, Scales
-from explorer.surrogate.observations import ComponentRuns, RunLog
+from explorer.surrogate.covariance import Covariance
+from explorer.surrogate.hyperparameters import (
+    AMPLITUDE_GRID,
+    OWN_GRID,
+    RUN_GRID,
+    Evidence,
+    HyperparameterPosterior,
+    Hyperparameters,
+)
+from explorer.surrogate.observations import ComponentObservations, ObservationLog
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 KIND = ComponentKind.DENSE_FFN
@@ -40,14 +47,16 @@ def evidence(*, own: float, run: float, runs: int, seed: int) -> Evidence:
     for size in SIZES:
         true = 1e-3 * size * 1.5 * np.exp(own * rng.standard_normal())
         measured.append(
-            ComponentRuns(tuple(measurement(size, true * np.exp(run * rng.standard_normal())) for _ in range(runs)))
+            ComponentObservations(
+                tuple(measurement(size, true * np.exp(run * rng.standard_normal())) for _ in range(runs))
+            )
         )
-    kernel = Kernel.of([component(size) for size in SIZES])
+    kernel = Covariance.of([component(size) for size in SIZES])
     return Evidence.of(kernel, measured, np.log([1e-3 * size for size in SIZES]))
 
 
-def learn(found: Evidence | None, device_kind: str = "cuda") -> Scales:
-    posterior = ScalePosterior(device_kind, [KIND.value], 256, np.random.default_rng(0))
+def learn(found: Evidence | None, device_kind: str = "cuda") -> Hyperparameters:
+    posterior = HyperparameterPosterior(device_kind, [KIND.value], 256, np.random.default_rng(0))
     return posterior.draw({KIND.value: found} if found is not None else {})[KIND.value]
 
 
@@ -107,7 +116,7 @@ def test_likelihood_is_that_of_the_runs_as_one_gaussian() -> None:
 
 
 def test_a_trial_that_is_read_twice_counts_once() -> None:
-    log = RunLog()
+    log = ObservationLog()
     assert log.add(3, [measurement(1, 2e-3), measurement(2, 4e-3)])
     assert not log.add(3, [measurement(1, 2e-3)])
     assert log.add(1, [measurement(1, 1e-3)])

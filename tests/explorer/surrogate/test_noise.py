@@ -13,9 +13,9 @@ from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.event import EventCode
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.candidate_posterior import Outlook
-from explorer.search.search_state import Belief
-from explorer.search.setup import survey_variant
+from explorer.search.candidate_posterior import CandidatePosterior
+from explorer.search.search_state import SearchState
+from explorer.search.setup import prune_space
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.extrapolation import BYTES_STD_NEAR
@@ -155,36 +155,36 @@ def test_no_incumbent_is_left_in_doubt_whether_it_fits(size: int, slack: float) 
     sizes = np.array([SimulatedDevice(req).weigh(c, table.model) for c in table.components], dtype=float).T
     activations = np.add(*table.activation_bytes(*sizes)) * np.exp(slack * BYTES_STD_NEAR)
     limit = float(required_table(table, activations, report().hardware)[0]) / 2**30
-    belief = SearchedBelief(request(memory_limit_gib=limit))
+    state = SearchedState(request(memory_limit_gib=limit))
     for _ in range(40):
-        outlook = belief.outlook
-        assert (outlook.composed_NA[:, outlook.clear_A] > 0).all()
-        if not belief.measure_next():
+        posterior = state.posterior
+        assert (posterior.composed_NA[:, posterior.clear_A] > 0).all()
+        if not state.measure_next():
             return
     raise AssertionError("the search does not end")
 
 
-class SearchedBelief:
-    """A belief that measures what it suggests."""
+class SearchedState:
+    """A state that measures what it suggests."""
 
     def __init__(self, req: ExplorationRequest) -> None:
         rep = report(memory_gib=40)
-        survey = survey_variant(req.model, req, rep)
-        assert survey.table is not None
+        prune = prune_space(req.model, req, rep)
+        assert prune.table is not None
         self.device = SimulatedDevice(req, noise=0.001)
-        self.belief = Belief(survey.table, survey.legal.candidates, req, rep.hardware)
+        self.state = SearchState(prune.table, prune.legal.candidates, req, rep.hardware)
         self.number = 0
 
     @property
-    def outlook(self) -> Outlook:
-        return self.belief._outlook
+    def posterior(self) -> CandidatePosterior:
+        return self.state._posterior
 
     def measure_next(self) -> bool:
-        found = self.belief.suggest()
-        verdict = self.belief.recommend()
+        found = self.state.suggest()
+        verdict = self.state.recommend()
         if found is None or (verdict is not None and verdict.probability >= 0.95):
             return False
-        table = self.belief.table
+        table = self.state.table
         plan = TrialPlan(
             number=self.number,
             kind=TrialKind.COMPONENTS,
@@ -193,6 +193,6 @@ class SearchedBelief:
             components=found.components,
             timeout_seconds=60,
         )
-        self.belief.learn_trials([(self.number, self.device(plan))])
+        self.state.learn_trials([(self.number, self.device(plan))])
         self.number += 1
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bexp.measure.gpu_processes import TenantWatch
+from bexp.measure.gpu_processes import GpuProcessMonitor
 from bexp.measure.nvml import Gpu
 
 MIB = 1 << 20
@@ -24,11 +24,11 @@ class FakeGpu(Gpu):
     reserved: int = 0
     own: int = CONTEXT
     others: int | None = 0
-    glances: int = 0
+    polls: int = 0
 
     def sm_clock_mhz(self) -> int | None:
-        self.glances += 1
-        return self.clocks[min(self.glances, len(self.clocks)) - 1]
+        self.polls += 1
+        return self.clocks[min(self.polls, len(self.clocks)) - 1]
 
     def sm_clock_max_mhz(self) -> int | None:
         return 1980
@@ -54,6 +54,6 @@ class FakeGpu(Gpu):
     def busy_shares(self, since_microseconds: int) -> dict[int, float] | None:
         return self.shares
 
-    def tenants(self, used_before: int | None = 0) -> TenantWatch:
+    def foreign_processes(self, used_before: int | None = 0) -> GpuProcessMonitor:
         """Of a process that has just made its context."""
-        return TenantWatch(self, lambda: self.reserved, used_before, frozenset())
+        return GpuProcessMonitor(self, lambda: self.reserved, used_before, frozenset())

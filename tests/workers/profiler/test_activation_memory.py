@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bexp.measure.memory import Weight, weigh
+from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import BlockPasses
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
@@ -31,14 +31,16 @@ SHAPE: dict[str, Any] = {
 MOE: dict[str, Any] = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 128}
 
 
-def check(model: ModelSpec, kind: ComponentKind, backend: str | None, recompute: BlockRecompute) -> tuple[Weight, int]:
+def check(
+    model: ModelSpec, kind: ComponentKind, backend: str | None, recompute: BlockRecompute
+) -> tuple[ActivationBytes, int]:
     """The weight, and the bytes of the block's output."""
     component = Component(kind=kind, micro_batch_size=4, backend=backend, recompute=recompute)
     request = ExplorationRequest(model=model)
     predicted = predict_component_bytes(component, model, request)
     block = build_block(model, component, request, CPU)
     passes = BlockPasses(block, example_inputs(model, component, CPU), training=True, gradient_dtype=torch.float32)
-    weight = weigh(passes, CPU)
+    weight = measure_memory(passes, CPU)
     output = 4 * model.seq_length * model.hidden_size * 4
     assert predicted.saved == pytest.approx(weight.saved, rel=0.02, abs=0.05 * output)
     # Of a peak, too little misleads (what does not fit is tried), and more than half too much does.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bexp.measure.device_monitor import Surroundings
+from bexp.measure.device_monitor import DeviceMonitor
 from explorer.records.measurement import Measurement, Outcome
 from explorer.spec.base import Frozen
 from explorer.spec.hardware import HardwareSpec, SoftwareVersions
@@ -14,7 +14,7 @@ from explorer.spec.model import DType
 from tests.workers.profiler.fakes import FakeGpu
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.process.protocol import Begin, ComponentMeasured, ComponentStarted, ReportReply, RunTrial, TrialFinished
-from workers.profiler.bench import Bench
+from workers.profiler.instruments import Instruments
 from workers.profiler.session import Session
 from workers.profiler.trials import component as component_trial
 
@@ -30,7 +30,7 @@ HARDWARE = HardwareSpec(
 )
 
 
-class UnlimitedBench(Bench):
+class UnlimitedBench(Instruments):
     """Leaves the limits of the test's own process alone."""
 
     leftover = 0
@@ -43,7 +43,7 @@ class UnlimitedBench(Bench):
 
 
 @pytest.fixture
-def bench() -> UnlimitedBench:
+def instruments() -> UnlimitedBench:
     return UnlimitedBench(torch.device("cpu"))
 
 
@@ -53,8 +53,8 @@ def sent() -> list[Frozen]:
 
 
 @pytest.fixture
-def session(bench: UnlimitedBench, sent: list[Frozen]) -> Session:
-    session = Session(bench, None, sent.append)
+def session(instruments: UnlimitedBench, sent: list[Frozen]) -> Session:
+    session = Session(instruments, None, sent.append)
     assert session.answer(Begin(request=REQUEST, hardware=HARDWARE))
     assert isinstance(sent.pop(), ReportReply)
     return session
@@ -102,9 +102,9 @@ def test_whatever_a_block_raises_is_an_outcome(
 
 
 def test_memory_that_a_trial_leaves_behind_asks_for_a_new_process(
-    session: Session, bench: UnlimitedBench, sent: list[Frozen]
+    session: Session, instruments: UnlimitedBench, sent: list[Frozen]
 ) -> None:
-    bench.leftover = 1 << 30
+    instruments.leftover = 1 << 30
     chosen = candidate()
     assert not session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
     finished = sent[-1]
@@ -114,10 +114,10 @@ def test_memory_that_a_trial_leaves_behind_asks_for_a_new_process(
 
 
 def test_compiling_without_a_compiler_is_unsupported(
-    bench: UnlimitedBench, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
+    instruments: UnlimitedBench, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    session = Session(bench, None, sent.append)
+    session = Session(instruments, None, sent.append)
     session.answer(Begin(request=REQUEST.model_copy(update={"execution": "compile"}), hardware=HARDWARE))
     session.answer(RunTrial(plan=plan(candidate())))
     finished = sent[-1]
@@ -126,20 +126,22 @@ def test_compiling_without_a_compiler_is_unsupported(
     assert "compiler" in (finished.measurement.reason or "")
 
 
-def test_the_request_may_lower_the_memory_limit_but_not_raise_it(bench: UnlimitedBench, sent: list[Frozen]) -> None:
-    session = Session(bench, None, sent.append)
+def test_the_request_may_lower_the_memory_limit_but_not_raise_it(
+    instruments: UnlimitedBench, sent: list[Frozen]
+) -> None:
+    session = Session(instruments, None, sent.append)
     for gib, expected in ((None, 1 << 33), (1.0, 1 << 30), (100.0, 1 << 34)):
         session.answer(Begin(request=REQUEST.model_copy(update={"memory_limit_gib": gib}), hardware=HARDWARE))
-        assert bench.limited == expected
+        assert instruments.limited == expected
 
 
 def finished_trials(sent: list[Frozen]) -> list[Measurement]:
     return [message.measurement for message in sent if isinstance(message, TrialFinished)]
 
 
-def test_every_timing_carries_its_conditions(bench: UnlimitedBench, session: Session, sent: list[Frozen]) -> None:
+def test_every_timing_carries_its_conditions(instruments: UnlimitedBench, session: Session, sent: list[Frozen]) -> None:
     gpu = FakeGpu()
-    bench.surroundings = Surroundings(gpu, gpu.tenants())
+    instruments.monitor = DeviceMonitor(gpu, gpu.foreign_processes())
     chosen = candidate()
     session.answer(RunTrial(plan=plan(chosen)))
     session.answer(RunTrial(plan=whole_model_plan(chosen)))
@@ -150,46 +152,48 @@ def test_every_timing_carries_its_conditions(bench: UnlimitedBench, session: Ses
     for conditions in (*found, whole.whole_model.conditions):
         assert conditions is not None
         assert conditions.sm_clock_mhz == 1980
-        assert conditions.taint is None
+        assert conditions.contamination is None
 
 
 def test_a_trial_after_a_disturbed_one_waits_for_the_device_to_calm_down(
-    bench: UnlimitedBench, session: Session, sent: list[Frozen]
+    instruments: UnlimitedBench, session: Session, sent: list[Frozen]
 ) -> None:
     gpu = FakeGpu(reasons=("hw_thermal_slowdown",))
     waited: list[float] = []
 
-    class Patient(Surroundings):
+    class Patient(DeviceMonitor):
         def wait_until_calm(self, seconds: float) -> bool:
             waited.append(seconds)
             gpu.reasons = ("sw_power_cap",)
             return True
 
-    bench.surroundings = Patient(gpu, gpu.tenants())
+    instruments.monitor = Patient(gpu, gpu.foreign_processes())
     chosen = candidate()
     for _ in range(3):
         session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
     first, *others = finished_trials(sent)
-    assert "throttled" in str(first.taint)
-    assert first.outcome is Outcome.OK, "what a taint leads to is the search's to decide"
-    assert [m.taint for m in others] == [None, None]
+    assert "throttled" in str(first.contamination)
+    assert first.outcome is Outcome.OK, "what a contamination leads to is the search's to decide"
+    assert [m.contamination for m in others] == [None, None]
     assert len(waited) == 1
     assert 0 < waited[0] <= 10
 
 
-def test_a_replacement_is_told_who_was_there_when_the_job_began(bench: UnlimitedBench, sent: list[Frozen]) -> None:
+def test_a_replacement_is_told_who_was_there_when_the_job_began(
+    instruments: UnlimitedBench, sent: list[Frozen]
+) -> None:
     gpu = FakeGpu(others=3 << 30)
-    bench.surroundings = Surroundings(gpu, gpu.tenants(used_before=3 << 30))
-    first = Session(bench, None, sent.append)
+    instruments.monitor = DeviceMonitor(gpu, gpu.foreign_processes(used_before=3 << 30))
+    first = Session(instruments, None, sent.append)
     first.answer(Begin(request=REQUEST, hardware=HARDWARE))
     reply = sent.pop()
     assert isinstance(reply, ReportReply)
     assert reply.others_bytes == 3 << 30
     gpu.others = 9 << 30
-    bench.surroundings = Surroundings(gpu, gpu.tenants(used_before=9 << 30))
-    second = Session(bench, None, sent.append)
+    instruments.monitor = DeviceMonitor(gpu, gpu.foreign_processes(used_before=9 << 30))
+    second = Session(instruments, None, sent.append)
     second.answer(Begin(request=REQUEST, hardware=HARDWARE, others_bytes=reply.others_bytes))
     chosen = candidate()
     second.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
     (measurement,) = finished_trials(sent)
-    assert "took 6 GiB" in str(measurement.taint)
+    assert "took 6 GiB" in str(measurement.contamination)

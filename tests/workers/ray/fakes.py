@@ -17,7 +17,7 @@ SLOW, DEADLY, CRASHING, BROKEN = 64, 65, 66, 67
 SLOW_SECONDS = 1.5
 
 
-class FakeSeatProfiler:
+class FakeActorProfiler:
     """Measures in no time, unless it is told otherwise."""
 
     def __init__(self, memory_bytes: int | None = None) -> None:
@@ -55,16 +55,16 @@ class FakeSeatProfiler:
         pass
 
 
-def open_fake(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeSeatProfiler:
+def open_fake(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeActorProfiler:
     """On every node the same device."""
     assert devices == ("cpu",)
     assert environment["OMP_NUM_THREADS"] == "1"
     assert locks is not None
-    return FakeSeatProfiler()
+    return FakeActorProfiler()
 
 
-def open_unlike(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeSeatProfiler:
+def open_unlike(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeActorProfiler:
     """On every node another device."""
     import ray
 
-    return FakeSeatProfiler(memory_bytes=10**10 + int(ray.get_runtime_context().get_node_id()[:6], 16))
+    return FakeActorProfiler(memory_bytes=10**10 + int(ray.get_runtime_context().get_node_id()[:6], 16))

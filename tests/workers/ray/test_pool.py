@@ -22,7 +22,7 @@ from tests.contracts.samples import make_candidate, make_report, make_request
 from tests.workers.ray.fakes import BROKEN, CRASHING, DEADLY, SLOW, SLOW_SECONDS, open_fake, open_unlike
 from workers.jobs.worker import Worker
 from workers.process.profiler import ProfilerError, ProfilerInterruptedError
-from workers.ray.pool import MOST_LOSSES, ClusterFleet
+from workers.ray.pool import MOST_LOSSES, RayDevicePool
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own: open sockets, deprecations
@@ -53,17 +53,17 @@ def cluster(environment: None) -> Iterator[Any]:
 
 
 @pytest.fixture
-def make_fleet(cluster: Any) -> Iterator[Callable[..., ClusterFleet]]:
-    made: list[ClusterFleet] = []
+def make_pool(cluster: Any) -> Iterator[Callable[..., RayDevicePool]]:
+    made: list[RayDevicePool] = []
 
-    def make(open_profiler: Any = open_fake, **options: Any) -> ClusterFleet:
-        fleet = ClusterFleet(cluster.address, ("cpu",), open_profiler=open_profiler, **options)
-        made.append(fleet)
-        return fleet
+    def make(open_profiler: Any = open_fake, **options: Any) -> RayDevicePool:
+        pool = RayDevicePool(cluster.address, ("cpu",), open_profiler=open_profiler, **options)
+        made.append(pool)
+        return pool
 
     yield make
-    for fleet in made:
-        fleet.close()
+    for pool in made:
+        pool.close()
 
 
 def plan(number: int, size: int = 1, timeout: float = 5.0) -> TrialPlan:
@@ -76,12 +76,12 @@ def plan(number: int, size: int = 1, timeout: float = 5.0) -> TrialPlan:
     )
 
 
-def ready(fleet: ClusterFleet, number: int, request: ExplorationRequest | None = None) -> ClusterFleet:
+def ready(pool: RayDevicePool, number: int, request: ExplorationRequest | None = None) -> RayDevicePool:
     """Started, with a job, and `number` actors."""
-    fleet.start()
-    fleet.begin(request or make_request())
-    until(lambda: fleet.capacity == number)
-    return fleet
+    pool.start()
+    pool.begin(request or make_request())
+    until(lambda: pool.capacity == number)
+    return pool
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -91,103 +91,103 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def test_trials_run_side_by_side_and_come_back_as_they_end(make_fleet: Callable[..., ClusterFleet]) -> None:
-    fleet = ready(make_fleet(), 2)
-    assert fleet.hardware() == make_report().hardware
+def test_trials_run_side_by_side_and_come_back_as_they_end(make_pool: Callable[..., RayDevicePool]) -> None:
+    pool = ready(make_pool(), 2)
+    assert pool.hardware() == make_report().hardware
     started = time.monotonic()
-    fleet.submit(plan(0, SLOW))
-    fleet.submit(plan(1, SLOW))
-    assert {fleet.wait()[0].number, fleet.wait()[0].number} == {0, 1}
+    pool.submit(plan(0, SLOW))
+    pool.submit(plan(1, SLOW))
+    assert {pool.wait()[0].number, pool.wait()[0].number} == {0, 1}
     assert time.monotonic() - started < 1.7 * SLOW_SECONDS
-    fleet.submit(plan(2, SLOW))
-    fleet.submit(plan(3, 2))
-    assert [fleet.wait()[0].number, fleet.wait()[0].number] == [3, 2]
+    pool.submit(plan(2, SLOW))
+    pool.submit(plan(3, 2))
+    assert [pool.wait()[0].number, pool.wait()[0].number] == [3, 2]
     started = time.monotonic()
     for number in range(4, 24):
-        assert fleet.measure(plan(number)).outcome is Outcome.OK
+        assert pool.measure(plan(number)).outcome is Outcome.OK
     assert (time.monotonic() - started) / 20 < 0.1
-    assert fleet.take_events() == []
+    assert pool.take_events() == []
 
 
-def test_a_crash_below_an_actor_is_an_outcome(make_fleet: Callable[..., ClusterFleet]) -> None:
-    fleet = ready(make_fleet(), 2)
-    assert fleet.measure(plan(0, CRASHING)).outcome is Outcome.CRASHED
-    assert fleet.restarts == 1
-    assert fleet.measure(plan(1)).outcome is Outcome.OK
-    assert fleet.take_events() == []
+def test_a_crash_below_an_actor_is_an_outcome(make_pool: Callable[..., RayDevicePool]) -> None:
+    pool = ready(make_pool(), 2)
+    assert pool.measure(plan(0, CRASHING)).outcome is Outcome.CRASHED
+    assert pool.restarts == 1
+    assert pool.measure(plan(1)).outcome is Outcome.OK
+    assert pool.take_events() == []
 
 
 @pytest.mark.parametrize(("size", "said"), [(DEADLY, ""), (BROKEN, "the device is broken")])
 def test_a_trial_that_loses_every_actor_has_that_for_its_outcome(
-    make_fleet: Callable[..., ClusterFleet], size: int, said: str
+    make_pool: Callable[..., RayDevicePool], size: int, said: str
 ) -> None:
-    fleet = ready(make_fleet(), 2)
-    found = fleet.measure(plan(0, size))
+    pool = ready(make_pool(), 2)
+    found = pool.measure(plan(0, size))
     assert found.outcome is Outcome.CRASHED
     assert found.reason is not None
     assert f"{MOST_LOSSES + 1} devices of the cluster were lost" in found.reason
     assert said in found.reason
-    assert len(fleet.take_events()) == MOST_LOSSES + 1
-    assert fleet.measure(plan(1)).outcome is Outcome.OK
+    assert len(pool.take_events()) == MOST_LOSSES + 1
+    assert pool.measure(plan(1)).outcome is Outcome.OK
 
 
-def test_an_actor_that_does_not_answer_counts_as_lost(make_fleet: Callable[..., ClusterFleet]) -> None:
-    fleet = ready(make_fleet(setup_allowance_seconds=0.2), 2)
-    found = fleet.measure(plan(0, SLOW, timeout=0.2))
+def test_an_actor_that_does_not_answer_counts_as_lost(make_pool: Callable[..., RayDevicePool]) -> None:
+    pool = ready(make_pool(setup_allowance_seconds=0.2), 2)
+    found = pool.measure(plan(0, SLOW, timeout=0.2))
     assert found.outcome is Outcome.CRASHED
     assert "does not answer" in str(found.reason)
 
 
-def test_unlike_hardware_is_left_out_with_an_event(make_fleet: Callable[..., ClusterFleet]) -> None:
-    fleet = make_fleet(open_unlike)
-    ready(fleet, 1)
+def test_unlike_hardware_is_left_out_with_an_event(make_pool: Callable[..., RayDevicePool]) -> None:
+    pool = make_pool(open_unlike)
+    ready(pool, 1)
     told: list[str] = []
 
     def look() -> bool:
-        assert fleet.capacity == 1
-        told.extend(event.message for event in fleet.take_events())
+        assert pool.capacity == 1
+        told.extend(event.message for event in pool.take_events())
         return bool(told)
 
     until(look)
     assert len(told) == 1
     assert "is left out" in told[0]
-    assert fleet.measure(plan(0)).outcome is Outcome.OK
+    assert pool.measure(plan(0)).outcome is Outcome.OK
 
 
-def test_an_interruption_ends_a_wait_and_the_next_start_mends_it(make_fleet: Callable[..., ClusterFleet]) -> None:
-    fleet = ready(make_fleet(), 2)
-    fleet.submit(plan(0, SLOW))
-    threading.Timer(0.2, fleet.interrupt).start()
+def test_an_interruption_ends_a_wait_and_the_next_start_mends_it(make_pool: Callable[..., RayDevicePool]) -> None:
+    pool = ready(make_pool(), 2)
+    pool.submit(plan(0, SLOW))
+    threading.Timer(0.2, pool.interrupt).start()
     started = time.monotonic()
     with pytest.raises(ProfilerInterruptedError):
-        fleet.wait()
+        pool.wait()
     assert time.monotonic() - started < 1.0
     with pytest.raises(ProfilerInterruptedError):
-        fleet.submit(plan(1))
-    ready(fleet, 2)
-    assert fleet.measure(plan(2)).outcome is Outcome.OK
+        pool.submit(plan(1))
+    ready(pool, 2)
+    assert pool.measure(plan(2)).outcome is Outcome.OK
 
 
 def test_a_cluster_without_such_a_device_says_so(cluster: Any) -> None:
-    fleet = ClusterFleet(cluster.address, ("cuda:0", "cuda:1"))
+    pool = RayDevicePool(cluster.address, ("cuda:0", "cuda:1"))
     with pytest.raises(ProfilerError, match="has no GPU"):
-        fleet.start()
-    fleet.close()
+        pool.start()
+    pool.close()
 
 
-def test_a_node_that_dies_in_the_middle_of_a_trial(make_fleet: Callable[..., ClusterFleet], cluster: Any) -> None:
+def test_a_node_that_dies_in_the_middle_of_a_trial(make_pool: Callable[..., RayDevicePool], cluster: Any) -> None:
     node = cluster.add_node(num_cpus=1)
-    fleet = ready(make_fleet(), 3)
+    pool = ready(make_pool(), 3)
     for number in range(3):
-        fleet.submit(plan(number, SLOW))
+        pool.submit(plan(number, SLOW))
     time.sleep(0.3)
     cluster.remove_node(node, allow_graceful=False)
-    done = [fleet.wait() for _ in range(3)]
+    done = [pool.wait() for _ in range(3)]
     assert sorted(p.number for p, _ in done) == [0, 1, 2]
     assert all(found.outcome is Outcome.OK for _, found in done)
-    (event,) = fleet.take_events()
+    (event,) = pool.take_events()
     assert "was lost in trial" in event.message
-    assert fleet.capacity == 2
+    assert pool.capacity == 2
 
 
 TINY: dict[str, Any] = {
@@ -215,7 +215,7 @@ TINY: dict[str, Any] = {
 def test_a_worker_explores_on_the_cluster_with_real_profilers(cluster: Any, sqlite_database: Database) -> None:
     queue = Queue(sqlite_database)
     job, _ = queue.enqueue(ExplorationRequest.model_validate(TINY))
-    Worker(queue, ClusterFleet(cluster.address, ("cpu",)), "ray-cpu").run(max_jobs=1)
+    Worker(queue, RayDevicePool(cluster.address, ("cpu",)), "ray-cpu").run(max_jobs=1)
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED, [e.message for e in read_events(sqlite_database, job.id)]
     trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]

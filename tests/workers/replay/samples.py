@@ -10,7 +10,7 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import Component
 from explorer.records.measurement import Outcome
 from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.setup import Survey
+from explorer.search.setup import PrunedSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -60,13 +60,13 @@ def empty(**changes: Any) -> Recording:
 
 
 def table_of(recorded: Recording) -> SpaceTable:
-    table = survey_of(recorded).table
+    table = pruned_space_of(recorded).table
     assert table is not None
     return table
 
 
-def survey_of(recorded: Recording) -> Survey:
-    return recorded.survey(recorded.header.request, recorded.header.request.model)
+def pruned_space_of(recorded: Recording) -> PrunedSpace:
+    return recorded.prune(recorded.header.request, recorded.header.request.model)
 
 
 def figures(seconds: float = 0.01, *, host: float = 0.001, error: float = 1e-5) -> ComponentFigures:

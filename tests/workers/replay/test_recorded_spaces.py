@@ -26,7 +26,7 @@ def test_the_space_of_a_recorded_request_stays(
     recording = Recording.read(TABLES / f"{name}.jsonl")
     request = recording.header.request
     assert request.context_parallel_sizes == (1,)
-    found = recording.survey(request, request.model)
+    found = recording.prune(request, request.model)
     told = "\n".join(candidate.describe() for candidate in found.legal.candidates)
     assert hashlib.sha256(told.encode()).hexdigest()[:12] == digest, "other candidates, or another order"
     assert len(found.legal.candidates) == num_candidates

@@ -142,7 +142,7 @@ def test_a_row_keeps_the_conditions_in_short() -> None:
     }
     read = ROWS.validate_json(line)
     assert isinstance(read, ComponentRow)
-    assert read.measurement().taint is None
+    assert read.measurement().contamination is None
     plain = encode_row(ComponentRow.of(component, 0, measured(recorded, Conditions()), replaced=False))
     assert "conditions" not in json.loads(plain)
 
@@ -164,16 +164,16 @@ def test_a_row_keeps_what_the_host_does_about_an_exchange() -> None:
 def test_tainted_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:
     recorded = empty()
     component = table_of(recorded).components[0]
-    tainted = ComponentRow.of(component, 0, measured(recorded, HOT), replaced=False)
-    assert tainted.outcome is Outcome.TAINTED
-    assert tainted.reason == "the device is throttled: hw_thermal_slowdown"
-    assert tainted.figures is None
+    contaminated = ComponentRow.of(component, 0, measured(recorded, HOT), replaced=False)
+    assert contaminated.outcome is Outcome.CONTAMINATED
+    assert contaminated.reason == "the device is throttled: hw_thermal_slowdown"
+    assert contaminated.figures is None
     file = RecordingFile(tmp_path / "table.jsonl", recorded.header)
-    file.append(tainted)
+    file.append(contaminated)
     file.append(row(component, 0))
     file.close()
     read = Recording.read(tmp_path / "table.jsonl")
-    assert read.tainted == [tainted]
+    assert read.contaminated == [contaminated]
     assert [kept.outcome for kept in read.components[component]] == [Outcome.OK]
     assert read.components.keys() == {component}
     assert read.whole_models == {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RANKS = "workers.profiler.distributed.rank"
 MONITOR_SECONDS = 0.1
 NOTICE_SECONDS = 10.0
-"""How long a trial's relay has to take notice of a lost rank."""
+"""How long a trial's coordinator has to take notice of a lost rank."""
 
 
 def main() -> int:
@@ -44,23 +44,23 @@ def main() -> int:
     from torch.distributed.elastic.utils.api import macros  # noqa: PLC0415 - it brings torch, or comes after it
     from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415 - it brings torch, or comes after it
 
-    from workers.profiler.distributed.coordinator import GroupEndedError, Relay  # noqa: PLC0415
-    from workers.profiler.distributed.message_queue import Board, host_store, join_store  # noqa: PLC0415
+    from workers.profiler.distributed.coordinator import Coordinator, GroupEndedError  # noqa: PLC0415
+    from workers.profiler.distributed.message_queue import MessageQueue, host_store, join_store  # noqa: PLC0415
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said by the relay
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said by the coordinator
     devices = arguments.devices.split(",")
     store, port = host_store()
-    relay = Relay(Board(join_store(port)), devices, send)
+    coordinator = Coordinator(MessageQueue(join_store(port)), devices, send)
 
     def serve() -> None:
         try:
-            relay.serve(orders)
+            coordinator.serve(orders)
         except GroupEndedError:
             pass
         finally:
             end_group()
 
-    thread = threading.Thread(target=serve, name="relay", daemon=True)
+    thread = threading.Thread(target=serve, name="coordinator", daemon=True)
     thread.start()
     ranks = elastic_launch(launch_config(len(devices), port), sys.executable)
     try:
@@ -72,10 +72,10 @@ def main() -> int:
             *("--parent", str(os.getpid())),
         )
     except ChildFailedError as error:
-        board = Board(join_store(port))
+        messages = MessageQueue(join_store(port))
         for rank, failure in error.failures.items():
-            board.reply(rank, RankLost(rank=rank, device=devices[rank], status=failure.exitcode))
-        if not relay.idle.is_set():
+            messages.reply(rank, RankLost(rank=rank, device=devices[rank], status=failure.exitcode))
+        if not coordinator.idle.is_set():
             thread.join(NOTICE_SECONDS)
     del store
     end_group()

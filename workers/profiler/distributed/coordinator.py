@@ -27,7 +27,7 @@ from workers.process.protocol import (
     TrialFinished,
 )
 from workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
-from workers.profiler.distributed.message_queue import Board
+from workers.profiler.distributed.message_queue import MessageQueue
 
 GRACE_SECONDS = 5.0
 """How long a failure waits for the one that caused it: an operation fails on every rank when one of them has ended."""
@@ -39,17 +39,17 @@ class GroupEndedError(Exception):
     """The parent was told that the group cannot go on."""
 
 
-class Relay:
+class Coordinator:
     """What the parent sees of a group.
 
-    The ranks' agreement on a trial's outcome is made here, of what each has put on the board: every rank's success, or
+    The ranks' reducer on a trial's outcome is made here, of what each has put on the messages: every rank's success, or
     the failure of one. No rank learns of it, since after a failure of a trial that several run none is of any use: some
     wait for others in the middle of an operation. Only where memory runs out on all of them, in a block that each
     computes by itself, they go on.
     """
 
-    def __init__(self, board: Board, devices: Sequence[str], send: Callable[[Frozen], None]) -> None:
-        self._board = board
+    def __init__(self, messages: MessageQueue, devices: Sequence[str], send: Callable[[Frozen], None]) -> None:
+        self._messages = messages
         self._devices = devices
         self._send = send
         self.idle = threading.Event()
@@ -63,13 +63,13 @@ class Relay:
             order = orders.get()
             self.idle.clear()
             for rank in range(len(self._devices)):
-                self._board.order(rank, order)
+                self._messages.order(rank, order)
             if isinstance(order, MeasureHardware):
                 self._tell_hardware()
             elif isinstance(order, Begin):
                 self._send(self._collect(ReportReply)[0])
             elif isinstance(order, RunTrial):
-                self._send(_Trial(self._board, self._devices, order.plan, self._send).follow())
+                self._send(_Trial(self._messages, self._devices, order.plan, self._send).follow())
 
     def _tell_hardware(self) -> None:
         try:
@@ -82,7 +82,7 @@ class Relay:
         """One reply of each rank, in their order."""
         found: dict[int, R] = {}
         while len(found) < len(self._devices):
-            said = self._board.next_reply()
+            said = self._messages.next_reply()
             assert said is not None
             rank, reply = said
             if isinstance(reply, Refused | RankLost):
@@ -99,8 +99,10 @@ class Relay:
 class _Trial:
     """One trial: what its ranks have said so far."""
 
-    def __init__(self, board: Board, devices: Sequence[str], plan: TrialPlan, send: Callable[[Frozen], None]) -> None:
-        self._board = board
+    def __init__(
+        self, messages: MessageQueue, devices: Sequence[str], plan: TrialPlan, send: Callable[[Frozen], None]
+    ) -> None:
+        self._messages = messages
         self._devices = devices
         self._send = send
         self._num_ranks = min(plan.num_processes, len(devices))
@@ -119,7 +121,7 @@ class _Trial:
         """
         deadline: float | None = None
         while len(self._finished) < self._num_ranks:
-            said = self._board.next_reply(None if deadline is None else deadline - time.monotonic())
+            said = self._messages.next_reply(None if deadline is None else deadline - time.monotonic())
             if said is None:
                 break
             rank, reply = said

@@ -36,8 +36,8 @@ def join_store(port: int) -> TCPStore:
     return TCPStore(_HOST, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
 
 
-class Board:
-    """Queues of orders, one for each rank, and one queue of what the ranks reply. A reader needs a board to itself."""
+class MessageQueue:
+    """Queues of orders, one for each rank, and one queue of what the ranks reply. A reader needs a messages to itself."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

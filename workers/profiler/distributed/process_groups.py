@@ -12,13 +12,13 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.trial import TrialPlan
-from workers.profiler.team import ALONE, Meeting, Team, check_size
+from workers.profiler.rank_group import ALONE, Barrier, RankGroup, check_size
 
 OPERATION_TIMEOUT = timedelta(hours=6)
 """Longer than any trial's deadline, which is what ends a rank that waits for another."""
 
 
-class Company:
+class ProcessGroups:
     """All ranks of the world. NCCL carries what GPUs exchange; what their hosts agree on goes through gloo.
 
     The world is not bound to its devices (`device_id`): with a bound one, `new_group` splits a communicator on ranks
@@ -36,7 +36,7 @@ class Company:
             world_size=size,
             timeout=OPERATION_TIMEOUT,
         )
-        self._agreements: dict[int, dist.ProcessGroup] = {}
+        self._host_groups: dict[int, dist.ProcessGroup] = {}
         self._members: dict[int, dist.ProcessGroup] = {}
         self._rings: dict[int, dist.ProcessGroup] = {}
         self._gathered: set[int] = set()
@@ -64,24 +64,24 @@ class Company:
         """Whether this rank runs the trial: the first ranks do. One that is too large for the world all refuse."""
         return self.rank < plan.num_processes
 
-    def team(self, plan: TrialPlan) -> Team:
+    def ranks(self, plan: TrialPlan) -> RankGroup:
         """Those that run the trial, this rank among them; UnsupportedTrialError if there are too few."""
         check_size(plan, self.size)
         n = plan.num_processes
         if n == 1:
             return ALONE
-        return RankTeam(self.rank, n, self._agreements[n], self._members[n], self._rings, self._device)
+        return DistributedRanks(self.rank, n, self._host_groups[n], self._members[n], self._rings, self._device)
 
     def _gather(self, n: int) -> None:
         """Groups of the first `n` ranks, with every rank of the world."""
         self._gathered.add(n)
         ranks = list(range(n))
-        agreement = dist.new_group(ranks, backend="gloo", timeout=OPERATION_TIMEOUT)
+        reducer = dist.new_group(ranks, backend="gloo", timeout=OPERATION_TIMEOUT)
         members = dist.new_group(ranks, timeout=OPERATION_TIMEOUT)
         if self.rank < n:
-            assert isinstance(agreement, dist.ProcessGroup), "this rank is a member"
+            assert isinstance(reducer, dist.ProcessGroup), "this rank is a member"
             assert isinstance(members, dist.ProcessGroup), "this rank is a member"
-            self._agreements[n], self._members[n] = agreement, members
+            self._host_groups[n], self._members[n] = reducer, members
             self._connect(members)
 
     def _make_rings(self, size: int) -> None:
@@ -105,35 +105,35 @@ class Company:
             torch.cuda.synchronize(self._device)
 
 
-class RankTeam:
-    """The first ranks of a company, which run a trial together."""
+class DistributedRanks:
+    """The first ranks of a groups, which run a trial together."""
 
     def __init__(
         self,
         rank: int,
         size: int,
-        agreement: dist.ProcessGroup,
+        reducer: dist.ProcessGroup,
         members: dist.ProcessGroup,
         rings: dict[int, dist.ProcessGroup],
         device: torch.device,
     ) -> None:
         self.rank, self.size = rank, size
         self.members: dist.ProcessGroup | None = members
-        self._agreement = agreement
+        self._host_group = reducer
         self._rings = rings
         self._device = device
 
-    def largest(self, *values: float) -> tuple[float, ...]:
+    def all_reduce_max(self, *values: float) -> tuple[float, ...]:
         """The largest of each value over the ranks."""
         shared = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._agreement)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._host_group)
         return tuple(shared.tolist())
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
         """The ring of this rank: ranks 0 to size - 1, or the next ones."""
         return ContextParallel(self._rings[size], layout)
 
-    def meeting(self, component: Component) -> Meeting | None:
+    def barrier(self, component: Component) -> Barrier | None:
         """Of the ring, or of all where all exchange."""
         if component.kind is ComponentKind.COMMUNICATION:
             group = self.members

@@ -1,4 +1,4 @@
-"""`python -m workers.profiler.distributed.rank`: one rank of a group, a profiler of one device that reads from the board."""
+"""`python -m workers.profiler.distributed.rank`: one rank of a group, a profiler of one device that reads from the messages."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ def main() -> int:
     import torch  # noqa: PLC0415 - takes seconds: only now that this process cannot be left behind
     from torch._C._distributed_c10d import PrefixStore  # noqa: PLC0415 - it brings torch, or comes after it
 
-    from bexp.measure.device_monitor import Surroundings  # noqa: PLC0415 - it brings torch, or comes after it
+    from bexp.measure.device_monitor import DeviceMonitor  # noqa: PLC0415 - it brings torch, or comes after it
     from bexp.measure.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
-    from workers.profiler.bench import Bench  # noqa: PLC0415 - it brings torch, or comes after it
-    from workers.profiler.distributed.message_queue import Board, join_store  # noqa: PLC0415 - it brings torch, or comes after it
-    from workers.profiler.distributed.process_groups import Company  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.distributed.message_queue import MessageQueue, join_store  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.distributed.process_groups import ProcessGroups  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.hardware import used_bytes  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.profiler.instruments import Instruments  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.session import Session  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.settings import read_settings  # noqa: PLC0415 - it brings torch, or comes after it
 
-    board = Board(join_store(arguments.port))
+    messages = MessageQueue(join_store(arguments.port))
 
     def send(message: Frozen) -> None:
-        board.reply(rank, message)
+        messages.reply(rank, message)
 
     device = torch.device(devices[rank])
     used_before = used_bytes(device) if device.type == "cuda" else None
     try:
-        bench = Bench(device, num_ranks=devices.count(devices[rank]))
-        company = Company(PrefixStore("company", join_store(arguments.port)), rank, len(devices), device)
+        instruments = Instruments(device, num_ranks=devices.count(devices[rank]))
+        groups = ProcessGroups(PrefixStore("groups", join_store(arguments.port)), rank, len(devices), device)
     except (RuntimeError, AssertionError) as error:  # what torch raises without CUDA, or without this device
         send(Refused(reason=f"{device} cannot be used: {str(error).splitlines()[0]}"))
         return 1
     gpu = open_gpu(devices[rank], read_settings().environment)
     if gpu is not None:
         # Clocks and heat alone: connections to the other ranks take memory that looks like somebody else's.
-        bench.surroundings = Surroundings(gpu)
+        instruments.monitor = DeviceMonitor(gpu)
     gc.collect()
     gc.freeze()
-    session = Session(bench, used_before, send, company.team)
+    session = Session(instruments, used_before, send, groups.ranks)
     send(Hello(pid=os.getpid()))
     while True:
-        order = board.next_order(rank)
+        order = messages.next_order(rank)
         if isinstance(order, RunTrial):
-            company.prepare(order.plan)
-            if not company.takes_part(order.plan):
+            groups.prepare(order.plan)
+            if not groups.takes_part(order.plan):
                 continue
         session.answer(order)
 

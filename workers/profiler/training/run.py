@@ -12,7 +12,7 @@ from bexp.measure.timestamps import Mark, mark_of
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
-from workers.profiler.bench import Bench
+from workers.profiler.instruments import Instruments
 from workers.profiler.training.choice import data_parallel
 from workers.profiler.trials.ring import find_ring
 from workers.targets.reference.decoder import DecoderModel
@@ -27,42 +27,42 @@ EXCHANGING_MICRO_STEPS = 3
 class TrainingRun:
     """A model with its optimizer and its micro-batches. Eval mode has no optimizer and no backward.
 
-    The processes of a team have the same parameters and train together, sharded as the request says or replicated.
+    The processes of a ranks have the same parameters and train together, sharded as the request says or replicated.
     Those of a ring share the sequences of a micro-batch, each ring has sequences of its own. Unless they train
     `together`, each has a model to itself, and exchanges nothing.
     """
 
     def __init__(
         self,
-        bench: Bench,
+        instruments: Instruments,
         model: ModelSpec,
         candidate: Candidate,
         request: ExplorationRequest,
         *,
         together: bool = True,
     ) -> None:
-        generator = bench.generator(request.seed)
-        self._bench = bench
+        generator = instruments.generator(request.seed)
+        self._instruments = instruments
         self._trains = request.mode == "train"
-        self._mark = mark_of(bench.device)
-        team, training = bench.team, request.training
-        self.exchanges = self._trains and team.size > 1 and together
+        self._mark = mark_of(instruments.device)
+        ranks, training = instruments.ranks, request.training
+        self.exchanges = self._trains and ranks.size > 1 and together
         self._parallel = data_parallel(
-            team.members if self.exchanges else None,
-            bench.device,
+            ranks.members if self.exchanges else None,
+            instruments.device,
             training.sharding,
             torch_dtype(model.dtype),
             torch_dtype(training.optimizer.gradient_dtype(model.dtype)),
         )
         size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
-        ranks = find_ring(bench, model, size, layout, candidate.attention_backend)
+        ring = find_ring(instruments, model, size, layout, candidate.attention_backend)
         decoder = DecoderModel(
             model,
             candidate,
             request,
-            bench.device,
+            instruments.device,
             generator=generator,
-            context_parallel=ranks,
+            context_parallel=ring,
             take_unit=self._parallel.take,
         )
         self._model = self._parallel.wrap(decoder)
@@ -70,12 +70,11 @@ class TrainingRun:
         if self._trains:
             self.optimizer = build_optimizer(decoder.parameters(), training.optimizer, model.dtype)
         shape = (candidate.micro_batch_size, model.seq_length)
-        ring = team.rank // size
-        drawn = bench.generator(request.seed + 1 + ring) if team.size > 1 else generator
+        drawn = instruments.generator(request.seed + 1 + ranks.rank // size) if ranks.size > 1 else generator
 
         def tokens() -> Tensor:
-            whole = random_tokens(model, shape, bench.device, drawn)
-            return whole if ranks is None else ranks.shard(whole)
+            whole = random_tokens(model, shape, instruments.device, drawn)
+            return whole if ring is None else ring.shard(whole)
 
         number = EXCHANGING_MICRO_STEPS if self.exchanges else MICRO_STEPS
         self._batches: list[tuple[Tensor, Tensor]] = [(tokens(), tokens()) for _ in range(number)]
@@ -90,10 +89,10 @@ class TrainingRun:
         seconds: list[float] = []
 
         def timed_micro_step() -> None:
-            self._bench.synchronize()
+            self._instruments.synchronize()
             started = time.perf_counter()
             self.micro_step(len(self._batches) - 1)
-            self._bench.synchronize()
+            self._instruments.synchronize()
             seconds.append(time.perf_counter() - started)
 
         if self.optimizer is not None:
@@ -114,7 +113,7 @@ class TrainingRun:
 
     def finish(self) -> None:
         """After the last step."""
-        self._bench.synchronize()
+        self._instruments.synchronize()
         self._parallel.finish()
 
     def update(self) -> None:

@@ -21,9 +21,9 @@ from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
-from workers.profiler.bench import Bench
+from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
-from workers.profiler.trials.communication_host import measure_handling
+from workers.profiler.trials.host_overhead import measure_host_overhead
 
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the traffic; no more than a sequence has."""
@@ -52,7 +52,7 @@ class _UnitTraffic:
 
     def __init__(
         self,
-        bench: Bench,
+        instruments: Instruments,
         members: dist.ProcessGroup,
         model: ModelSpec,
         request: ExplorationRequest,
@@ -68,11 +68,11 @@ class _UnitTraffic:
         ranks = members.size()
         share = -(-unit.num_parameters // ranks)
         # Means of equal tensors are what they were, however often they are taken; gloo has no means.
-        self._mean = dist.ReduceOp.AVG if bench.device.type == "cuda" else dist.ReduceOp.SUM
-        generator = bench.generator(request.seed)
+        self._mean = dist.ReduceOp.AVG if instruments.device.type == "cuda" else dist.ReduceOp.SUM
+        generator = instruments.generator(request.seed)
 
         def draw(size: int, dtype: DType) -> Tensor:
-            empty = torch.empty(size, dtype=torch_dtype(dtype), device=bench.device)
+            empty = torch.empty(size, dtype=torch_dtype(dtype), device=instruments.device)
             return empty.normal_(0.0, 1e-3, generator=generator)
 
         gradient_dtype = request.training.optimizer.gradient_dtype(model.dtype)
@@ -137,14 +137,14 @@ class _Part:
 
 
 def measure_communication(
-    bench: Bench, model: ModelSpec, component: Component, request: ExplorationRequest, clock: PhaseClock
+    instruments: Instruments, model: ModelSpec, component: Component, request: ExplorationRequest, clock: PhaseClock
 ) -> ComponentMeasurement:
     """Seconds of one exchange of the whole model, unit by unit with nothing beside it, and what it slows down.
 
-    Beside it what the host does about exchanges, see `workers.profiler.trials.communication_host`. Equal layers are
-    timed once. Run by all members of the bench's team at the same time.
+    Beside it what the host does about exchanges, see `workers.profiler.trials.host_overhead`. Equal layers are
+    timed once. Run by all members of the instruments's ranks at the same time.
     """
-    members = bench.team.members
+    members = instruments.ranks.members
     assert members is not None, "an exchange takes more than one process"
     units = ExchangeUnits.of(model)
     tied = units.last is None
@@ -152,28 +152,28 @@ def measure_communication(
     if units.last is not None:
         parts.append(_Part(units.last, is_last=True))
     largest = max(parts, key=lambda part: part.unit.count * part.unit.num_parameters)
-    meet = bench.team.meeting(component)
+    meet = instruments.ranks.barrier(component)
     timings: list[tuple[int, Timing]] = []
     slowdown = 0.0
-    watch = bench.surroundings.watch()
+    watch = instruments.monitor.watch()
     for part in parts:
         with clock.phase("build"):
-            traffic = _UnitTraffic(bench, members, model, request, part.unit, meet, is_last=part.is_last)
+            traffic = _UnitTraffic(instruments, members, model, request, part.unit, meet, is_last=part.is_last)
         with clock.phase("warm_up"):
-            bench.timer.warm_up(traffic)
+            instruments.timer.warm_up(traffic)
         with clock.phase("timed"), watch:
-            timing = bench.timer.time(traffic, watch.glance)
+            timing = instruments.timer.time(traffic, watch.poll)
             if part is largest:
-                slowdown = _measure_slowdown(bench, model, traffic, timing)
+                slowdown = _measure_slowdown(instruments, model, traffic, timing)
         timings.append((part.unit.count, timing))
         del traffic
     with clock.phase("timed"):
-        handling = measure_handling(bench, model, request)
+        host_overhead = measure_host_overhead(instruments, model, request)
     return ComponentMeasurement(
         component=component,
         device_seconds=sum(count * timing.device_seconds for count, timing in timings),
-        host_seconds=handling.each,
-        host_once_seconds=handling.once,
+        host_seconds=host_overhead.each,
+        host_once_seconds=host_overhead.once,
         forward_device_seconds=sum(count * timing.forward_device_seconds for count, timing in timings),
         standard_error_seconds=math.hypot(*(count * timing.standard_error_seconds for count, timing in timings)),
         repeats=min(timing.repeats for _, timing in timings),
@@ -185,38 +185,38 @@ def measure_communication(
     )
 
 
-def _measure_slowdown(bench: Bench, model: ModelSpec, traffic: _UnitTraffic, timing: Timing) -> float:
+def _measure_slowdown(instruments: Instruments, model: ModelSpec, traffic: _UnitTraffic, timing: Timing) -> float:
     """Seconds that computation loses for each second of the traffic, 0..1.
 
     Products of a layer's size run alone and beside so many exchanges that these end first; all exchanges are issued
     beforehand, on the streams or threads that the back end has for them.
     """
-    multiply = _products(bench, model)
-    (seconds,) = bench.team.largest(timing.device_seconds)
+    multiply = _products(instruments, model)
+    (seconds,) = instruments.ranks.all_reduce_max(timing.device_seconds)
     exchanges = max(1, math.ceil(LEAST_SECONDS / seconds))
-    _run(bench, multiply, 4, traffic, exchanges)  # what a first run adds is not its own
-    (block,) = bench.team.largest(_run(bench, multiply, 4) / 4)
+    _run(instruments, multiply, 4, traffic, exchanges)  # what a first run adds is not its own
+    (block,) = instruments.ranks.all_reduce_max(_run(instruments, multiply, 4) / 4)
     blocks = min(MOST_BLOCKS, max(1, math.ceil(OUTLASTS * exchanges * seconds / block)))
     repeats = max(2, min(REPEATS, int(SECONDS / (2 * blocks * block))))
     lost = []
     with collector_paused():
         for _ in range(repeats):
-            alone = _run(bench, multiply, blocks)
-            lost.append(_run(bench, multiply, blocks, traffic, exchanges) - alone)
+            alone = _run(instruments, multiply, blocks)
+            lost.append(_run(instruments, multiply, blocks, traffic, exchanges) - alone)
     return min(1.0, max(0.0, statistics.median(lost) / (exchanges * seconds)))
 
 
 def _run(
-    bench: Bench,
+    instruments: Instruments,
     multiply: Callable[[], None],
     blocks: int,
     traffic: _UnitTraffic | None = None,
     exchanges: int = 0,
 ) -> float:
     """Seconds of the products, beside the exchanges."""
-    mark = mark_of(bench.device)
-    bench.team.largest(0.0)  # all begin together
-    bench.synchronize()
+    mark = mark_of(instruments.device)
+    instruments.ranks.all_reduce_max(0.0)  # all begin together
+    instruments.synchronize()
     works: list[Any] = []
     for _ in range(exchanges):
         assert traffic is not None
@@ -229,20 +229,20 @@ def _run(
             traffic.copy()
     end = mark()
     _wait(works)
-    bench.synchronize()
+    instruments.synchronize()
     return start.seconds_until(end)
 
 
-def _products(bench: Bench, model: ModelSpec) -> Callable[[], None]:
+def _products(instruments: Instruments, model: ModelSpec) -> Callable[[], None]:
     """One matrix product into a hidden layer and one out of it."""
     dtype = torch_dtype(model.dtype)
     hidden = model.ffn_hidden_size
     if model.moe is not None:
         hidden = model.moe.top_k * model.moe.expert_ffn_hidden_size
-    generator = bench.generator(0)
+    generator = instruments.generator(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=bench.device, generator=generator)
+        return torch.randn(shape, dtype=dtype, device=instruments.device, generator=generator)
 
     x_TD, w_DH = draw(min(COMPUTE_TOKENS, model.seq_length), model.hidden_size), draw(model.hidden_size, hidden)
     w_HD = draw(hidden, model.hidden_size)

@@ -19,7 +19,7 @@ from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
-from workers.profiler.bench import Bench
+from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.targets.reference.factory import build_block
 from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
@@ -64,7 +64,7 @@ class _StepPasses:
 
 
 def measure_optimizer(
-    bench: Bench,
+    instruments: Instruments,
     model: ModelSpec,
     component: Component,
     candidate: Candidate,
@@ -78,9 +78,9 @@ def measure_optimizer(
     """
     timings: list[tuple[int, Timing]] = []
     transient = 0
-    watch = bench.surroundings.watch()
+    watch = instruments.monitor.watch()
     for part in _parts(model, candidate):
-        timing, allocated = _measure_part(bench, model, part, request, clock, watch)
+        timing, allocated = _measure_part(instruments, model, part, request, clock, watch)
         timings.append((part.count, timing))
         transient = max(transient, allocated)
         gc.collect()
@@ -115,11 +115,16 @@ def _parts(model: ModelSpec, candidate: Candidate) -> Iterator[_Part]:
 
 
 def _measure_part(
-    bench: Bench, model: ModelSpec, part: _Part, request: ExplorationRequest, clock: PhaseClock, watch: Watch
+    instruments: Instruments,
+    model: ModelSpec,
+    part: _Part,
+    request: ExplorationRequest,
+    clock: PhaseClock,
+    watch: Watch,
 ) -> tuple[Timing, int]:
-    with byte_meter(bench.device, ()) as meter:
+    with byte_meter(instruments.device, ()) as meter:
         with clock.phase("build"):
-            parameters = _parameters(bench, model, part, request)
+            parameters = _parameters(instruments, model, part, request)
             optimizer = build_optimizer(parameters, request.training.optimizer, model.dtype)
             if all(gradient is None for gradient in optimizer.gradients):
                 for parameter in parameters:
@@ -133,24 +138,26 @@ def _measure_part(
             passes.forward()
             transient = meter.peak() - base
     with clock.phase("warm_up"):
-        bench.timer.warm_up(passes)
+        instruments.timer.warm_up(passes)
     with clock.phase("timed"), watch:
-        return bench.timer.time(passes, watch.glance), transient
+        return instruments.timer.time(passes, watch.poll), transient
 
 
-def _parameters(bench: Bench, model: ModelSpec, part: _Part, request: ExplorationRequest) -> list[nn.Parameter]:
+def _parameters(
+    instruments: Instruments, model: ModelSpec, part: _Part, request: ExplorationRequest
+) -> list[nn.Parameter]:
     """Of the part's blocks, each once: a tied projection belongs to the embedding.
 
     Of sharded training one device has, and needs memory for, its share of each.
     """
     if request.optimizer_shards == 1:
-        return _build_parameters(bench.device, bench.generator(request.seed), model, part, request)
-    generator = bench.generator(request.seed)
+        return _build_parameters(instruments.device, instruments.generator(request.seed), model, part, request)
+    generator = instruments.generator(request.seed)
     shapes = _build_parameters(torch.device("meta"), None, model, part, request)
     shares = [-(-parameter.numel() // request.optimizer_shards) for parameter in shapes]
     dtype = torch_dtype(model.dtype)
     return [
-        nn.Parameter(torch.empty(share, dtype=dtype, device=bench.device).normal_(0.0, 0.02, generator=generator))
+        nn.Parameter(torch.empty(share, dtype=dtype, device=instruments.device).normal_(0.0, 0.02, generator=generator))
         for share in shares
     ]
 

@@ -1,15 +1,15 @@
-"""Those processes of a team that share the sequences of a block or of a model."""
+"""Those processes of a ranks that share the sequences of a block or of a model."""
 
 from __future__ import annotations
 
 from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
 from explorer.spec.model import ModelSpec
-from workers.profiler.bench import Bench
 from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.instruments import Instruments
 
 
 def find_ring(
-    bench: Bench, model: ModelSpec, size: int, layout: str | None, backend: str | None
+    instruments: Instruments, model: ModelSpec, size: int, layout: str | None, backend: str | None
 ) -> ContextParallel | None:
     """The ring of this process; null where no layout asks for one, since a share of a sequence needs no other.
 
@@ -22,9 +22,9 @@ def find_ring(
     elif layout is not None:
         assert backend is not None, "attention names its back end"
         try:
-            reason = context_parallel_reason(model, size, layout, backend, bench.device)
+            reason = context_parallel_reason(model, size, layout, backend, instruments.device)
         except ValueError as error:
             reason = str(error)
     if reason is not None:
         raise UnsupportedTrialError(reason)
-    return None if layout is None else bench.team.context_parallel(size, layout)
+    return None if layout is None else instruments.ranks.context_parallel(size, layout)

@@ -17,8 +17,8 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
-from workers.profiler.bench import Bench
 from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.training.run import TrainingRun
 
@@ -29,10 +29,10 @@ LONG_STEP_SECONDS = 5.0
 """A step that takes so long is run once: what a first run adds is a small part of it, as is what repeats vary."""
 
 
-def _step_seconds(bench: Bench, training: TrainingRun) -> float:
+def _step_seconds(instruments: Instruments, training: TrainingRun) -> float:
     started = time.perf_counter()
     training.step()
-    bench.synchronize()
+    instruments.synchronize()
     return time.perf_counter() - started
 
 
@@ -57,7 +57,7 @@ def _split(steps: Sequence[Sequence[Mark]]) -> tuple[list[float], list[float]]:
 
 
 def run_whole_model(
-    bench: Bench, model: ModelSpec, candidate: Candidate, request: ExplorationRequest, clock: PhaseClock
+    instruments: Instruments, model: ModelSpec, candidate: Candidate, request: ExplorationRequest, clock: PhaseClock
 ) -> WholeModelMeasurement:
     """Train a few steps of accumulated micro-steps, back to back, or run forwards alone in eval mode.
 
@@ -66,41 +66,41 @@ def run_whole_model(
             shared as the candidate says.
     """
     sharded = request.training.sharding is not Sharding.NONE and request.mode == "train"
-    if sharded and bench.team.size < request.num_devices:
-        has = "one" if bench.team.size == 1 else f"{bench.team.size} of them"
+    if sharded and instruments.ranks.size < request.num_devices:
+        has = "one" if instruments.ranks.size == 1 else f"{instruments.ranks.size} of them"
         raise UnsupportedTrialError(
             f"a whole model with sharding '{request.training.sharding}' needs {request.num_devices} devices; "
             f"the profiler has {has}"
         )
-    bench.settle(release=True)
-    cuda = bench.device.type == "cuda"
-    with byte_meter(bench.device, ()) as meter:
+    instruments.settle(release=True)
+    cuda = instruments.device.type == "cuda"
+    with byte_meter(instruments.device, ()) as meter:
         with clock.phase("build"):
-            training = TrainingRun(bench, model, candidate, request)
+            training = TrainingRun(instruments, model, candidate, request)
         with clock.phase("warm_up"):
-            (step_seconds,) = bench.team.largest(training.begin())
+            (step_seconds,) = instruments.ranks.all_reduce_max(training.begin())
             is_long = cuda and step_seconds > LONG_STEP_SECONDS
             meter.reset_peak()
             if not is_long:
-                step_seconds = _step_seconds(bench, training)
+                step_seconds = _step_seconds(instruments, training)
             peak = meter.peak()
     if not cuda:
         with clock.phase("warm_up"):
             training.step()  # the meter slows the host down, and keeps it from compiling
-            step_seconds = _step_seconds(bench, training)
-    (step_seconds,) = bench.team.largest(step_seconds)
+            step_seconds = _step_seconds(instruments, training)
+    (step_seconds,) = instruments.ranks.all_reduce_max(step_seconds)
     num_steps = 1 if is_long else max(MIN_STEPS, min(MAX_STEPS, int(TIMED_SECONDS / step_seconds)))
-    with clock.phase("timed"), bench.surroundings.watch() as watch, collector_paused():
+    with clock.phase("timed"), instruments.monitor.watch() as watch, collector_paused():
         marks = []
         for _ in range(num_steps):
             marks.append(training.step())
-            watch.glance()  # between the marks of two steps
+            watch.poll()  # between the marks of two steps
         training.finish()
     reserved = peak
     if cuda:
         peak = max(peak, meter.peak())
-        reserved = torch.cuda.max_memory_reserved(bench.device)
-    peak -= bench.own_bytes
+        reserved = torch.cuda.max_memory_reserved(instruments.device)
+    peak -= instruments.own_bytes
     micro_steps, once = _split(marks)
     optimizer = [before.seconds_until(end) for *_, before, end in marks]
     if not training.exchanges:  # what the first micro-step lacks was the optimizer's

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.kernels.recomputation import recomputed
-from bexp.kernels.selective_recompute import discarding
+from bexp.kernels.selective_recompute import selective_recompute
 from bexp.kernels.tiling import tiled
 from explorer.cost_model.components import BlockRecompute
 from workers.targets.reference.compilation import compiled
@@ -67,6 +67,6 @@ class ResidualBlock(nn.Module, ABC):
 
     def _tiled(self, function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
         if self.recompute.by_operation and self.bta_tile is None and self.training and torch.is_grad_enabled():
-            with discarding(products=self.recompute is BlockRecompute.PROJECTIONS):
+            with selective_recompute(products=self.recompute is BlockRecompute.PROJECTIONS):
                 return function(x_BSD)
         return tiled(function, x_BSD, self.bta_tile, keep_inputs_only=self.training)

@@ -1,4 +1,4 @@
-"""Four ranks of a company as processes on the CPU.
+"""Four ranks of a groups as processes on the CPU.
 
     python -m tests.workers.profiler.distributed.process_group_ranks FOLDER
 
@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import FileStore
 
 from explorer.spec.training import Sharding
 from tests.workers.profiler.samples import candidate, components_of, plan
-from workers.profiler.distributed.process_groups import Company
+from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.team import Team
+from workers.profiler.rank_group import RankGroup
 from workers.profiler.training.fully_sharded import FullySharded
 from workers.targets.reference.optimizer import own
 
@@ -30,28 +30,28 @@ NUM_RANKS = 4
 def run(folder: Path, rank: int) -> None:
     """Make the groups of three trials, and use them."""
     torch.set_num_threads(1)
-    company = Company(FileStore(str(folder / "store"), NUM_RANKS), rank, NUM_RANKS, torch.device("cpu"))
+    groups = ProcessGroups(FileStore(str(folder / "store"), NUM_RANKS), rank, NUM_RANKS, torch.device("cpu"))
     rings = candidate(layout="ring", size=2)
     pairs = plan(rings, components_of(rings)[1:2], num_processes=4)
     three, eight = plan(candidate(), num_processes=3), plan(candidate(), num_processes=8)
     for each in (pairs, three, eight, pairs):
-        company.prepare(each)
-    team = company.team(pairs)
-    context = team.context_parallel(2, "striped")
-    assert team.members is not None
+        groups.prepare(each)
+    ranks = groups.ranks(pairs)
+    context = ranks.context_parallel(2, "striped")
+    assert ranks.members is not None
     total = torch.full((3,), float(rank))
-    dist.all_reduce(total, group=team.members)
+    dist.all_reduce(total, group=ranks.members)
     found = {
-        "largest": team.largest(float(rank), -float(rank)),
+        "largest": ranks.all_reduce_max(float(rank), -float(rank)),
         "total": total.tolist(),
         "ring": context.gather(torch.tensor([[rank]])).tolist(),
-        "part": [company.takes_part(each) for each in (pairs, three)],
+        "part": [groups.takes_part(each) for each in (pairs, three)],
     }
-    if company.takes_part(three):
-        found["three"] = company.team(three).largest(float(rank))
-        found["gradient"] = mean_gradient(company.team(three))
+    if groups.takes_part(three):
+        found["three"] = groups.ranks(three).all_reduce_max(float(rank))
+        found["gradient"] = mean_gradient(groups.ranks(three))
     try:
-        company.team(eight)
+        groups.ranks(eight)
     except UnsupportedTrialError as error:
         found["eight"] = str(error)
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -59,14 +59,14 @@ def run(folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def mean_gradient(team: Team) -> list[float]:
+def mean_gradient(ranks: RankGroup) -> list[float]:
     """This rank's share of the gradient of a column of weights, which on each rank is the rank's number."""
-    assert team.members is not None
-    sharded = FullySharded(team.members, torch.device("cpu"), Sharding.ZERO3, None)
-    linear = torch.nn.Linear(1, team.size, bias=False)
+    assert ranks.members is not None
+    sharded = FullySharded(ranks.members, torch.device("cpu"), Sharding.ZERO3, None)
+    linear = torch.nn.Linear(1, ranks.size, bias=False)
     wrapped = sharded.wrap(linear)
     with sharded.micro_step(is_last=True):
-        wrapped(torch.full((1, 1), float(team.rank))).sum().backward()
+        wrapped(torch.full((1, 1), float(ranks.rank))).sum().backward()
     assert linear.weight.grad is not None
     return own(linear.weight.grad).flatten().tolist()
 

@@ -1,4 +1,4 @@
-"""What the parent of a group hears, given what its ranks put on the board."""
+"""What the parent of a group hears, given what its ranks put on the messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from workers.profiler.distributed.coordinator import GroupEndedError, Relay
+from workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
 from workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
 
 DEVICES = ("cuda:0", "cuda:1")
@@ -36,7 +36,7 @@ COMPONENTS = components_of(candidate())[:2]
 PLAN = plan(candidate(), COMPONENTS, num_processes=2)
 
 
-class ScriptedBoard:
+class ScriptedMessageQueue:
     """Ranks that say what they are told to, whatever the order; nothing more comes after that."""
 
     def __init__(self, said: list[tuple[int, Reply]]) -> None:
@@ -91,8 +91,8 @@ def heard(said: list[tuple[int, Reply]], order: Order | None = None, *, ends: bo
     sent: list[Frozen] = []
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
     orders.put(order or RunTrial(plan=PLAN))
-    board = ScriptedBoard([*hellos, *said])
-    served = Relay(board, DEVICES, sent.append)  # type: ignore[arg-type]  # a stand-in
+    messages = ScriptedMessageQueue([*hellos, *said])
+    served = Coordinator(messages, DEVICES, sent.append)  # type: ignore[arg-type]  # a stand-in
 
     class EndOfTest(Exception):  # noqa: N818 - no error
         pass
@@ -106,7 +106,7 @@ def heard(said: list[tuple[int, Reply]], order: Order | None = None, *, ends: bo
     with pytest.raises(GroupEndedError if ends else EndOfTest):
         served.serve(OneOrder())
     assert sent[0].model_dump()["ranks"] == (100, 101)
-    assert [rank for rank, _ in board.ordered] == [0, 1]
+    assert [rank for rank, _ in messages.ordered] == [0, 1]
     return sent[1:]
 
 

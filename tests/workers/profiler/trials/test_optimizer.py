@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from bexp.measure.passes import Passes
-from bexp.measure.timing import Agreement, OwnFigures, Timing
+from bexp.measure.timing import LocalReducer, Reducer, Timing
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.parameters import count_embedding, count_head, count_layer
 from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from tests.workers.profiler.samples import MODEL, candidate
-from workers.profiler.bench import Bench
+from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.trials.optimizer import _parameters, _parts, measure_optimizer
 
@@ -21,20 +21,20 @@ OPTIMIZER = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_quer
 class OneSecond:
     """A timer for which every part of the model takes a second, and that runs it once."""
 
-    agreement: Agreement = OwnFigures()
+    reducer: Reducer = LocalReducer()
 
     def warm_up(self, passes: Passes) -> None:
         passes.prepare_forward()
         passes.forward()
 
-    def time(self, passes: Passes, glance: Callable[[], None] = lambda: None) -> Timing:
+    def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         return Timing(1.0, 0.5, 1.0, 0.1, 7)
 
 
 def measure(model: ModelSpec) -> ComponentMeasurement:
-    bench = Bench(torch.device("cpu"))
-    bench.timer = OneSecond()
-    return measure_optimizer(bench, model, OPTIMIZER, candidate(), ExplorationRequest(model=model), PhaseClock())
+    instruments = Instruments(torch.device("cpu"))
+    instruments.timer = OneSecond()
+    return measure_optimizer(instruments, model, OPTIMIZER, candidate(), ExplorationRequest(model=model), PhaseClock())
 
 
 def test_layers_count_as_often_as_the_model_has_them() -> None:
@@ -54,9 +54,9 @@ def test_a_step_allocates_what_it_converts() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_parts_hold_every_parameter_once(tied: bool) -> None:
     model = MODEL.model_copy(update={"tie_embeddings": tied})
-    bench, request = Bench(torch.device("cpu")), ExplorationRequest(model=model)
+    instruments, request = Instruments(torch.device("cpu")), ExplorationRequest(model=model)
     sizes = [
-        sum(parameter.numel() for parameter in _parameters(bench, model, part, request))
+        sum(parameter.numel() for parameter in _parameters(instruments, model, part, request))
         for part in _parts(model, candidate())
     ]
     dense, moe = dict.fromkeys(model.layer_kinds)

@@ -16,7 +16,7 @@ from explorer.cost_model.collectives import ExchangeUnits
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
-from workers.profiler.bench import Bench
+from workers.profiler.instruments import Instruments
 from workers.profiler.training.run import EXCHANGING_MICRO_STEPS, TrainingRun
 
 NUM_LAYERS = 4
@@ -26,34 +26,36 @@ STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
+class HostOverhead:
     """Seconds of the host: in each micro-step, and what the first and the last of a step take more."""
 
     each: float
     once: float
 
 
-def measure_handling(bench: Bench, model: ModelSpec, request: ExplorationRequest) -> Handling:
-    """Of one step of the whole model, by all members of the bench's team at the same time."""
+def measure_host_overhead(instruments: Instruments, model: ModelSpec, request: ExplorationRequest) -> HostOverhead:
+    """Of one step of the whole model, by all members of the instruments's ranks at the same time."""
     small = _miniature(model)
     changed = request.model_copy(update={"model": small, "execution": "eager"})
     candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=small.query_groups)
-    together, alone = (_seconds(bench, candidate, changed, together=both) for both in (True, False))
+    together, alone = (_seconds(instruments, candidate, changed, together=both) for both in (True, False))
     share = ExchangeUnits.of(model).number / ExchangeUnits.of(small).number
     each, once = (max(0.0, share * (a - b)) for a, b in zip(together, alone, strict=True))
-    return Handling(*bench.team.largest(each, once))
+    return HostOverhead(*instruments.ranks.all_reduce_max(each, once))
 
 
-def _seconds(bench: Bench, candidate: Candidate, request: ExplorationRequest, *, together: bool) -> tuple[float, float]:
+def _seconds(
+    instruments: Instruments, candidate: Candidate, request: ExplorationRequest, *, together: bool
+) -> tuple[float, float]:
     """Of the host, in each micro-step and once a step more: medians of several steps."""
-    training = TrainingRun(bench, request.model, candidate, request, together=together)
+    training = TrainingRun(instruments, request.model, candidate, request, together=together)
     training.begin()
     each, once = [], []
     with collector_paused():
         for _ in range(STEPS):
             seconds = []
-            bench.team.largest(0.0)  # all begin together
-            bench.synchronize()
+            instruments.ranks.all_reduce_max(0.0)  # all begin together
+            instruments.synchronize()
             for i in range(EXCHANGING_MICRO_STEPS):
                 started = time.perf_counter()
                 training.micro_step(min(i, training.num_micro_steps - 1))

@@ -7,19 +7,19 @@ from typing import Protocol
 import torch.distributed as dist
 
 from bexp.kernels.context_parallel.attention import ContextParallel
-from bexp.measure.timing import Agreement
+from bexp.measure.timing import Reducer
 from explorer.cost_model.components import Component
 from explorer.records.trial import TrialPlan
 from workers.profiler.failures import UnsupportedTrialError
 
 
-class Meeting(Protocol):
+class Barrier(Protocol):
     """Keeps what comes next on this process's device from starting before every process has come to it."""
 
     def __call__(self) -> None: ...  # noqa: D102 - its protocol says it
 
 
-class Team(Agreement, Protocol):
+class RankGroup(Reducer, Protocol):
     """Every member must call the same methods in the same order.
 
     A member that fails does not come back to the others: they wait for it until all are ended from outside.
@@ -33,18 +33,18 @@ class Team(Agreement, Protocol):
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
         """The ring of `size` members that this one shares its sequences with."""
 
-    def meeting(self, component: Component) -> Meeting | None:
+    def barrier(self, component: Component) -> Barrier | None:
         """Of the members that run the component together; null for one that each runs by itself."""
 
 
 class Alone:
-    """A team of one."""
+    """A ranks of one."""
 
     size = 1
     rank = 0
     members: dist.ProcessGroup | None = None
 
-    def largest(self, *values: float) -> tuple[float, ...]:
+    def all_reduce_max(self, *values: float) -> tuple[float, ...]:
         """The values."""
         return values
 
@@ -52,7 +52,7 @@ class Alone:
         """There is no ring."""
         raise AssertionError("a process alone shares no sequences")
 
-    def meeting(self, component: Component) -> Meeting | None:
+    def barrier(self, component: Component) -> Barrier | None:
         """Nobody to wait for."""
         assert not component.is_joint, "a process alone runs nothing that communicates"
         return None
@@ -61,8 +61,8 @@ class Alone:
 ALONE = Alone()
 
 
-def alone(plan: TrialPlan) -> Team:
-    """The team of a process that has no other; UnsupportedTrialError if the trial needs more."""
+def alone(plan: TrialPlan) -> RankGroup:
+    """The ranks of a process that has no other; UnsupportedTrialError if the trial needs more."""
     check_size(plan, 1)
     return ALONE
 

@@ -9,21 +9,21 @@ import torch
 
 from bexp.measure import host_limits as host
 from bexp.measure.cuda_timing import CudaTimer
-from bexp.measure.device_monitor import Surroundings
+from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.timing import BlockTimer, HostTimer
-from workers.profiler.team import ALONE, Team
+from workers.profiler.rank_group import ALONE, RankGroup
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
 """What libraries may keep for good: workspaces of cuBLAS and cuDNN, constants of compiled code."""
 
 
-class Bench:
+class Instruments:
     """One device, made ready for trials. On the CPU `num_ranks` processes share the host's cores."""
 
     def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
         self.device = device
-        self.surroundings = Surroundings()
-        self.team: Team = ALONE
+        self.monitor = DeviceMonitor()
+        self.ranks: RankGroup = ALONE
         self.timer: BlockTimer
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -34,10 +34,10 @@ class Bench:
             self.timer = HostTimer()
         self._baseline_bytes = self._settled_bytes()
 
-    def join(self, team: Team) -> None:
+    def join(self, ranks: RankGroup) -> None:
         """Run with these processes from now on."""
-        self.team = team
-        self.timer.agreement = team
+        self.ranks = ranks
+        self.timer.reducer = ranks
 
     @property
     def own_bytes(self) -> int:
