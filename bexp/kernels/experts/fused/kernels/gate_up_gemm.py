@@ -10,7 +10,7 @@ from bexp.kernels.jit import kernel
 
 
 @kernel
-def project_in_kernel(
+def gate_up_gemm_kernel(
     x: tl.tensor,
     w: tl.tensor,
     pre: tl.tensor,
