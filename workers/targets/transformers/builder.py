@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,14 @@ class PartsBuilder:
         settings: BuildSettings,
         *,
         padding: Padding = "none",
+        followed_outputs: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.resolved = resolved
         self.kinds = tuple(kinds)
         self.device = device
         self.settings = settings
         self.padding = padding
+        self._followed = followed_outputs or {}
         self._skeleton: Skeleton | None = None
         self._calls: dict[int, dict[int, LayerCall]] = {}
 
@@ -55,7 +57,8 @@ class PartsBuilder:
         index = self.kinds.index(kind)
         call = self._calls_for(micro_batch_size)[index]
         self._leave_on_device(index)
-        return LayerPart(self.skeleton.layers[index], call.to(self.device), self.settings)
+        module = self.skeleton.layers[index]
+        return LayerPart(module, call.to(self.device), self.settings, self._followed.get(kind))
 
     def shell(self, micro_batch_size: int) -> ShellPart:
         """Embedding, norm, head and loss, ready to run."""

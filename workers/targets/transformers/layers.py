@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ class LayerPart:
     inputs: every argument that gets a gradient; `hidden` is among them
     """
 
-    def __init__(self, module: nn.Module, call: LayerCall, settings: BuildSettings) -> None:
+    def __init__(
+        self, module: nn.Module, call: LayerCall, settings: BuildSettings, followed_outputs: Sequence[int] | None = None
+    ) -> None:
         self.module = module
+        self._followed = followed_outputs
         self.settings = settings
         self.device = call.hidden.device
         given = id(call.hidden)
@@ -36,7 +40,7 @@ class LayerPart:
         self._gradients: tuple[Tensor, ...] = ()
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Runs the layer; the outputs that the next layer takes, which are those with the shape of the hidden states."""
+        """Runs the layer; the outputs that the rest of the model computes with, the hidden states first."""
         return self.followed(self.forward_all())
 
     def forward_all(self) -> Any:
@@ -45,8 +49,13 @@ class LayerPart:
             return self.module(*self.args, **self.kwargs)
 
     def followed(self, output: Any) -> tuple[Tensor, ...]:
-        """The tensors of a layer's output that carry the hidden states on."""
+        """The tensors of a layer's output that the rest of the model computes with.
+
+        They are those whose places the self-check has found, else those with the shape of the hidden states.
+        """
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        if self._followed:
+            return tuple(floating[place] for place in self._followed)
         alike = [tensor for tensor in floating if tensor.shape == self.hidden.shape]
         return tuple(alike or [tensor for tensor in floating if tensor.requires_grad] or floating)
 
