@@ -15,6 +15,7 @@ from explorer.records.trial import Trial, TrialKind, count_processes
 from explorer.search.search_state import SearchState, Verdict
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.parts import ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
@@ -214,7 +215,10 @@ def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
     Of the models in benchmarks/results/tables the head takes 5 to 7 times its roofline with 50257 words, and twice with
     multiples of 8.
     """
-    size = state.table.model.vocab_size
+    model = state.table.model
+    if isinstance(model, ModelParts):
+        return ()
+    size = model.vocab_size
     if state.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
         return ()
     head = state.table.decompositions[row].head

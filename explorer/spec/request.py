@@ -68,6 +68,10 @@ class ExplorationRequest(Frozen):
     routing: RoutingSpec = RoutingSpec()
     execution: Literal["eager", "compile"] = "eager"
     training: TrainingSpec = TrainingSpec()
+    losses: Annotated[tuple[Literal["library", "chunked"], ...], Field(min_length=1, max_length=2)] = Field(
+        ("library",),
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits.",
+    )
     sharding_levels: (
         Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
     ) = Field(
