@@ -203,7 +203,7 @@ def _usable_sharings(
 def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None) -> list[str]:
     usable = [backend.name for backend in supported if backend.usable]
     if allowed is None:
-        names = usable
+        names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]
     else:
         known = {backend.name: backend for backend in supported}
         for name in allowed:

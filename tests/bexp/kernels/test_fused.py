@@ -18,9 +18,8 @@ from bexp.kernels.experts.fused.backend import FUSED
 from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
 from bexp.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
 from bexp.kernels.selective_recompute import selective_recompute
-from explorer.spec.model import DType
 from tests.bexp.kernels import expert_cases, references
-from tests.bexp.kernels.test_experts import moe_model
+from tests.bexp.kernels.test_experts import experts_shape
 from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
 
 CPU = torch.device("cpu")
@@ -228,23 +227,21 @@ def test_rows_are_gathered_in_the_experts_order() -> None:
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")
 def test_it_says_why_it_does_not_run_on_the_host() -> None:
-    assert FUSED.unsupported_reason(moe_model(), CPU) == "the fused experts need a CUDA device, not cpu"
-    dense = moe_model().model_copy(update={"moe": None, "ffn_hidden_size": 64})
-    assert FUSED.unsupported_reason(dense, CPU) == "the model has no experts"
+    assert FUSED.unsupported_reason(experts_shape(), CPU) == "the fused experts need a CUDA device, not cpu"
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")
 def test_it_names_the_rule_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert FUSED.unsupported_reason(moe_model(), cuda) == "Triton is not installed"
+    assert FUSED.unsupported_reason(experts_shape(), cuda) == "Triton is not installed"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert FUSED.unsupported_reason(moe_model(), cuda) == "the fused experts need compute capability 9.0, not 8.6"
+    assert FUSED.unsupported_reason(experts_shape(), cuda) == "the fused experts need compute capability 9.0, not 8.6"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    single = moe_model(dtype=DType.FLOAT32)
+    single = experts_shape(dtype=torch.float32)
     assert FUSED.unsupported_reason(single, cuda) == "the fused experts take bfloat16 and float16, not float32"
-    odd = FUSED.unsupported_reason(moe_model(width=36), cuda)
+    odd = FUSED.unsupported_reason(experts_shape(width=36), cuda)
     assert odd == "the fused experts need expert_ffn_hidden_size to be a multiple of 8, not 36"
 
 
