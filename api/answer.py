@@ -92,7 +92,7 @@ def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
     return (
-        f" for {request.model.name} ({request.mode}, {request.execution}, {request.model.seq_length} tokens a sequence)"
+        f" for {request.model_name} ({request.mode}, {request.execution}, {request.seq_length} tokens a sequence)"
     )
 
 
