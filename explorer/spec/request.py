@@ -85,6 +85,11 @@ class ExplorationRequest(Frozen):
     budget: Budget = Budget()
     verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+    sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
+        "bexp",
+        description="What suggests the next trial: `bexp`, which learns from single components, or one of Optuna's "
+        "samplers (TPE, Gaussian process, random), which see whole candidates alone.",
+    )
 
     @model_validator(mode="before")
     @classmethod

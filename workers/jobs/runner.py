@@ -18,8 +18,7 @@ from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Measure, Trial, TrialPlan
 from explorer.search.explore import explore
-from explorer.search.setup import OpenStudy
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from storage.jobs import JobState

@@ -15,7 +15,7 @@ from explorer.records.measurement import Measurement
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.candidate_posterior import CandidatePosterior
 from explorer.search.search_state import SearchState
-from explorer.search.setup import prune_space
+from explorer.search.pruned_space import prune_space
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.extrapolation import BYTES_STD_NEAR
