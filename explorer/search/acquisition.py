@@ -22,7 +22,7 @@ from explorer.search.suggestion import Suggestion, measuring_seconds
 NEGLIGIBLE = 0.01
 """A gain below this share of the tolerance is not worth a trial; neither is a rival less likely than this."""
 MOST_RUNS = 4
-"""Most runs of one component: runs within minutes share what the machine does meanwhile, so more of them tell little."""
+"""Most runs of one component: runs within minutes see the same state of the machine, so more tell little."""
 RIVALS = 3
 """How many of the incumbent's most likely rivals are considered for another run."""
 TELLING_SHARE = 0.5

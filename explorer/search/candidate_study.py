@@ -29,8 +29,11 @@ from explorer.search.search_state import SearchState
 from explorer.search.stock_sampler import STOCK_SAMPLERS, StockCandidateSampler
 from explorer.search.suggestion import Suggestion
 
-CopyStudy = Callable[[Study], None]
-"""Is called with a variant's study when it is opened, and after each trial that was stored; must not change it."""
+CopyStudy = Callable[[str, Study], None]
+"""Is called with a variant's study when it is opened, and after each trial that was stored; must not change it.
+
+The text tells the studies of a job apart; it is empty for the main variant.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,13 @@ class CandidateStudy:
     from observed trials. Whole models are no part of the study.
     """
 
-    def __init__(self, name: str, state: SearchState, sampler: CandidateSampler, past: Sequence[Trial]) -> None:
+    def __init__(self, state: SearchState, sampler: CandidateSampler, past: Sequence[Trial]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would announce every trial on stderr
         self._state = state
         self._table = state.table
         self._sampler = sampler
         self._space = distributions(state.table.candidates)
-        self.study = optuna.create_study(study_name=name, sampler=sampler, direction="maximize")
+        self.study = optuna.create_study(sampler=sampler, direction="maximize")
         for trial in past:
             if trial.kind is TrialKind.COMPONENTS:
                 self.study.add_trial(frozen_trial(trial, self._space))
@@ -71,7 +74,7 @@ class CandidateStudy:
         return self._explained(replace(suggestion, row=self._table.row[candidate]), asked)
 
     def ask_for(self, suggestion: Suggestion) -> AskedTrial:
-        """Ask for a trial that the search itself needs, such as the base: it is enqueued first, so no sampler chooses."""
+        """Ask for a trial that the search itself needs, such as the base; it is enqueued, so no sampler chooses."""
         self.study.enqueue_trial(to_params(self._table.candidates[suggestion.row]))
         return self._explained(suggestion, self.study.ask(self._space))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
+from optuna.study import Study
+
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.search_space import EmptySpaceError
 from explorer.cost_model.step import memory_limit
@@ -45,7 +47,7 @@ def explore(
             what is suggested then depends on the order in which they end, and on nothing else beside the seed.
         history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
             search goes on as it would have gone. What was in flight when that run ended is measured again.
-        copy_study: is called with the Optuna study of each variant, after its trials were stored; may copy it elsewhere.
+        copy_study: is called with the Optuna study of each variant, after a trial was stored; may copy it elsewhere.
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
         prune: enumerates a variant's space; a caller who explores one space many times may keep the result.
     """
@@ -54,7 +56,7 @@ def explore(
     answers = []
     for index, model in enumerate(models):
         context = VariantContext(
-            index, model, request, report, executor, trial_history, clock, copy_study or (lambda study: None)
+            index, model, request, report, executor, trial_history, clock, copy_study or _copy_nowhere
         )
         answers.append((yield from _explore_variant(context, prune)))
     answer = Answer(variants=tuple(answers))
@@ -78,6 +80,10 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
     if recommendation is not None:
         return answer.model_copy(update={"recommendation": recommendation})
     return _without_recommendation(context, answer)
+
+
+def _copy_nowhere(suffix: str, study: Study) -> None:
+    """The study stays in memory."""
 
 
 def _without_recommendation(context: VariantContext, answer: VariantAnswer) -> VariantAnswer:

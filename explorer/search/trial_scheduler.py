@@ -49,7 +49,7 @@ class _RunningTrial:
 
 
 class TrialScheduler:
-    """Keeps as many trials in flight as the executor takes. The history keeps the ones that end, the state learns them."""
+    """Keeps as many trials in flight as the executor takes; the history keeps those that end, the state learns them."""
 
     def __init__(self, context: VariantContext, state: SearchState, study: CandidateStudy) -> None:
         self._context = context
@@ -145,7 +145,7 @@ class TrialScheduler:
             self._due.append(TrialRequest(suggestion))
 
     def run_whole(self, candidate: Candidate) -> tuple[Measurement, float]:
-        """Run a candidate's whole model with nothing else in flight; returns its seconds, too. Nothing learns it yet."""
+        """Run a whole model with nothing else in flight; returns its seconds, too. Nothing learns it yet."""
         started = self._clock()
         measurement = judge(self._executor(self._plan(candidate, TrialKind.WHOLE_MODEL, ())))
         return measurement, self._clock() - started

@@ -55,7 +55,7 @@ class VariantSearch:
         self._base: Candidate | None = None
         self._state = SearchState(space.table, space.legal.candidates, context.request, context.report.hardware)
         sampler = make_sampler(context.request.sampler, self._state)
-        self._study = CandidateStudy(context.study_name, self._state, sampler, context.trials)
+        self._study = CandidateStudy(self._state, sampler, context.trials)
         self._state.learn_shared((t.number, t.measurement.components) for t in self._history.trials)
         self._scheduler = TrialScheduler(context, self._state, self._study)
         self._whole_models = WholeModels(self._state, self._history, context.index)
@@ -65,7 +65,7 @@ class VariantSearch:
 
         Each `Progress` is stored before the next is asked for.
         """
-        self._context.copy_study(self._study.study)
+        self._context.copy_study(self._context.study_name, self._study.study)
         yield from self._find_base()
         yield from self._finish_contaminated()
         while True:
@@ -179,7 +179,7 @@ class VariantSearch:
             events.append(base_event(candidate, is_plainest=candidate == self._plainest))
         yield self._log.step(trial, events, self._recommend())
         self._study.tell(completed.asked, trial)
-        self._context.copy_study(self._study.study)
+        self._context.copy_study(self._context.study_name, self._study.study)
 
     def _run_whole_model(self, check: NextCheck) -> Iterator[Progress]:
         """Run a whole model and learn from it."""

@@ -76,7 +76,7 @@ def fake_explore(
     measure: Measure,
     *,
     history: Sequence[Trial] = (),
-    open_study: OpenStudy | None = None,
+    copy_study: CopyStudy | None = None,
 ) -> Iterator[Progress]:
     """Three trials, numbered on from the history, and an answer; nothing is found when `seed` is 13."""
     for number in range(len(history), NUM_TRIALS):
