@@ -56,8 +56,8 @@ class SearchState:
     """Everything that is known about one model variant: what was measured, what failed, and the posterior of the rest.
 
     It depends on the seed and the set of trials, not on their order, so a resumed exploration goes the way it would
-    have gone. `legal` marks the rows of the table that may be recommended; other rows (a base outside the space) are only
-    predicted.
+    have gone. `legal` marks the rows of the table that may be recommended; other rows (a base outside the space) are
+    only predicted.
     """
 
     def __init__(

@@ -72,12 +72,12 @@ class WholeModels:
             state.learn_whole_model(candidate, check.tokens_per_second, error)
 
     def next(self) -> NextCheck | None:
-        """What to run whole: the recommended candidate, then its runner-up; null when the answer is settled.
+        """What to run whole next: the recommended candidate, then its runner-up; null when the answer is settled.
 
-        The recommended candidate is always checked, again if the answer has changed to another. Its runner-up
-        (`SearchState.runner_up`) is run if the budget is not used up, unless it is next to certainly no better, and unless
-        another candidate has been run whole already: the answer has then been compared. A whole model that can not be
-        run here, or not in time, is the last. One on a shared or throttled device says nothing, and is run again.
+        The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
+        Its runner-up (`SearchState.runner_up`) is run if the budget allows, if it may well be better, and if no other
+        candidate was run whole before, because the answer has then been compared already. A whole model that cannot be
+        run here, or not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
         trials = self.trials
         best = self._state.recommend()

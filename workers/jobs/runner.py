@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Measure, Trial, TrialPlan
+from explorer.search.candidate_study import CopyStudy
 from explorer.search.explore import explore
 from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
