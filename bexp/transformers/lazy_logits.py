@@ -110,6 +110,14 @@ class LazyLogits(Tensor):
         computed = torch.utils._pytree.tree_map_only(cls, cls.compute, (args, kwargs))
         return func(*computed[0], **computed[1])
 
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute the logits for what reaches the operators past `__torch_function__`."""
+        computed = torch.utils._pytree.tree_map_only(cls, cls.compute, (args, kwargs or {}))
+        return func(*computed[0], **computed[1])
+
     def _answers(self, func: Any) -> bool:
         """Whether an attribute belongs to the logits whether they are there or not."""
         owner = getattr(getattr(func, "__self__", None), "__name__", "")

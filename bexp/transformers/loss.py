@@ -42,7 +42,7 @@ def _lazy_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
 
     @functools.wraps(plain)
     def forward(hidden: Tensor) -> Tensor:
-        if not (head.training and torch.is_grad_enabled()):
+        if not (head.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return plain(hidden)
         if _is_sharded_alone(head):
             _warn_of_sharded_head()
@@ -54,7 +54,7 @@ def _lazy_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
             bias = None if bias is None else bias.to(dtype)
         return LazyLogits(hidden, weight, bias)
 
-    return torch.compiler.disable(forward)  # type: ignore[no-any-return]
+    return forward
 
 
 def _chunked_loss(library: Callable[..., Tensor], chunk: int | None) -> Callable[..., Tensor]:
@@ -89,7 +89,7 @@ def _chunked_loss(library: Callable[..., Tensor], chunk: int | None) -> Callable
             return total / (targets != ignore_index).sum()
         return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
-    return torch.compiler.disable(loss_function)  # type: ignore[no-any-return]
+    return loss_function
 
 
 def _is_sharded_alone(head: nn.Module) -> bool:
