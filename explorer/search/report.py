@@ -13,7 +13,7 @@ from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
 from explorer.records.trial import Trial, TrialKind, count_processes
 from explorer.search.search_state import SearchState, Verdict
-from explorer.spec.candidate import Candidate
+from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -28,6 +28,7 @@ class References:
 
     base: int
     largest: int | None = None
+    largest_without_recompute: int | None = None
     stock: int | None = None
 
 
@@ -65,6 +66,7 @@ def build_recommendation(
         memory_limit_bytes=state.limit_bytes,
         memory=found.parts,
         largest_micro_batch=_alternative(state, verdict.row, references.largest),
+        largest_without_recompute=_alternative(state, verdict.row, references.largest_without_recompute),
         stock=_alternative(state, verdict.row, references.stock),
         whole_model=check_whole_model(state, verdict.row, whole_model),
         runner_up=runner_up,
@@ -148,6 +150,11 @@ def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
     return _fastest(state, [i for i in rows if state.table.micro_batch_C[i] == largest])
 
 
+def largest_without_recompute(state: SearchState, among: Collection[int]) -> int | None:
+    """The row of the largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest."""
+    return largest_untiled(state, [i for i in among if state.table.candidates[i].recompute is Recompute.NONE])
+
+
 def best_stock(state: SearchState, report: DeviceReport, among: Collection[int]) -> int | None:
     """The row of the fastest candidate with stock back ends and no batch tiling."""
     rows = [
@@ -175,6 +182,7 @@ def _alternative(state: SearchState, row: int, other: int | None) -> Alternative
         candidate=state.table.candidates[other],
         tokens_per_second=tokens_per_second,
         gain=state.expected_seconds(row).tokens_per_second / tokens_per_second,
+        predicted=not state.is_known(other),
     )
 
 
