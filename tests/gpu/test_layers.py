@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from workers.targets.reference.shapes import attention_shape
 
 from bexp.kernels.attention import attention_backend
 from explorer.cost_model.components import BlockRecompute
@@ -22,7 +23,6 @@ from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.head import Head
 from workers.targets.reference.optimizer import TrainingOptimizer
-from workers.targets.reference.shapes import attention_shape
 
 pytestmark = [
     pytest.mark.gpu,
