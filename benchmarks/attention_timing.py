@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from workers.targets.reference.shapes import attention_shape, torch_dtype
 
 from bexp.kernels.attention import attention_backend
 from bexp.measure.timing import standard_error
@@ -26,6 +25,7 @@ from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.profiler.failures import classify
 from workers.targets.reference.factory import build_block
+from workers.targets.reference.shapes import attention_shape, torch_dtype
 
 LOST, HOPELESS = 1.25, 2.0
 """Over the fastest's median after `MIN_ROUNDS`, and after the first: such a contender is timed no more."""

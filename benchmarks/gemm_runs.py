@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bexp.kernels.shapes import ExpertsShape
-from workers.targets.reference.shapes import torch_dtype
 
 from benchmarks.gemm_cases import Case
 from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, Operands, Problem, problem
@@ -21,12 +19,14 @@ from benchmarks.isolation import Spoilt
 from benchmarks.kernels import poisoned
 from benchmarks.projected_errors import Reference, is_within, projected_errors, reference
 from bexp.kernels.experts.registry import expert_backend
+from bexp.kernels.shapes import ExpertsShape
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import BlockTimer, HostTimer, TimingBudget
 from explorer.records.measurement import Outcome
 from explorer.spec.model import DType
 from workers.profiler.failures import classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
+from workers.targets.reference.shapes import torch_dtype
 
 TOLERANCES = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 1e-5}
 """Largest relative error in norm; float16's is bfloat16's times the ratio of their rounding errors, rounded up."""

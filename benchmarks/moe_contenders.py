@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workers.targets.reference.shapes import experts_shape
 
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.backend import ExpertFFN
@@ -21,6 +20,7 @@ from workers.targets.reference.ffn_block import DenseFFN
 from workers.targets.reference.mlp import MLP
 from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
+from workers.targets.reference.shapes import experts_shape
 from workers.targets.reference.weights import Weights
 
 HIDDEN, WIDTH = 2048, 1408

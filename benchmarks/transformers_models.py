@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workers.targets.reference.shapes import torch_dtype
 
 from benchmarks.isolation import Spoilt
 from bexp.measure.timing import collector_paused, standard_error
@@ -27,6 +26,7 @@ from workers.profiler.trials.whole_model import MAX_STEPS, MIN_STEPS, TIMED_SECO
 from workers.targets.reference.decoder import parameter_shapes
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.routes import device_routes
+from workers.targets.reference.shapes import torch_dtype
 
 EXPERTS = "grouped_mm"
 """Asked of versions that have a choice; the others loop over their experts."""

@@ -146,8 +146,8 @@ def _efficient_reason(shape: AttentionShape, device: torch.device) -> str | None
     multiple = 16 // shape.dtype.itemsize
     if shape.head_size % multiple:
         return (
-            f"memory-efficient attention takes a head_dim that is a multiple of {multiple} in {dtype_name(shape.dtype)}, "
-            f"not {shape.head_size}"
+            f"memory-efficient attention takes a head_dim that is a multiple of {multiple} "
+            f"in {dtype_name(shape.dtype)}, not {shape.head_size}"
         )
     return _try(_efficient, shape, device)
 

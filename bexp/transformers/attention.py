@@ -133,7 +133,9 @@ def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")), **kwargs)
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")), **kwargs
+        )
 
     return attend
 

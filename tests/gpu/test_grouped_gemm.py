@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from bexp.kernels.shapes import ExpertsShape
 from torch import Tensor
 
 from bexp.kernels.experts.comparisons.block_sparse import dsd, sdd, transposed_dsd
@@ -27,6 +26,7 @@ from bexp.kernels.experts.triton_gemm import (
     multiply_rows,
     sum_over_rows,
 )
+from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.references import relative_error

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bexp.kernels.shapes import AttentionShape, ExpertsShape
 
 from bexp.kernels.activations import Activation, activate
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
+from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from tests.bexp.kernels import expert_cases, references
 
 pytestmark = [

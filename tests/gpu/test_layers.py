@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from workers.targets.reference.shapes import attention_shape
 
 from bexp.kernels.attention import attention_backend
 from explorer.cost_model.components import BlockRecompute
@@ -23,6 +22,7 @@ from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.head import Head
 from workers.targets.reference.optimizer import TrainingOptimizer
+from workers.targets.reference.shapes import attention_shape
 
 pytestmark = [
     pytest.mark.gpu,

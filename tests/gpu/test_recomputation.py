@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from workers.targets.reference.passes import BlockPasses
-from workers.targets.reference.shapes import attention_shape, experts_shape
 
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
@@ -19,6 +17,8 @@ from explorer.spec.request import ExplorationRequest
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import outcome, shake
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.passes import BlockPasses
+from workers.targets.reference.shapes import attention_shape, experts_shape
 
 pytestmark = [
     pytest.mark.gpu,

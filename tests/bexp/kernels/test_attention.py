@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bexp.kernels.shapes import AttentionShape
 
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
+from bexp.kernels.shapes import AttentionShape
 from tests.bexp.kernels import references
 
 CPU = torch.device("cpu")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bexp.kernels.shapes import AttentionShape
 
 from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
 from bexp.kernels.context_parallel.blocks import BlockAttention, block_attention
@@ -18,6 +17,7 @@ from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layo
 from bexp.kernels.context_parallel.merging import RunningAttention, merge_block
 from bexp.kernels.context_parallel.ring import Ring, ring_group
 from bexp.kernels.context_parallel.ring_attention import RingAttention
+from bexp.kernels.shapes import AttentionShape
 from tests.bexp.kernels import context_parallel_ranks as ranks
 from tests.bexp.kernels import references
 from tests.bexp.kernels.thread_ring import run_ranks

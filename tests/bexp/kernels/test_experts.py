@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bexp.kernels.shapes import ExpertsShape
 
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
 from bexp.kernels.experts.rows import combine, dispatch, padded_rows, sorted_rows
+from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, references
 
 CPU = torch.device("cpu")

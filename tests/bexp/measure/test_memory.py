@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from workers.targets.reference.passes import BlockPasses
 
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import ModulePasses
@@ -11,6 +10,7 @@ from explorer.cost_model.components import BlockRecompute, Component, ComponentK
 from explorer.spec.request import ExplorationRequest
 from tests.workers.profiler.samples import MODEL, REQUEST
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.passes import BlockPasses
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, WIDE = 32, 16, 48

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from workers.targets.reference.passes import BlockPasses
 
 from bexp.measure.memory import ActivationBytes, measure_memory
 from explorer.cost_model.activation_memory import predict_component_bytes
@@ -14,6 +13,7 @@ from explorer.cost_model.components import BlockRecompute, Component, ComponentK
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.passes import BlockPasses
 
 CPU = torch.device("cpu")
 PLAIN = (BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)

@@ -92,7 +92,9 @@ class _Check:
         needed = ("runs", "layers")
         self._try("checkpointing", lambda: check_checkpointing(self.model, self.layers, self._batch(2)), needed)
         self._try("batch_tiles", lambda: check_batch_tiles(self.model, self.layers, self._batches(2)), needed)
-        self._try("experts_interface", lambda: check_experts_interface(self.tiny, self.model, self._batch(2)), ("runs",))
+        self._try(
+            "experts_interface", lambda: check_experts_interface(self.tiny, self.model, self._batch(2)), ("runs",)
+        )
         return self.found
 
     def _try(self, name: str, check: Callable[[], None], needs: tuple[str, ...] = ()) -> None:
@@ -201,9 +203,7 @@ class _Check:
         require_all_equal("gradient", zip(names, found, record.input_gradients, strict=True))
         gradients = self.layer_gradients.setdefault(index, {})
         gradients.clear()
-        for (name, own), parameter in zip(
-            part.module.named_parameters(), self.layers[index].parameters(), strict=True
-        ):
+        for (name, own), parameter in zip(part.module.named_parameters(), self.layers[index].parameters(), strict=True):
             if own.grad is not None:
                 gradients[id(parameter)] = own.grad.clone()
             if id(parameter) not in self._shared():
@@ -274,9 +274,7 @@ class _Check:
             kinds = self.found.kinds
             names = [f"{kind}@{index}" for index, kind in enumerate(kinds)] if self.separate else kinds
             followed = {name: self.found.followed_outputs[kind] for name, kind in zip(names, kinds, strict=True)}
-            self.builder = PartsBuilder(
-                self.tiny, names, CPU, _SETTINGS, padding=padding, followed_outputs=followed
-            )
+            self.builder = PartsBuilder(self.tiny, names, CPU, _SETTINGS, padding=padding, followed_outputs=followed)
         builder: PartsBuilder = self.builder
         return builder
 

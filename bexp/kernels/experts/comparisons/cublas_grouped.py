@@ -115,15 +115,15 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     for name, size in sizes.items():
         if size * shape.dtype.itemsize % _ALIGNMENT_BYTES:
             multiple = _ALIGNMENT_BYTES // shape.dtype.itemsize
-            return f"cuBLAS' grouped GEMM needs {name} to be a multiple of {multiple} in {dtype_name(shape.dtype)}, not {size}"
+            dtype = dtype_name(shape.dtype)
+            return f"cuBLAS' grouped GEMM needs {name} to be a multiple of {multiple} in {dtype}, not {size}"
     try:
         library()
     except CublasError as error:
         return str(error)
 
-    dtype = shape.dtype
-    x = torch.randn(32, 64, dtype=dtype, device=device, requires_grad=True)
-    w = torch.randn(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
+    x = torch.randn(32, 64, dtype=shape.dtype, device=device, requires_grad=True)
+    w = torch.randn(4, 64, 64, dtype=shape.dtype, device=device, requires_grad=True)
     return failure_of(lambda: CublasGemm.apply(x, w, (8, 0, 16, 8)), device)  # type: ignore[no-untyped-call]
 
 
