@@ -1,4 +1,4 @@
-"""Which back ends can serve a job's model on this device."""
+"""Finds the back ends that can serve a job's model on this device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ def report_device(model: ModelSpec, hardware: HardwareSpec, device: torch.device
     """Try every registered back end on a small example of `model`."""
     return DeviceReport(
         hardware=hardware,
-        attention_backends=tuple(_sharing(found, model, device) for found in attention_support(model, device)),
+        attention_backends=tuple(
+            _with_context_parallel(found, model, device) for found in attention_support(model, device)
+        ),
         expert_backends=expert_support(model, device),
         default_attention=default_attention_backend(model, device),
         default_experts=default_expert_backend(model, device),
     )
 
 
-def _sharing(found: BackendSupport, model: ModelSpec, device: torch.device) -> BackendSupport:
-    """`found`, and whether it serves sequences that devices share; what their length admits is for the request."""
+def _with_context_parallel(found: BackendSupport, model: ModelSpec, device: torch.device) -> BackendSupport:
+    """`found` with its support for sequences that devices share. The request checks their length."""
     reason = found.reason
     if found.usable:
         try:

@@ -1,4 +1,4 @@
-"""Measures one block of a model: its seconds, and the bytes that its passes need."""
+"""Measures one block of a model: the seconds and the bytes of its passes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from workers.targets.reference.factory import build_block, example_inputs
 def measure_block(
     instruments: Instruments, model: ModelSpec, component: Component, request: ExplorationRequest, clock: PhaseClock
 ) -> ComponentMeasurement:
-    """Build the block of `component`, measure_memory it, and time it.
+    """Build the block of `component`, measure its memory, and time it.
 
-    Weighing is untimed and not recomputed as a whole; timing runs the block as the component says.
+    Memory is measured in untimed passes, without recomputation of the whole block. Timed passes run as the component
+    says.
     """
     training = request.mode == "train"
     with clock.phase("build"):
         generator = instruments.generator(request.seed)
         size, layout = component.context_parallel_size, component.context_parallel_layout
-        ranks = find_ring(instruments, model, size, layout, component.backend)
-        block = build_block(model, component, request, instruments.device, generator=generator, context_parallel=ranks)
+        ring = find_ring(instruments, model, size, layout, component.backend)
+        block = build_block(model, component, request, instruments.device, generator=generator, context_parallel=ring)
         inputs = example_inputs(model, component, instruments.device, generator)
         gradient_dtype = torch_dtype(request.training.optimizer.gradient_dtype(model.dtype))
-        meet = instruments.ranks.barrier(component)
-        passes = BlockPasses(block, inputs, training=training, gradient_dtype=gradient_dtype, meet=meet)
+        barrier = instruments.rank_group.barrier(component)
+        passes = BlockPasses(block, inputs, training=training, gradient_dtype=gradient_dtype, meet=barrier)
     with clock.phase("warm_up"):
         instruments.timer.warm_up(passes)
-        weight = measure_memory(passes, instruments.device)
+        memory = measure_memory(passes, instruments.device)
     with clock.phase("timed"), instruments.monitor.watch() as watch:
         timing = instruments.timer.time(passes, watch.poll)
     return ComponentMeasurement(
@@ -44,8 +45,8 @@ def measure_block(
         forward_device_seconds=timing.forward_device_seconds,
         standard_error_seconds=timing.standard_error_seconds,
         repeats=timing.repeats,
-        saved_bytes=weight.saved,
-        forward_peak_bytes=weight.forward_peak,
-        backward_peak_bytes=weight.backward_peak,
+        saved_bytes=memory.saved,
+        forward_peak_bytes=memory.forward_peak,
+        backward_peak_bytes=memory.backward_peak,
         conditions=watch.conditions(),
     )

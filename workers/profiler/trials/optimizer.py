@@ -1,4 +1,4 @@
-"""Measures an optimizer step: on one layer of each kind and on the ends of the model, scaled to all of it."""
+"""Measures an optimizer step on one layer of each kind, the embedding and the head, and scales it to the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Part:
 
 
 class _StepPasses:
-    """An optimizer step as a forward without backward; the gradients are drawn anew each time."""
+    """An optimizer step as a forward without backward. Each step has new random gradients."""
 
     training = False
     is_chainable = False
@@ -43,7 +43,7 @@ class _StepPasses:
         self._optimizer = optimizer
 
     def prepare_forward(self) -> None:
-        """Fill the gradients: backward has just written them."""
+        """Fill the gradients, as backward does just before a step."""
         for gradient in self._optimizer.gradients:
             if gradient is not None:
                 gradient.normal_(0.0, 1e-3)
@@ -54,13 +54,13 @@ class _StepPasses:
         self._optimizer.zero_grad()
 
     def prepare_backward(self) -> None:
-        """There is none."""
+        """Does nothing, because a step has no backward."""
 
     def backward(self) -> None:
-        """There is none."""
+        """Does nothing, because a step has no backward."""
 
     def run_chain(self, length: int) -> None:
-        """A model has one optimizer step, not several in a row."""
+        """Does nothing, because a model never steps several times in a row."""
 
 
 def measure_optimizer(
@@ -71,10 +71,10 @@ def measure_optimizer(
     request: ExplorationRequest,
     clock: PhaseClock,
 ) -> ComponentMeasurement:
-    """Seconds of one device's step over the model, and the most that a step allocates for the time it takes.
+    """Measure the seconds of one device's step over the model, and the most bytes that a step allocates temporarily.
 
-    A step reads and writes each parameter's state once, so its time is proportional to their number: a layer of each
-    kind is stepped and counted as often as the model has it.
+    A step reads and writes the state of each parameter once, so its time is proportional to their number. One layer of
+    each kind is therefore stepped, and counted as often as the model has it.
     """
     timings: list[tuple[int, Timing]] = []
     transient = 0
@@ -146,9 +146,9 @@ def _measure_part(
 def _parameters(
     instruments: Instruments, model: ModelSpec, part: _Part, request: ExplorationRequest
 ) -> list[nn.Parameter]:
-    """Of the part's blocks, each once: a tied projection belongs to the embedding.
+    """The parameters of the part's blocks, each once. A tied projection counts with the embedding.
 
-    Of sharded training one device has, and needs memory for, its share of each.
+    If training is sharded, the device has only its share of each parameter.
     """
     if request.optimizer_shards == 1:
         return _build_parameters(instruments.device, instruments.generator(request.seed), model, part, request)
