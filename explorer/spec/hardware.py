@@ -9,6 +9,7 @@ from pydantic import Field
 
 from explorer.spec.base import Frozen
 from explorer.spec.model import DType
+from explorer.spec.parts import ModelParts
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -79,7 +80,8 @@ class DeviceReport(Frozen):
     """What a profiler says of its device before the first trial of a job.
 
     `default_attention` is the back end that torch's scaled_dot_product_attention picks unasked, `default_experts` the
-    one of the base candidate: grouped_mm, or the loop where that is unavailable.
+    one of the base candidate: grouped_mm, or the loop where that is unavailable. `parts` is null for the reference
+    layers, which the request's model specifies.
     """
 
     hardware: HardwareSpec
@@ -87,6 +89,14 @@ class DeviceReport(Frozen):
     expert_backends: tuple[BackendSupport, ...] = ()
     default_attention: str
     default_experts: str | None = None
+    parts: ModelParts | None = Field(None, description="Of the model, where its own code is measured.")
+
+    refusal: str | None = Field(None, description="Why the target cannot measure this model here.")
+
+    @classmethod
+    def refused(cls, hardware: HardwareSpec, reason: str) -> DeviceReport:
+        """The report of a target that cannot measure the request's model."""
+        return cls(hardware=hardware, attention_backends=(), default_attention="none", refusal=reason)
 
     def is_stock(self, attention: str, experts: str | None) -> bool:
         """Whether both back ends are found in an ordinary framework."""

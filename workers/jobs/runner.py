@@ -12,30 +12,27 @@ from enum import StrEnum
 from typing import Protocol
 
 import sqlalchemy as sa
-from optuna.exceptions import StorageInternalError
 
 from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Measure, Trial, TrialPlan
+from explorer.search.candidate_study import CopyStudy
 from explorer.search.explore import explore
-from explorer.search.setup import OpenStudy
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from storage.jobs import JobState
 from storage.leases import Claim, HardwareMismatchError, LeaseLostError
 from storage.queue import Queue
-from storage.studies import study_opener
-from workers.jobs.heartbeat import Interruption, LeaseKeeper
-from workers.jobs.timings import JobAccount
-from workers.process.interface import DevicePool, DeviceProfiler
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from storage.studies import StudyCopy
+from workers.jobs.heartbeat import Interruption, LeaseHeartbeat
+from workers.jobs.timings import JobTimings
+from workers.process.interface import DevicePool, DeviceProfiler, ProfilerError, ProfilerInterruptedError
 
 DATABASE_TROUBLE = (
     sa.exc.OperationalError,
     sa.exc.InterfaceError,
     sa.exc.TimeoutError,
-    StorageInternalError,
 )
 """The database cannot be reached, or is too busy: nothing is wrong with the job."""
 
@@ -52,7 +49,7 @@ class Explore(Protocol):
         measure: Measure,
         *,
         history: Sequence[Trial] = (),
-        open_study: OpenStudy | None = None,
+        copy_study: CopyStudy | None = None,
     ) -> Iterator[Progress]: ...
 
 
@@ -87,7 +84,7 @@ def run_job(
         sqlalchemy.exc.SQLAlchemyError: the database cannot be used; the lease is left to expire.
     """
     lease = claim.lease
-    with LeaseKeeper(queue, lease, profiler.interrupt) as keeper:
+    with LeaseHeartbeat(queue, lease, profiler.interrupt) as keeper:
         run = _Run(claim, queue, profiler, keeper, stopping)
         try:
             return run.explore(explore)
@@ -113,7 +110,7 @@ class _Run:
         claim: Claim,
         queue: Queue,
         profiler: DeviceProfiler,
-        keeper: LeaseKeeper,
+        keeper: LeaseHeartbeat,
         stopping: threading.Event,
     ) -> None:
         job = claim.job
@@ -123,7 +120,7 @@ class _Run:
         self._profiler = profiler
         self._keeper = keeper
         self._stopping = stopping
-        self._account = JobAccount((job.started_at - job.created_at).total_seconds())
+        self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
 
     def explore(self, explore: Explore) -> JobEnd:
@@ -131,10 +128,10 @@ class _Run:
         report = self._begin()
         with account.spend("storage"):
             report = self._queue.pin(claim.lease, report)
-            studies = study_opener(self._queue.database, claim.job.id)
+        studies = StudyCopy(self._queue.database, claim.lease)
         try:
             measure = _Trials(self, self._profiler) if isinstance(self._profiler, DevicePool) else self._measure
-            steps = explore(claim.request, report, measure, history=claim.history, open_study=studies)
+            steps = explore(claim.request, report, measure, history=claim.history, copy_study=studies)
             while True:
                 with account.spend("suggest"):
                     step = next(steps, None)
@@ -224,7 +221,7 @@ class _Trials(TrialExecutor):
         return self._run.take(self._pool.wait)
 
 
-def _part(claim: Claim, queue: Queue, keeper: LeaseKeeper) -> JobEnd:
+def _part(claim: Claim, queue: Queue, keeper: LeaseHeartbeat) -> JobEnd:
     """Give up a job that must not go on."""
     try:
         if keeper.reason is Interruption.CANCELLED or queue.watch(claim.lease).cancel_requested:

@@ -92,6 +92,31 @@ def test_every_variant(name: str, case: expert_cases.ExpertCase) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("in_transposed", [True, False])
+@pytest.mark.parametrize("out_transposed", [True, False])
+def test_weights_are_read_as_they_lie_and_gradients_lie_the_same_way(
+    name: str, in_transposed: bool, out_transposed: bool
+) -> None:
+    for case in (
+        expert_cases.ExpertCase("no multiple of a tile", 53, 5, 2, hidden=40, width=24, skew=1.0),
+        expert_cases.ExpertCase("plain", 37, 4, 1, hidden=24, width=40, gated=False, activation="gelu"),
+    ):
+        routes, (x, weights, w_in, w_out, grad) = expert_cases.problem(case, torch.float32, CPU)
+        lying = [
+            x,
+            weights,
+            *map(expert_cases.transposed_storage, (w_in, w_out), (in_transposed, out_transposed)),
+            grad,
+        ]
+        assert [t.is_contiguous() for t in lying[2:4]] == [not in_transposed, not out_transposed]
+        found = expert_cases.run(backend(VARIANTS[name]), case, routes, lying)
+        for actual, wanted in zip(found, expert_cases.expected(case, routes, lying), strict=True):
+            assert references.relative_error(actual, wanted) <= 1e-5
+        assert [g.stride() for g in found[3:]] == [w.stride() for w in lying[2:4]]
+
+
+@interpreted
 def test_half_precision() -> None:
     errors = expert_cases.errors(backend(VARIANTS["pointers"]), expert_cases.CASES[0], torch.float16, CPU)
     assert max(errors.values()) <= 2e-3, errors

@@ -65,6 +65,24 @@ def test_every_number_is_written(case: GemmCase, dtype: torch.dtype, tiles: Tile
 
 @interpreted
 @pytest.mark.usefixtures("copies")
+def test_matrices_are_read_as_they_lie_and_their_gradient_lies_the_same_way() -> None:
+    case = GemmCase("tails", (5, 20, 3), 24, 16)
+    x, w, grad = gemm_cases.inputs(case, torch.float32, CPU)
+    ends = gemm_cases.ends_of(case.counts, CPU)
+    x.requires_grad_()
+    contiguous = w.clone().requires_grad_()
+    lying = w.mT.contiguous().mT.requires_grad_()
+    found = []
+    for matrices in (contiguous, lying):
+        out = TritonGemm.apply(x, matrices, ends)  # type: ignore[no-untyped-call]  # untyped in torch
+        found.append((out, *torch.autograd.grad(out, (x, matrices), grad)))
+    assert found[1][2].stride() == lying.stride() != contiguous.stride()
+    for actual, wanted in zip(found[1], found[0], strict=True):
+        assert relative_error(actual, wanted) <= 1e-6
+
+
+@interpreted
+@pytest.mark.usefixtures("copies")
 def test_what_another_expert_computes_does_not_leak() -> None:
     """An infinite row of one expert leaves the others' results finite."""
     case = GemmCase("tails", (5, 20, 3), 16, 16)

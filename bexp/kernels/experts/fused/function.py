@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused import gemms
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.hopper.tiles import HopperSum
 from bexp.kernels.experts.fused.layouts import Layout, Operand
-from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles
+from bexp.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
 from bexp.kernels.experts.fused.token_permutation import (
     TokenPermutation,
     gather_rows,
@@ -21,6 +22,7 @@ from bexp.kernels.experts.fused.token_permutation import (
     permute_tokens,
     sum_pairs,
 )
+from bexp.kernels.experts.matrices import aligned_matrices, stored
 from bexp.kernels.selective_recompute import announce
 from bexp.kernels.triton_support import aligned, launched_where_it_lies
 
@@ -36,8 +38,9 @@ def fused_ffn(
 ) -> Tensor:
     """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
 
-    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and eight bytes a pair
-    for the permutation. `tiles` overrides the choice of tiles.
+    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and eight bytes a pair for
+    the permutation. A weight may be the transpose of a contiguous tensor: it is read as it lies, and its gradient lies
+    the same way. `tiles` overrides the choice of tiles.
     """
     hidden_size = w_out.shape[1]
     gated = w_in.shape[2] == 2 * hidden_size
@@ -67,7 +70,7 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of x, the routing weights, w_in and w_out; null where none was asked for."""
+    """The gradients of x, the routing weights, w_in and w_out; null if nobody asked for one."""
 
     x: Tensor | None
     weights: Tensor | None
@@ -87,7 +90,7 @@ def run_forward(
     *,
     keep: bool,
 ) -> tuple[Tensor, Kept | None]:
-    """The output (T, D) and, with `keep`, what backward needs. Operands are contiguous."""
+    """The output (T, D) and, with `keep`, what backward needs. Operands lie as `gemms` wants them."""
     permutation = permute_tokens(routes_TK, w_in.shape[0], tiles.heights(backward=keep))
     hidden, pre = gemms.gate_up_gemm(
         _operand(x_TD, permutation, *tiles.gate_up_gemm.gathers),
@@ -130,17 +133,26 @@ def run_backward(
     if needs_w_out:
         if tiles.grad_w_out.gathers != tiles.grad_hidden.gathers:
             grad = _operand(grad_TD, permutation, *tiles.grad_w_out.gathers)
-        grad_w_out = gemms.wgrad(Operand(hidden, "rows"), grad, permutation, tiles.grad_w_out)
+        grad_w_out = _grad_weight(Operand(hidden, "rows"), grad, w_out, permutation, tiles.grad_w_out)
     del hidden, partial, grad
     if needs_w_in:
         x = _operand(x_TD, permutation, *tiles.grad_w_in.gathers)
-        grad_w_in = gemms.wgrad(x, Operand(grad_pre, "rows"), permutation, tiles.grad_w_in)
+        grad_w_in = _grad_weight(x, Operand(grad_pre, "rows"), w_in, permutation, tiles.grad_w_in)
         del x
     if needs_x:
         grad_x = sum_pairs(
             gemms.down_gemm(grad_pre, w_in, permutation, tiles.grad_input, transposed=True), permutation.top_k
         )
     return Gradients(grad_x, grad_weights, grad_w_in, grad_w_out)
+
+
+def _grad_weight(
+    a: Operand, b: Operand, w: Tensor, permutation: TokenPermutation, tile: TileConfig | HopperSum
+) -> Tensor:
+    """The gradient of w (E, K, N), which lies as w does."""
+    if stored(w)[1]:
+        return gemms.wgrad(b, a, permutation, tile).mT
+    return gemms.wgrad(a, b, permutation, tile)
 
 
 class _FusedFFN(Function):
@@ -156,7 +168,8 @@ class _FusedFFN(Function):
         tiles: FusedTiles,
         keep: bool,
     ) -> Tensor:
-        x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (x_TD, weights_TK, w_in, w_out))
+        x_TD, weights_TK = aligned(x_TD), aligned(weights_TK)
+        w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
         out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
         if kept is not None:
             permutation = kept.permutation

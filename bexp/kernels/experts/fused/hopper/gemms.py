@@ -1,4 +1,6 @@
-"""Launches of the fused FFN's Hopper kernels. Tensors are contiguous, and shapes named as in `ExpertFFN`; R is T * K.
+"""Launches of the fused FFN's Hopper kernels. Shapes are named as in `ExpertFFN`; R is T * K.
+
+Tensors are contiguous; a weight may also be the transpose of a contiguous tensor.
 
 The kernels are compiled by Triton's Gluon and imported when first used: not every machine has it.
 """
@@ -22,6 +24,7 @@ from bexp.kernels.experts.hopper.launch import (
     shared_layout,
     tensor_map,
 )
+from bexp.kernels.experts.matrices import stored
 from bexp.kernels.triton_support import launching_on, num_multiprocessors
 
 _WIDEST_INSTRUCTION_REGISTERS = 154
@@ -46,10 +49,11 @@ def gate_up_gemm(
     columns = tile.BLOCK_N // gates
     hidden = w_in.new_empty(num_pairs, hidden_size)
     pre = w_in.new_empty(num_pairs, width) if keep else None
+    matrices, transposed = stored(w_in)
     with launching_on(w_in.device):
         gate_up_gemm_kernel[_grid(num_pairs, w_in.shape[0], hidden_size, columns, tile, w_in.device)](
             _rows(x, tile),
-            tensor_map(w_in.view(*w_in.shape[:2], gates, hidden_size), [1, tile.block_k, 1, columns]),
+            _matrices(matrices, gates, columns, tile, transposed=transposed),
             hidden if pre is None else pre,
             hidden,
             weights_TK,
@@ -64,7 +68,7 @@ def gate_up_gemm(
             KEEP=keep,
             GATES=gates,
             COLUMNS=columns,
-            B_LAYOUT=shared_layout([tile.block_k, tile.BLOCK_N], w_in),
+            TRANSPOSED=transposed,
             **_options(tile, w_in, w_in.shape[1]),
         )
     return hidden, pre
@@ -89,10 +93,11 @@ def differentiate_hidden(
     grad_pre, hidden = torch.empty_like(pre), pre.new_empty(num_pairs, hidden_size)
     columns = tile.BLOCK_N
     partial = torch.empty(-(-hidden_size // columns), num_pairs, dtype=torch.float32, device=pre.device)
+    matrices, lies_transposed = stored(w_out)
     with launching_on(pre.device):
         differentiate_hidden_kernel[_grid(num_pairs, num_experts, hidden_size, columns, tile, pre.device)](
             _rows(grad, tile),
-            tensor_map(w_out, [1, columns, tile.block_k]),
+            _matrices(matrices, 1, columns, tile, transposed=not lies_transposed),
             tensor_map(pre, list(tile.PIECE)),
             grad_pre,
             hidden,
@@ -108,6 +113,7 @@ def differentiate_hidden(
             ACTIVATION=activation,
             GATES=pre.shape[1] // hidden_size,
             COLUMNS=columns,
+            TRANSPOSED=not lies_transposed,
             **_options(tile, w_out, k),
         )
     return grad_pre, hidden, partial
@@ -138,6 +144,7 @@ def _options(tile: HopperTile, w: Tensor, k: int) -> dict[str, Any]:
         "GROUP_M": tile.group,
         "EXPERTS": searched_experts(w.shape[0]),
         "A_LAYOUT": shared_layout([tile.block_m, tile.block_k], w),
+        "B_LAYOUT": shared_layout([tile.block_k, tile.BLOCK_N], w),
         "SUMS_LAYOUT": shared_layout([tile.ROWS, tile.BLOCK_N // 2], w),
         "EPILOGUE_WARPS": tile.epilogue_warps,
         "PRODUCER_WARPS": tile.producer_warps,
@@ -146,3 +153,11 @@ def _options(tile: HopperTile, w: Tensor, k: int) -> dict[str, Any]:
         "num_warps": WARPS_OF_A_GROUP,
         "maxnreg": tile.launch_registers,
     }
+
+
+def _matrices(matrices: Tensor, gates: int, columns: int, tile: HopperTile, *, transposed: bool) -> Any:
+    """A tensor map over (E, K, gates, N), or over (E, gates, N, K) where the matrices lie transposed."""
+    num_experts, first, second = matrices.shape
+    if transposed:
+        return tensor_map(matrices.view(num_experts, gates, first // gates, second), [1, 1, columns, tile.block_k])
+    return tensor_map(matrices.view(num_experts, first, gates, second // gates), [1, tile.block_k, 1, columns])
