@@ -101,3 +101,17 @@ def measure_component_memory(component: Component, request: ExplorationRequest =
     block = build_block(MODEL, component, request, CPU)
     inputs = example_inputs(MODEL, component, CPU)
     return measure_memory(BlockPasses(block, inputs, training=True, gradient_dtype=torch.float32), CPU)
+
+
+class Double(nn.Module):
+    """x times two: keeps nothing for backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0
+
+
+def test_the_incoming_gradient_is_not_counted_and_that_of_the_input_is() -> None:
+    size = ROWS * WIDTH * 4
+    measured = measure_block_memory(Double(), torch.randn(ROWS, WIDTH))
+    assert measured.saved == measured.forward_peak == size
+    assert size <= measured.backward_peak <= size + 16, "scalars of the loss apart"
