@@ -24,7 +24,7 @@ from explorer.cost_model.components import Component
 from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.measurement import Outcome
 from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from workers.ray.pool import RayDevicePool

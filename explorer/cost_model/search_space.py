@@ -51,6 +51,11 @@ class LegalSpace:
         }
 
 
+def explored_models(request: ExplorationRequest, report: DeviceReport) -> tuple[ExploredModel, ...]:
+    """What is explored: the model's parts if the target measures its own code, else the variants of the request."""
+    return request.variants() if report.parts is None else (report.parts,)
+
+
 def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
     """All legal candidates of one variant, whether or not they fit the memory.
 
@@ -198,7 +203,7 @@ def _usable_sharings(
 def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None) -> list[str]:
     usable = [backend.name for backend in supported if backend.usable]
     if allowed is None:
-        names = usable
+        names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]
     else:
         known = {backend.name: backend for backend in supported}
         for name in allowed:

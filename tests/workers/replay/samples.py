@@ -10,7 +10,7 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import Component
 from explorer.records.measurement import Outcome
 from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.setup import PrunedSpace
+from explorer.search.pruned_space import PrunedSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
