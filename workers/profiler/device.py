@@ -10,7 +10,7 @@ import torch
 
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.gpu_processes import GpuProcessMonitor
-from bexp.measure.nvml import open_gpu
+from workers.devices.gpu import open_gpu
 from workers.process.protocol import Hello, Refused
 from workers.profiler.hardware import used_bytes
 from workers.profiler.instruments import Instruments

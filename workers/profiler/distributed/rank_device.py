@@ -9,8 +9,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from bexp.measure.device_monitor import DeviceMonitor
-from bexp.measure.nvml import open_gpu
 from explorer.spec.base import Frozen
+from workers.devices.gpu import open_gpu
 from workers.process.protocol import Hello, Refused, RunTrial
 from workers.profiler.device import DeviceRefusedError, freeze_imports, open_instruments
 from workers.profiler.distributed.message_queue import MessageQueue, join_store
