@@ -218,7 +218,7 @@ def test_whoever_dies_between_trials_takes_the_others_along_and_is_replaced_in_s
     group: Profiler, who: int
 ) -> None:
     group.begin(REQUEST)
-    process, before = group._process, processes(group)
+    process, before = group._process.current, processes(group)
     assert process is not None
     os.kill(before[who].pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
