@@ -115,7 +115,7 @@ def tiny_plans(table: SpaceTable, number: int) -> list[TrialPlan]:
     """One component each, the dearest kinds of the space in turn."""
     found: list[tuple[Candidate, Component]] = []
     for candidate, decomposition in zip(table.candidates, table.decompositions, strict=True):
-        found += [(candidate, group.ffn) for group in decomposition.layers]
+        found += [(candidate, group.blocks[1]) for group in decomposition.layers]
     return [
         TrialPlan(
             number=i,

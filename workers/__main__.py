@@ -25,7 +25,8 @@ from workers.devices.selection import default_devices, parse_counts, parse_devic
 from workers.doctor import main as diagnose
 from workers.jobs.runner import DATABASE_TROUBLE
 from workers.jobs.worker import Worker
-from workers.process.profiler import Profiler, ProfilerError
+from workers.process.interface import ProfilerError
+from workers.process.profiler import Profiler
 from workers.ray.pool import RayDevicePool
 from workers.replay.profiler import PREFIX, ReplayProfiler
 from workers.settings import Settings, read_settings

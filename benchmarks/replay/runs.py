@@ -30,7 +30,7 @@ SAMPLERS = (OURS, *STOCK_SAMPLERS)
 """What a request can name as its sampler: all of them run through the product's search."""
 STRATEGIES: Mapping[str, Strategy] = {
     "powers of two": strategies.powers_of_two,
-    "halving from the top": strategies.halving_from_the_top,
+    "backing off from the top": strategies.backing_off_from_the_top,
     "largest that fits": strategies.largest_that_fits,
     "deepspeed fast": strategies.deepspeed_fast,
     "exhaustive": strategies.exhaustive,

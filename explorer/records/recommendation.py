@@ -19,6 +19,7 @@ class Alternative(Frozen):
     candidate: Candidate
     tokens_per_second: float
     gain: float = Field(description="Throughput of the recommended candidate relative to this one.")
+    predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
 
 
 class WholeModelCheck(Frozen):
@@ -80,7 +81,11 @@ class Recommendation(Frozen):
     memory_limit_bytes: int
     memory: MemoryParts
     largest_micro_batch: Alternative | None = Field(
-        None, description="The largest micro-batch that fits without batch tiling, at its fastest."
+        None, description="The largest micro-batch that fits without batch tiling, at its fastest; it may recompute."
+    )
+    largest_without_recompute: Alternative | None = Field(
+        None,
+        description="The largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest.",
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
     whole_model: WholeModelCheck | None = None
@@ -121,6 +126,11 @@ class VariantAnswer(Frozen):
     recommendation: Recommendation | None
     reason: str | None = None
     remedies: tuple[Relaxation, ...] = ()
+
+    @classmethod
+    def without_model(cls, reason: str) -> VariantAnswer:
+        """The outcome for a model that cannot be built here."""
+        return cls(num_query_groups=1, num_parameters=0, recommendation=None, reason=reason)
 
 
 class Answer(Frozen):

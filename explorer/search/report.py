@@ -13,8 +13,9 @@ from explorer.records.recommendation import Alternative, Recommendation, RunnerU
 from explorer.records.trial import Trial, TrialKind, count_processes
 from explorer.search.candidate_posterior import confidence_score
 from explorer.search.search_state import BestCandidate, SearchState
-from explorer.spec.candidate import Candidate
+from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.parts import ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
@@ -28,6 +29,7 @@ class References:
 
     base: int
     largest: int | None = None
+    largest_without_recompute: int | None = None
     stock: int | None = None
 
 
@@ -65,6 +67,7 @@ def build_recommendation(
         memory_limit_bytes=state.limit_bytes,
         memory=found.parts,
         largest_micro_batch=_alternative(state, best.row, references.largest),
+        largest_without_recompute=_alternative(state, best.row, references.largest_without_recompute),
         stock=_alternative(state, best.row, references.stock),
         whole_model=check_whole_model(state, best.row, whole_model),
         runner_up=runner_up,
@@ -148,6 +151,11 @@ def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
     return _fastest(state, [i for i in rows if state.table.micro_batch_C[i] == largest])
 
 
+def largest_without_recompute(state: SearchState, among: Collection[int]) -> int | None:
+    """The row of the largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest."""
+    return largest_untiled(state, [i for i in among if state.table.candidates[i].recompute is Recompute.NONE])
+
+
 def best_stock(state: SearchState, report: DeviceReport, among: Collection[int]) -> int | None:
     """The row of the fastest candidate with stock back ends and no batch tiling."""
     rows = [
@@ -175,6 +183,7 @@ def _alternative(state: SearchState, row: int, other: int | None) -> Alternative
         candidate=state.table.candidates[other],
         tokens_per_second=tokens_per_second,
         gain=state.corrected_seconds(row).tokens_per_second / tokens_per_second,
+        predicted=not state.is_known(other),
     )
 
 
@@ -214,7 +223,10 @@ def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
     Of the models in benchmarks/results/tables the head takes 5 to 7 times its roofline with 50257 words, and twice with
     multiples of 8.
     """
-    size = state.table.model.vocab_size
+    model = state.table.model
+    if isinstance(model, ModelParts):
+        return ()
+    size = model.vocab_size
     if state.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
         return ()
     head = state.table.decompositions[row].head

@@ -24,6 +24,7 @@ from explorer.search.report import (
     build_recommendation,
     check_whole_model,
     largest_untiled,
+    largest_without_recompute,
     whole_model_tokens_per_second,
 )
 from explorer.search.search_state import SearchState
@@ -213,13 +214,14 @@ class VariantSearch:
         best = self._state.recommend()
         if best is None:
             return None
+        base = self._base or self._first_feasible() or self._table.candidates[best.row]
         recommended = self._table.candidates[best.row]
-        base = self._base or self._first_feasible() or recommended
-        known = self._state.known_rows()
+        rows = self._state.open_rows() if final else self._state.known_rows()
         references = References(
             base=self._table.row[base],
-            largest=largest_untiled(self._state, among=self._state.open_rows() if final else known),
-            stock=best_stock(self._state, self._context.report, among=known),
+            largest=largest_untiled(self._state, among=rows),
+            largest_without_recompute=largest_without_recompute(self._state, among=rows),
+            stock=best_stock(self._state, self._context.report, among=rows),
         )
         checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
         return build_recommendation(self._state, best, references, self._context.report, checked, rival)

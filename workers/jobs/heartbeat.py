@@ -28,7 +28,7 @@ class Interruption(StrEnum):
     LEASE_LOST = "lease lost"
 
 
-class LeaseKeeper:
+class LeaseHeartbeat:
     """A thread that extends the lease every third of it, and looks for a cancellation every `poll`.
 
     On a cancellation, and when the lease is lost or can no longer be extended in time, it calls `interrupt` once;

@@ -25,10 +25,9 @@ from storage.jobs import JobState
 from storage.leases import Claim, HardwareMismatchError, LeaseLostError
 from storage.queue import Queue
 from storage.studies import StudyCopy
-from workers.jobs.heartbeat import Interruption, LeaseKeeper
-from workers.jobs.timings import JobAccount
-from workers.process.interface import DevicePool, DeviceProfiler
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.jobs.heartbeat import Interruption, LeaseHeartbeat
+from workers.jobs.timings import JobTimings
+from workers.process.interface import DevicePool, DeviceProfiler, ProfilerError, ProfilerInterruptedError
 
 DATABASE_TROUBLE = (
     sa.exc.OperationalError,
@@ -85,7 +84,7 @@ def run_job(
         sqlalchemy.exc.SQLAlchemyError: the database cannot be used; the lease is left to expire.
     """
     lease = claim.lease
-    with LeaseKeeper(queue, lease, profiler.interrupt) as keeper:
+    with LeaseHeartbeat(queue, lease, profiler.interrupt) as keeper:
         run = _Run(claim, queue, profiler, keeper, stopping)
         try:
             return run.explore(explore)
@@ -111,7 +110,7 @@ class _Run:
         claim: Claim,
         queue: Queue,
         profiler: DeviceProfiler,
-        keeper: LeaseKeeper,
+        keeper: LeaseHeartbeat,
         stopping: threading.Event,
     ) -> None:
         job = claim.job
@@ -121,7 +120,7 @@ class _Run:
         self._profiler = profiler
         self._keeper = keeper
         self._stopping = stopping
-        self._account = JobAccount((job.started_at - job.created_at).total_seconds())
+        self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
 
     def explore(self, explore: Explore) -> JobEnd:
@@ -222,7 +221,7 @@ class _Trials(TrialExecutor):
         return self._run.take(self._pool.wait)
 
 
-def _part(claim: Claim, queue: Queue, keeper: LeaseKeeper) -> JobEnd:
+def _part(claim: Claim, queue: Queue, keeper: LeaseHeartbeat) -> JobEnd:
     """Give up a job that must not go on."""
     try:
         if keeper.reason is Interruption.CANCELLED or queue.watch(claim.lease).cancel_requested:

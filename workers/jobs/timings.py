@@ -12,7 +12,7 @@ from explorer.records.measurement import PhaseSeconds
 PHASES = ("process_start", "build", "warm_up", "timed", "messaging", "suggest", "storage")
 
 
-class JobAccount:
+class JobTimings:
     """Counts from the claim of a job on; `queued_seconds` came before.
 
     What a profiler process did before the claim, such as importing torch, costs the job nothing. Seconds inside

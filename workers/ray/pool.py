@@ -17,8 +17,7 @@ from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import TrialPlan
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
-from workers.process.interface import DevicePool
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.process.interface import DevicePool, ProfilerError, ProfilerInterruptedError
 from workers.ray.actor import Actor, OpenProfiler, open_profiler
 
 TICK_SECONDS = 0.1
@@ -195,6 +194,10 @@ class RayDevicePool(DevicePool):
         if self._connected:
             self._ray.shutdown()
         self._ray, self._connected = None, False
+
+    def finish_job(self) -> None:
+        """End all actors, so that the cluster can serve others."""
+        self.close()
 
     def take_events(self) -> list[EventDraft]:
         """Since the last time."""

@@ -13,7 +13,7 @@ from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.process.interface import ProfilerError, ProfilerInterruptedError
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
 
@@ -81,9 +81,13 @@ class ReplayProfiler:
         """Every later call raises ProfilerInterruptedError, until `start()`."""
         self._interrupted.set()
 
-    def close(self) -> None:
+    def finish_job(self) -> None:
         """End the job."""
         self._device = None
+
+    def close(self) -> None:
+        """End the job."""
+        self.finish_job()
 
     def _check_interrupted(self) -> None:
         if self._interrupted.is_set():

@@ -25,7 +25,7 @@ class RecordingError(ValueError):
 class Recording:
     """A header, and the runs of each component and of each whole model in the order in which they were made.
 
-    Runs of a shared or throttled device are kept apart, in `contaminated`: nothing that a table tells follows from them.
+    Runs on a shared or throttled device are kept apart in `contaminated`, and no answer uses them.
     """
 
     def __init__(self, header: RecordingHeader, rows: Iterable[ComponentRow | WholeModelRow] = ()) -> None:

@@ -7,7 +7,7 @@ Version 1. Every line is an object with a `type`:
   the header's device are enumerated, and share the components they have in common.
 - `whole_model` (`WholeModelRow`): one run of a candidate's whole model.
 
-Fields with their default value are left out. Seconds and bytes are as in `explorer.records.measurement`. Lines are only ever
+Fields with their default value are left out. Seconds and bytes are as in `explorer.records.measurement`. Lines are only
 appended, so that an interrupted recording can be continued; a last line without its end is ignored.
 """
 
