@@ -14,6 +14,7 @@ from explorer.records.recommendation import (
     VariantAnswer,
     WholeModelCheck,
 )
+from explorer.records.run_report import RunReport
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 
@@ -71,6 +72,19 @@ def render_recommendation(best: Recommendation, request: ExplorationRequest | No
     return lines + [_row("note", note) for note in notes]
 
 
+def render_run_report(report: RunReport, best: Recommendation) -> str:
+    """Return one line about a real run, compared with `best` if it used the micro-batch size of `best`."""
+    line = (
+        f"a run on {report.hardware} reached {_rate(report.tokens_per_second)} a device with micro_batch_size "
+        f"{report.micro_batch_size} in {report.steps:,} steps, peak {bytes_text(report.peak_bytes)}"
+    )
+    if report.micro_batch_size != best.candidate.micro_batch_size:
+        return line
+    speed = report.tokens_per_second / best.tokens_per_second
+    memory = report.peak_bytes / best.measured_peak_bytes if best.measured_peak_bytes else None
+    return f"{line}: {speed:.2f}x the speed{f' and {memory:.2f}x the peak' if memory is not None else ''} promised"
+
+
 def bytes_text(count: int) -> str:
     """A number of bytes in the largest binary unit that leaves it at least 1."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -91,9 +105,7 @@ def _row(label: str, text: str) -> str:
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
-    return (
-        f" for {request.model_name} ({request.mode}, {request.execution}, {request.seq_length} tokens a sequence)"
-    )
+    return f" for {request.model_name} ({request.mode}, {request.execution}, {request.seq_length} tokens a sequence)"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:

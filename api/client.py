@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from api.settings import is_loopback
 from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
+from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
 from explorer.spec.request import ExplorationRequest
 
@@ -85,6 +86,9 @@ class Result(BaseModel):
 
     state: JobState
     final: bool
+    target: str | None = None
+    target_version: str | None = None
+    allocator: str | None = None
     recommendation: Recommendation | None
     answer: Answer | None
 
@@ -188,6 +192,16 @@ class Client:
             if cursor is None or cursor == params.get("cursor"):
                 return tuple(sorted(trials, key=lambda trial: trial.number))  # pages are in the order of storing
             params = {"cursor": cursor}
+
+    def report_run(self, job_id: str, report: RunReport) -> None:
+        """Send back what a real run of the recommendation reached."""
+        self._request("POST", _path(job_id, "run-reports"), json=report.model_dump(mode="json"))
+
+    def run_reports(self, job_id: str) -> tuple[RunReport, ...]:
+        """Return every report of a real run, in the order in which they arrived."""
+        params: dict[str, Any] = {"limit": 1000}
+        page = self._page(self._request("GET", _path(job_id, "run-reports"), params=params))
+        return tuple(self._parse(RunReport, item.get("report")) for item in page["items"])
 
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60.0) -> Iterator[Event]:
         """Follow a job's events from `after` (exclusive) to its end, each exactly once and in order.

@@ -67,11 +67,13 @@ class ProblemException(Exception):  # noqa: N818  (it is a response, not a fault
         self.headers = headers
 
 
-def invalid_body(errors: Iterable[tuple[tuple[str | int, ...], str]]) -> ProblemException:
+def invalid_body(
+    errors: Iterable[tuple[tuple[str | int, ...], str]], detail: str = "The request is not one that can be explored."
+) -> ProblemException:
     """422 for a body that breaks rules, each with the location of the field in it."""
     return ProblemException(
         HTTPStatus.UNPROCESSABLE_ENTITY,
-        "The request is not one that can be explored.",
+        detail,
         name="invalid-request",
         errors=[_body_error(location, message) for location, message in errors],
     )

@@ -9,10 +9,12 @@ from pydantic import BaseModel, Field
 
 from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
+from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from storage.jobs import Job, JobState
+from storage.run_reports import StoredRunReport
 
 NextCursor = Annotated[str | None, Field(description="Ask again with it for what follows; null: nothing does yet.")]
 
@@ -25,6 +27,7 @@ class Links(BaseModel):
     log: str
     recommendation: str
     trials: str
+    run_reports: str
     cancel: str
 
     @classmethod
@@ -32,7 +35,7 @@ class Links(BaseModel):
         """The links of one exploration."""
         here = exploration_path(job_id)
         parts = {part: f"{here}/{part}" for part in ("events", "log", "recommendation", "trials", "cancel")}
-        return cls(self=here, **parts)
+        return cls(self=here, run_reports=f"{here}/run-reports", **parts)
 
 
 class ExplorationSummary(BaseModel):
@@ -105,8 +108,46 @@ class RecommendationResource(BaseModel):
     id: str
     state: JobState
     final: bool
+    target: Annotated[str | None, Field(description="The code whose training step was measured.")]
+    target_version: Annotated[str | None, Field(description="Of the library that the target comes from, if known.")]
+    allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
     recommendation: Recommendation | None
     answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """The recommendation of a job; the target and the allocator are null if its request cannot be read."""
+        best = job.recommendation if job.answer is None else job.answer.recommendation
+        return cls(
+            id=job.id,
+            state=job.state,
+            final=job.state.is_final,
+            target=job.request.target_name if job.request else None,
+            target_version=best.target_version if best else None,
+            allocator=job.request.allocator if job.request else None,
+            recommendation=best,
+            answer=job.answer,
+        )
+
+
+class RunReportResource(BaseModel):
+    """A report of a real run, and when it arrived."""
+
+    number: Annotated[int, Field(description="Counts the reports of an exploration from 1.")]
+    received_at: datetime
+    report: RunReport
+
+    @classmethod
+    def of(cls, stored: StoredRunReport) -> Self:
+        """The resource of a stored report."""
+        return cls(number=stored.seq, received_at=stored.received_at, report=stored.report)
+
+
+class RunReportPage(BaseModel):
+    """Reports of real runs in the order in which they arrived."""
+
+    items: list[RunReportResource]
+    next_cursor: NextCursor
 
 
 class ExplorationPage(BaseModel):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from explorer.spec.request import ExplorationRequest, name_of_config
 from storage.database import Database
 from storage.tables import jobs
 
@@ -161,8 +161,14 @@ def describe_unreadable(name: str, error: ValidationError) -> str:
 
 
 def _find_model_name(request: Any) -> str:
+    """Return the model's name, also in a request that cannot be read as one."""
     model = request.get("model") if isinstance(request, dict) else None
     name = model.get("name") if isinstance(model, dict) else None
+    config = request.get("hf_config") if isinstance(request, dict) else None
+    if isinstance(config, dict):
+        name = name_of_config(config)
+    if name is None and isinstance(request, dict):
+        name = request.get("target")
     return name if isinstance(name, str) else "unknown"
 
 

@@ -70,6 +70,7 @@ class Queue:
         if body_hash is None:
             body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         job_id = secrets.token_hex(8)
+        drafts = [EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices]
         draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued")
         try:
             with self.database.begin() as connection:
@@ -86,13 +87,13 @@ class Queue:
                         attempt=0,
                         num_releases=0,
                         cancel_requested=False,
-                        last_seq=1,
+                        last_seq=1 + len(drafts),
                         version=1,
                         idempotency_key=idempotency_key,
                         body_hash=body_hash,
                     )
                 )
-                insert_events(self.database, connection, job_id, 1, [draft])
+                insert_events(self.database, connection, job_id, 1 + len(drafts), [draft, *drafts])
                 return select_job(connection, job_id), True
         except sa.exc.IntegrityError:
             if idempotency_key is None:

@@ -107,6 +107,15 @@ trials = sa.Table(
     sa.UniqueConstraint("job_id", "seq"),
 )
 
+run_reports = sa.Table(
+    f"{PREFIX}run_reports",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False, doc="Counts from 1 in the order of storing."),
+    sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("report", _JSON, nullable=False),
+)
+
 workers = sa.Table(
     f"{PREFIX}workers",
     metadata,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from api.answer import render_run_report
 from api.cli import options
 from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
@@ -26,6 +27,7 @@ def submit(
     memory_limit_gib: options.MemoryLimitGiB = None,
     mode: options.ModeOption = None,
     execution: options.ExecutionOption = None,
+    target: options.TargetOption = None,
     max_seconds: options.MaxSeconds = None,
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
@@ -45,6 +47,7 @@ def submit(
             "memory_limit_gib": memory_limit_gib,
             "mode": mode,
             "execution": execution,
+            "target": target,
             "max_seconds": max_seconds,
             "max_trials": max_trials,
             "confidence_target": confidence_target,
@@ -53,6 +56,8 @@ def submit(
     )
     with connect() as client:
         job = client.submit(request)
+        for notice in request.notices if not watch else ():
+            say(notice)
         if watch:
             say(f"exploration {job.id}")
             raise typer.Exit(_watch(client, job, as_json=as_json))
@@ -78,6 +83,8 @@ def best(job_id: JobId, as_json: options.AsJson = False) -> None:
             print_json(document(client, job))
         elif known is not None:
             typer.echo(known.candidate.micro_batch_size)
+            for report in client.run_reports(job_id):
+                say(render_run_report(report, known))
     if known is None:
         reason = _why_nothing(job, result)
         failed = job.state == "failed" and result is None

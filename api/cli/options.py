@@ -43,6 +43,10 @@ MemoryLimitGiB = Annotated[
 ]
 ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate: forward only.")]
 ExecutionOption = Annotated[Execution | None, typer.Option(help="Eager, or through torch.compile.")]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(metavar="bexp|transformers|NAME", help="The code whose training step is measured."),
+]
 MaxSeconds = Annotated[
     float | None, typer.Option(help="End with the best known after this time in trials, summed if several run at once.")
 ]

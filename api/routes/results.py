@@ -44,13 +44,7 @@ def get_recommendation(job: JobDep) -> RecommendationResource:
     if job.recommendation is None and job.answer is None:
         detail = _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
         raise ProblemException(HTTPStatus.NOT_FOUND, detail, name="no-recommendation")
-    return RecommendationResource(
-        id=job.id,
-        state=job.state,
-        final=job.state.is_final,
-        recommendation=job.answer.recommendation if job.answer else job.recommendation,
-        answer=job.answer,
-    )
+    return RecommendationResource.of(job)
 
 
 @router.get(

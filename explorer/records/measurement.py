@@ -186,7 +186,7 @@ CONTAMINATED_ATTEMPTS = 3
 
 
 def judge(measurement: Measurement) -> Measurement:
-    """A measurement that went well, but of which some part is contaminated, is contaminated; any other stays what it is."""
+    """Return a measurement that went well as contaminated if a part of it is; return any other as it is."""
     if measurement.outcome is not Outcome.OK or measurement.contamination is None:
         return measurement
     return measurement.model_copy(update={"outcome": Outcome.CONTAMINATED, "reason": measurement.contamination})
