@@ -16,7 +16,9 @@ from explorer.spec.request import ExplorationRequest
 from storage.jobs import Job, JobState
 from storage.run_reports import StoredRunReport
 
-NextCursor = Annotated[str | None, Field(description="Ask again with it for what follows; null: nothing does yet.")]
+NextCursor = Annotated[
+    str | None, Field(description="Pass it as `cursor` to get what follows; null if nothing follows yet.")
+]
 
 
 class Links(BaseModel):
@@ -32,7 +34,7 @@ class Links(BaseModel):
 
     @classmethod
     def of(cls, job_id: str) -> Links:
-        """The links of one exploration."""
+        """Return the links of one exploration."""
         here = exploration_path(job_id)
         parts = {part: f"{here}/{part}" for part in ("events", "log", "recommendation", "trials", "cancel")}
         return cls(self=here, run_reports=f"{here}/run-reports", **parts)
@@ -56,12 +58,12 @@ class ExplorationSummary(BaseModel):
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """The summary of a job."""
+        """Return the summary of a job."""
         return cls.model_validate(cls.fields_of(job))
 
     @classmethod
     def fields_of(cls, job: Job) -> dict[str, Any]:
-        """What a summary shows of a job."""
+        """Return the fields that a summary shows of a job."""
         best = job.recommendation
         return {
             "id": job.id,
@@ -87,36 +89,40 @@ class Exploration(ExplorationSummary):
     ]
     attempt: Annotated[int, Field(description="How often a worker has taken it up.")]
     last_seq: Annotated[int, Field(description="The seq of its latest event.")]
-    report: Annotated[DeviceReport | None, Field(description="The device that it runs on and what is usable there.")]
-    space: Annotated[dict[str, Any] | None, Field(description="The legal space, summarised.")]
+    report: Annotated[
+        DeviceReport | None, Field(description="The device that it runs on, and the back ends that are usable there.")
+    ]
+    space: Annotated[dict[str, Any] | None, Field(description="A summary of the legal space.")]
     recommendation: Recommendation | None
     answer: Answer | None
 
     @classmethod
     def fields_of(cls, job: Job) -> dict[str, Any]:
-        """What is shown of a job."""
+        """Return the fields that are shown of a job."""
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
         return super().fields_of(job) | {name: getattr(job, name) for name in names}
 
 
 class RecommendationResource(BaseModel):
-    """The best candidate known; `final` when it will not change any more.
+    """The best known candidate; `final` says that it will not change any more.
 
-    With nothing feasible, a finished exploration has a null `recommendation`, and the variants of `answer` say why.
+    If nothing fits, a finished exploration has a null `recommendation`, and the variants of `answer` say why.
     """
 
     id: str
     state: JobState
     final: bool
     target: Annotated[str | None, Field(description="The code whose training step was measured.")]
-    target_version: Annotated[str | None, Field(description="Of the library that the target comes from, if known.")]
+    target_version: Annotated[
+        str | None, Field(description="The version of the library that the target comes from, if known.")
+    ]
     allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
     recommendation: Recommendation | None
     answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """The recommendation of a job; the target and the allocator are null if its request cannot be read."""
+        """Return the recommendation of a job; the target and the allocator are null if its request cannot be read."""
         best = job.recommendation if job.answer is None else job.answer.recommendation
         return cls(
             id=job.id,
@@ -139,7 +145,7 @@ class RunReportResource(BaseModel):
 
     @classmethod
     def of(cls, stored: StoredRunReport) -> Self:
-        """The resource of a stored report."""
+        """Return the resource of a stored report."""
         return cls(number=stored.seq, received_at=stored.received_at, report=stored.report)
 
 
@@ -169,15 +175,15 @@ class TrialPage(BaseModel):
 
     items: list[Trial]
     next_cursor: NextCursor
-    end_cursor: Annotated[str, Field(description="Ask later with it for what has been stored since.")]
+    end_cursor: Annotated[str, Field(description="Pass it as `cursor` later to get what has been stored since.")]
 
 
 class Health(BaseModel):
-    """Whether the service lives, or can do its work."""
+    """Whether the service is alive, or can do its work."""
 
     status: str
 
 
 def exploration_path(job_id: str) -> str:
-    """Where an exploration is."""
+    """Return the path of an exploration."""
     return f"/v1/explorations/{job_id}"

@@ -1,4 +1,4 @@
-"""The tables. Their names carry a prefix: Optuna's, which lie beside them, include `trials`."""
+"""The tables. Their names have a prefix, because Optuna's tables in the same database include `trials`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFIX = "bexp_"
 
 
 class UTCDateTime(TypeDecorator[datetime]):
-    """A moment in UTC, aware on both databases; SQLite itself keeps no time zone."""
+    """A time in UTC that is read back with its time zone, also from SQLite, which stores none."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
@@ -29,7 +29,9 @@ class UTCDateTime(TypeDecorator[datetime]):
 
 
 class PlainText(TypeDecorator[str]):
-    """Text of any origin, such as what a crashing process wrote: PostgreSQL refuses NUL and lone surrogates."""
+    """Text of any origin, such as the output of a crashed process, without the NUL and lone surrogates that PostgreSQL
+    refuses.
+    """
 
     impl = sa.Text
     cache_ok = True

@@ -14,7 +14,7 @@ from api.cli.following import follow
 from api.cli.results import conclude, document, print_json
 from api.client import Client, Job, JobState, Result
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the exploration.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The id of the exploration.")]
 
 
 def submit(
@@ -32,10 +32,10 @@ def submit(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow it to its end.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Hand a model to the service and print the id of the exploration."""
+    """Submit a model to the service and print the id of the exploration."""
     request = options.read_request(
         config,
         {
@@ -74,7 +74,7 @@ def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
 
 
 def best(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """Print the best micro_batch_size known."""
+    """Print the best known micro_batch_size, and what real runs of it have reached."""
     with connect_or_embed() as client:
         job = client.get(job_id)
         result = client.recommendation(job_id)
@@ -94,8 +94,8 @@ def best(job_id: JobId, as_json: options.AsJson = False) -> None:
 
 
 def list_(
-    state: Annotated[JobState | None, typer.Option(help="Only those in this state.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the newest.")] = 20,
+    state: Annotated[JobState | None, typer.Option(help="List only explorations in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the newest first.")] = 20,
     as_json: options.AsJson = False,
 ) -> None:
     """List explorations, the newest first."""

@@ -1,4 +1,4 @@
-"""What a command says at the end of an exploration, and the exit code that goes with it."""
+"""The last output of a command about an exploration, and its exit code."""
 
 from __future__ import annotations
 
