@@ -60,8 +60,11 @@ def render_recommendation(best: Recommendation, request: ExplorationRequest | No
         _row("with reserve", f"{bytes_text(best.required_bytes)} of {bytes_text(best.memory_limit_bytes)}"),
         *_memory_rows(best.memory),
     ]
-    if best.largest_micro_batch is not None:
-        lines.append(_row("largest that fits", _alternative(best.largest_micro_batch)))
+    plain, largest = best.largest_without_recompute, best.largest_micro_batch
+    if plain is not None:
+        lines.append(_row("largest that fits", _alternative(plain)))
+    if largest is not None and largest != plain:
+        lines.append(_row("largest that fits" if plain is None else "  if recomputed", _alternative(largest)))
     if best.stock is not None:
         lines.append(_row("stock best", _alternative(best.stock)))
     if best.whole_model is not None:
@@ -147,7 +150,8 @@ def _memory_rows(memory: MemoryParts) -> Iterable[str]:
 
 
 def _alternative(other: Alternative) -> str:
-    return f"{other.gain:.2f}x over {other.candidate.describe()} ({_rate(other.tokens_per_second)})"
+    predicted = ", predicted in part" if other.predicted else ""
+    return f"{other.gain:.2f}x over {other.candidate.describe()} ({_rate(other.tokens_per_second)}{predicted})"
 
 
 def _whole_model(check: WholeModelCheck) -> str:

@@ -19,6 +19,7 @@ class Alternative(Frozen):
     candidate: Candidate
     tokens_per_second: float
     gain: float = Field(description="Throughput of the recommended candidate relative to this one.")
+    predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
 
 
 class WholeModelCheck(Frozen):
@@ -80,7 +81,14 @@ class Recommendation(Frozen):
     memory_limit_bytes: int
     memory: MemoryParts
     largest_micro_batch: Alternative | None = Field(
-        None, description="The largest micro-batch that fits without batch tiling, with its fastest settings."
+        None,
+        description="The largest micro-batch that fits without batch tiling, with its fastest settings; these may "
+        "recompute.",
+    )
+    largest_without_recompute: Alternative | None = Field(
+        None,
+        description="The largest micro-batch that fits with neither batch tiling nor recomputation, with its fastest "
+        "settings.",
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
     whole_model: WholeModelCheck | None = None

@@ -81,6 +81,7 @@ class Candidate(Frozen):
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
+    loss: str | None = Field(None, description="Null: the request's training.loss.")
 
     @model_validator(mode="after")
     def _layout_of_several(self) -> Self:
@@ -106,6 +107,8 @@ class Candidate(Frozen):
             parts.append(f"context_parallel={self.context_parallel_size}:{self.context_parallel_layout}")
         if self.sharding is not None:
             parts.append(f"sharding={self.sharding}")
+        if self.loss is not None:
+            parts.append(f"loss={self.loss}")
         return " ".join(parts)
 
 

@@ -70,6 +70,10 @@ class RequestFields(Frozen):
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
     )
     training: TrainingSpec = TrainingSpec()
+    losses: Annotated[tuple[Literal["library", "chunked"], ...], Field(min_length=1, max_length=2)] = Field(
+        ("library",),
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits.",
+    )
     sharding_levels: (
         Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
     ) = Field(
@@ -87,6 +91,11 @@ class RequestFields(Frozen):
     budget: Budget = Budget()
     verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+    sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
+        "bexp",
+        description="The Optuna sampler that suggests trials: our own, or a stock one to compare with. Recommendation "
+        "and confidence are computed alike for all.",
+    )
 
     notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(
         (), description="What was noted when the configuration was read, such as keys that were ignored."
