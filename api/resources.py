@@ -114,7 +114,8 @@ class RecommendationResource(BaseModel):
     final: bool
     target: Annotated[str | None, Field(description="The code whose training step was measured.")]
     target_version: Annotated[
-        str | None, Field(description="The version of the library that the target comes from, if known.")
+        str | None,
+        Field(description="The version of the library whose code was measured; null for the reference layers."),
     ]
     allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
     recommendation: Recommendation | None
@@ -129,7 +130,7 @@ class RecommendationResource(BaseModel):
             state=job.state,
             final=job.state.is_final,
             target=job.request.target_name if job.request else None,
-            target_version=best.target_version if best else None,
+            target_version=job.report.parts.target_version if job.report and job.report.parts else None,
             allocator=job.request.allocator if job.request else None,
             recommendation=best,
             answer=job.answer,

@@ -93,9 +93,6 @@ class Recommendation(Frozen):
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
     whole_model: WholeModelCheck | None = None
     runner_up: RunnerUpCheck | None = None
-    target_version: str | None = Field(
-        None, description="The version of the library whose code was measured; null for the reference layers."
-    )
     notes: tuple[str, ...] = ()
 
 

@@ -17,7 +17,15 @@ from api.examples import REQUEST, REQUEST_YAML
 EXPLORATIONS = "/v1/explorations"
 JSON_HEADERS = {"Content-Type": "application/json"}
 YAML_HEADERS = {"Content-Type": "application/yaml"}
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128, "vocab_size": 512}
+GPT2 = {
+    "target": "bexp",
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 64,
+    "n_positions": 128,
+    "vocab_size": 512,
+}
 CEREBRAS = {
     "runconfig": {"num_csx": 1, "use_cs_grad_accum": True},
     "train_input": {"batch_size": 4, "micro_batch_size": "explore"},

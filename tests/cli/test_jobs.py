@@ -141,7 +141,7 @@ def test_best_shows_what_real_runs_reached(bexp: Run, config: Path, worker: Work
 
 def test_submit_says_what_it_ignores(bexp: Run, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "use_mrope": False}))
+    path.write_text(json.dumps({"model_type": "llama", "target": "bexp", "use_mrope": False}))
     done = bexp("submit", path)
     assert (done.code, done.stderr) == (0, "ignored, because they change nothing: use_mrope\n")
 

@@ -80,30 +80,40 @@ def test_only_the_length_of_a_config_can_be_overridden() -> None:
 
 
 def test_unset_and_default_keys_are_ignored_and_said_once() -> None:
-    unset = {"use_mrope": False, "a": None, "b": 0, "c": "", "d": [], "residual_multiplier": 1.0, "qk_layernorm": {}}
-    request = parse_request({"model_type": "llama", **unset})
-    assert request.model == parse_request({"model_type": "llama"}).model
+    unset: dict[str, Any] = {
+        "use_mrope": False,
+        "a": None,
+        "b": 0,
+        "c": "",
+        "d": [],
+        "residual_multiplier": 1.0,
+        "qk_layernorm": {},
+    }
+    request = parse_request({"target": "bexp", "model_type": "llama", **unset})
+    assert request.model == parse_request({"target": "bexp", "model_type": "llama"}).model
     (notice,) = request.notices
     assert all(key in notice for key in unset)
 
 
 def test_a_notice_stays_short() -> None:
-    (notice,) = parse_request({"model_type": "llama", **{f"{'k' * 200}{i}": None for i in range(900)}}).notices
+    (notice,) = parse_request(
+        {"target": "bexp", "model_type": "llama", **{f"{'k' * 200}{i}": None for i in range(900)}}
+    ).notices
     assert len(notice) < 1000
     assert "888 more" in notice
 
 
 @pytest.mark.parametrize("document", [{"model_type": "llama"}, {"model_type": "qwen3_moe"}])
 def test_a_key_that_is_set_stays_refused(document: dict[str, Any]) -> None:
-    assert "known here" in refusal({**document, "use_mrope": True})["use_mrope",]
-    assert "multiplier" in refusal({**document, "residual_multiplier": 0.5})["residual_multiplier",]
+    assert "known here" in refusal({**document, "target": "bexp", "use_mrope": True})["use_mrope",]
+    assert "multiplier" in refusal({**document, "target": "bexp", "residual_multiplier": 0.5})["residual_multiplier",]
 
 
 @pytest.mark.parametrize("value", [1, None])
 def test_thousands_of_unknown_keys_take_little_time(value: Any) -> None:
     unknown = {f"key_{i}": value for i in range(8000)}
     shapes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "seq_length": 8}
-    for document in ({"model_type": "llama", **unknown}, {"model": {**shapes, **unknown}}):
+    for document in ({"target": "bexp", "model_type": "llama", **unknown}, {"model": {**shapes, **unknown}}):
         start = time.process_time()
         try:
             parse_request(document)
