@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bexp.model_setup import apply, restore
     from bexp.callback import TrainerCallback
-    from bexp.step_exploration import explore
+    from bexp.model_setup import apply, restore
     from bexp.recommendation import Recommendation
+    from bexp.step_exploration import explore
     from bexp.trainer_arguments import training_arguments
     from bexp.transformers.settings import Settings
 

@@ -40,9 +40,9 @@ class TrainerCallback(_Callback):  # type: ignore[misc]  # transformers is not t
     """Compares tokens/s and the peak of memory with the recommendation, and logs both when training ends.
 
     Tokens are counted from the Trainer's batches: `seq_length` tokens a sequence, or the recommendation's. The first
-    three steps are left out, since kernels are built in them, and so are evaluations and checkpoints. With a `service` (its URL) the report is posted to
-    `POST /v1/explorations/{id}/run-reports`; a service that does not answer costs five seconds and no more, and its
-    failure is a line in the log. Only the first process reports.
+    three steps are left out, since kernels are built in them, and so are evaluations and checkpoints. With a `service`
+    (its URL) the report is posted to `POST /v1/explorations/{id}/run-reports`; a service that does not answer costs
+    five seconds and no more, and its failure is a line in the log. Only the first process reports.
     """
 
     def __init__(

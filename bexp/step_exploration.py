@@ -1,7 +1,7 @@
 """Which micro-batch size is best for a training step of any kind, measured in the process that trains.
 
-Sizes are measured in ascending order, each in a state that earlier ones cannot have spoilt. What trains afterwards finds
-its gradients and its random numbers as it left them.
+Sizes are measured in ascending order, each in a state that earlier ones cannot have spoilt. What trains afterwards
+finds its gradients and its random numbers as it left them.
 """
 
 from __future__ import annotations

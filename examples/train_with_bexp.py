@@ -4,22 +4,22 @@
 """
 
 import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import bexp
 
 
 def main(name: str, text_file: str, best: str) -> None:
-    """Train `name` on the lines of a text file."""
-    from datasets import load_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
-
+    """Train `name` on a text file."""
     told = bexp.Recommendation.read(best)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=told.dtype)
-    print(bexp.apply(model, told))  # before CUDA starts: the allocator is part of the recommendation
+    # Before CUDA starts, since the allocator is part of the recommendation.
+    print(bexp.apply(model, told))  # noqa: T201
 
     tokenizer = AutoTokenizer.from_pretrained(name)
-    lines = load_dataset("text", data_files=text_file)["train"]
-    tokens = sum(tokenizer(lines["text"])["input_ids"], [])
+    tokens = tokenizer(Path(text_file).read_text(encoding="utf-8"))["input_ids"]
     length = told.seq_length or 1024
     blocks = [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
     dataset = [{"input_ids": block, "labels": block} for block in blocks]

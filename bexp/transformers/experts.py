@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_
         register()
         for part in modules:
             changes.set(part, "_bexp_as_operator", as_operator)
+        if as_operator and _first_weight(modules[0]).is_cuda:
+            import_module("bexp.kernels.experts.fused.operators")  # what keeps results by operator must find it
     configs = _configs(modules)
     for config in configs:
         before = getattr(config, "_experts_implementation_internal", None)

@@ -107,7 +107,7 @@ def test_close_sizes_leave_doubt() -> None:
     example = Example()
 
     def step(x: torch.Tensor) -> None:
-        time.sleep(0.004 * len(x) * random.uniform(0.7, 1.3))  # noqa: S311
+        time.sleep(0.004 * len(x) * random.uniform(0.7, 1.3))
 
     assert explore(example, step=step, repeats=4).confidence < 99
 

@@ -1,4 +1,4 @@
-"""Models of transformers that are set up, on a CUDA device: how far from float64 they are, and what memory they take."""
+"""Models of transformers that are set up, on a CUDA device: how far from float64 they are, and what they hold."""
 
 from __future__ import annotations
 

@@ -204,9 +204,7 @@ def test_the_expert_kernels_copy_no_weight() -> None:
         ("llama", Settings(recompute="experts"), "no experts"),
     ],
 )
-def test_what_a_model_cannot_have_is_refused_with_the_reason(
-    model_type: str, settings: Settings, reason: str
-) -> None:
+def test_what_a_model_cannot_have_is_refused_with_the_reason(model_type: str, settings: Settings, reason: str) -> None:
     model = models.tiny(model_type)
     before = models.snapshot(model)
     with pytest.raises(SettingsError, match=reason):

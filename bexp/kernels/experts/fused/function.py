@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused import gemms
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
-from bexp.kernels.experts.fused.layouts import Layout, Operand
 from bexp.kernels.experts.fused.hopper.tiles import HopperSum
+from bexp.kernels.experts.fused.layouts import Layout, Operand
 from bexp.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
 from bexp.kernels.experts.fused.token_permutation import Order, gather_rows, gather_tiles, order_pairs, sum_pairs
 from bexp.kernels.experts.matrices import aligned_matrices, stored
