@@ -142,7 +142,7 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
     experts = candidate.get("expert_backend")
     loss = training.get("loss") if isinstance(training, Mapping) else None
     kind = loss.get("kind", loss.get("name")) if isinstance(loss, Mapping) else loss
-    allocator = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
+    allocator: Any = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
     return Settings(
         attention=f"sdpa:{attention}" if attention in _SDPA else attention,
         experts=_EXPERTS.get(experts, experts) if isinstance(experts, str) else None,
