@@ -161,7 +161,7 @@ def _usable_sharings(
 def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None) -> list[str]:
     usable = [backend.name for backend in supported if backend.usable]
     if allowed is None:
-        names = usable
+        names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]
     else:
         known = {backend.name: backend for backend in supported}
         for name in allowed:
@@ -169,7 +169,7 @@ def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str
                 raise EmptySpaceError(f"unknown {what} '{name}'; this device has {', '.join(sorted(known))}")
         names = [name for name in usable if name in allowed]
     if not names:
-        asked = [b for b in supported if allowed is None or b.name in allowed]
+        asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]
         reasons = "; ".join(f"{b.name}: {b.reason}" for b in asked)
         raise EmptySpaceError(f"no usable {what} on this device ({reasons})")
     return names

@@ -17,6 +17,7 @@ class BackendSupport(Frozen):
     """Whether a kernel back end can serve a model on a device.
 
     `stock` marks back ends that an ordinary framework has. `reason` says why an unusable one is not usable.
+    `only_when_named` marks those that are explored only if the request names them.
     `context_parallel` tells of attention whether it serves sequences that several devices share, and
     `context_parallel_reason` why it does not.
     """
@@ -25,6 +26,7 @@ class BackendSupport(Frozen):
     usable: bool
     reason: str | None = None
     stock: bool = True
+    only_when_named: bool = False
     context_parallel: bool = False
     context_parallel_reason: str | None = None
 

@@ -37,6 +37,7 @@ from workers.profiler.trials.communication import measure_communication
 from workers.profiler.trials.component import measure_block
 from workers.profiler.trials.optimizer import measure_optimizer
 from workers.profiler.trials.whole_model import run_whole_model
+from workers.targets.reference.shapes import attention_shape, experts_shape
 
 CALM_SECONDS = 5.0
 """How long a trial waits, at most, for a device to calm down on which the one before was disturbed."""
@@ -160,7 +161,9 @@ class Session:
     @staticmethod
     def _unsupported_reason(kind: ComponentKind, name: str, model: ModelSpec, device: torch.device) -> str | None:
         try:
-            backend = attention_backend(name) if kind is ComponentKind.ATTENTION else expert_backend(name)
+            if kind is ComponentKind.ATTENTION:
+                return attention_backend(name).unsupported_reason(attention_shape(model), device)
+            shape, backend = experts_shape(model), expert_backend(name)
         except ValueError as error:
             return str(error)
-        return backend.unsupported_reason(model, device)
+        return "the model has no experts" if shape is None else backend.unsupported_reason(shape, device)

@@ -15,11 +15,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows, sorted_rows
+from bexp.kernels.shapes import ExpertsShape
 from bexp.kernels.triton_support import (
     fits_bulk_copies,
     has_bulk_copies,
@@ -28,7 +29,6 @@ from bexp.kernels.triton_support import (
     triton_failure,
     triton_reason,
 )
-from explorer.spec.model import ModelSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -221,12 +221,10 @@ def _forward(
     return grouped_ffn(x_TD, weights_TK, w_in, w_out, activation, rows, grouped_gemm)
 
 
-def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
-    if model.moe is None:
-        return "the model has no experts"
-    dtype = torch_dtype(model.dtype)
+def _check(shape: ExpertsShape, device: torch.device) -> str | None:
+    dtype = shape.dtype
     if dtype not in _DTYPES:
-        return f"triton_grouped multiplies bfloat16 and float16, not {model.dtype}"
+        return f"triton_grouped multiplies bfloat16 and float16, not {dtype_name(dtype)}"
     reason = triton_reason(device)
     if reason is not None:
         return reason
@@ -258,4 +256,4 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-TRITON_GROUPED = ExpertBackend("triton_grouped", False, _unsupported_reason, _forward)
+TRITON_GROUPED = ExpertBackend("triton_grouped", False, _check, _forward)

@@ -15,12 +15,11 @@ import torch
 
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.fused.backend import FUSED
-from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
+from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperSum, HopperTile
 from bexp.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
 from bexp.kernels.selective_recompute import selective_recompute
-from explorer.spec.model import DType
 from tests.bexp.kernels import expert_cases, references
-from tests.bexp.kernels.test_experts import moe_model
+from tests.bexp.kernels.test_experts import experts_shape
 from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
 
 CPU = torch.device("cpu")
@@ -35,7 +34,7 @@ SMALL = TileConfig(16, 16, 16, 4, 2, group=2)
 VARIANTS = {
     "pointers": same_tiles(SMALL),
     "few programs": same_tiles(TileConfig(16, 32, 16, 4, 2, group=3, per_multiprocessor=1)),
-    "tensor maps": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, parts=2), project_in=SMALL),
+    "tensor maps": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, parts=2), gate_up_gemm=SMALL),
     "copies": same_tiles(TileConfig(16, 16, 16, 4, 2, tma=True, copy=16, per_multiprocessor=1, parts=4)),
     "copies of several blocks": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, copy=32), grad_w_out=SMALL),
 }
@@ -129,16 +128,20 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 
 @interpreted
 def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
-    from bexp.kernels.experts.fused.token_permutation import order_pairs
+    from bexp.kernels.experts.fused.token_permutation import permute_tokens
 
     routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 150)  # several blocks of pairs
-    order = order_pairs(routes, 5, (16, 32))
+    permutation = permute_tokens(routes, 5, (16, 32))
     experts, pairs = torch.sort(routes.flatten(), stable=True)
-    assert order.pair_of_row.tolist() == pairs.tolist()
-    assert order.token_of_row.tolist() == (pairs // 2).tolist()
-    assert order.ends.tolist() == torch.bincount(experts, minlength=5).cumsum(0).tolist() == [300, 300, 600, 900, 900]
-    assert order.largest_first.tolist() == [0, 2, 3, 1, 4]
-    tiles = order.tiles[32]
+    assert permutation.pair_of_row.tolist() == pairs.tolist()
+    assert permutation.token_of_row.tolist() == (pairs // 2).tolist()
+    assert (
+        permutation.ends.tolist()
+        == torch.bincount(experts, minlength=5).cumsum(0).tolist()
+        == [300, 300, 600, 900, 900]
+    )
+    assert permutation.largest_first.tolist() == [0, 2, 3, 1, 4]
+    tiles = permutation.tiles[32]
     assert int(tiles.count) == 30 <= tiles.most
     assert tiles.expert[:30].tolist() == [0] * 10 + [2] * 10 + [3] * 10
     assert tiles.row[:30].tolist() == [s + 32 * i for s in (0, 300, 600) for i in range(10)]
@@ -219,14 +222,14 @@ def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: 
         if tile.copy:
             wanted = tile.block_k if field.name.startswith("grad_w") else tile.block_m
             assert tile.copy % wanted == 0
-    assert isinstance(tiles.project_in, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
+    assert isinstance(tiles.gate_up_gemm, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
     assert isinstance(tiles.grad_w_in, HopperSum) is on_hopper
     many = default_tiles(mean * (HOPPER_EXPERTS + 1), HOPPER_EXPERTS + 1, gated, 2, on_hopper)
     assert all(isinstance(getattr(many, field.name), TileConfig) for field in fields(FusedTiles))
 
 
 @pytest.mark.parametrize(
-    "tile", [PROJECT_IN, GRAD_HIDDEN, replace(PROJECT_IN, gathered=False), replace(PROJECT_IN, stages=4)]
+    "tile", [GATE_UP_GEMM, GRAD_HIDDEN, replace(GATE_UP_GEMM, gathered=False), replace(GATE_UP_GEMM, stages=4)]
 )
 def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
     """A partition that asks for registers that nobody gives back waits for ever."""
@@ -239,33 +242,31 @@ def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
 
 @interpreted
 def test_rows_are_gathered_in_the_experts_order() -> None:
-    from bexp.kernels.experts.fused.token_permutation import gather_rows, order_pairs
+    from bexp.kernels.experts.fused.token_permutation import gather_rows, permute_tokens
 
     routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 7)
     tokens = torch.randn(21, 24)
-    order = order_pairs(routes, 5, (16,))
-    assert torch.equal(gather_rows(tokens, order), tokens[order.token_of_row.long()])
+    permutation = permute_tokens(routes, 5, (16,))
+    assert torch.equal(gather_rows(tokens, permutation), tokens[permutation.token_of_row.long()])
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")
 def test_it_says_why_it_does_not_run_on_the_host() -> None:
-    assert FUSED.unsupported_reason(moe_model(), CPU) == "the fused experts need a CUDA device, not cpu"
-    dense = moe_model().model_copy(update={"moe": None, "ffn_hidden_size": 64})
-    assert FUSED.unsupported_reason(dense, CPU) == "the model has no experts"
+    assert FUSED.unsupported_reason(experts_shape(), CPU) == "the fused experts need a CUDA device, not cpu"
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")
 def test_it_names_the_rule_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert FUSED.unsupported_reason(moe_model(), cuda) == "Triton is not installed"
+    assert FUSED.unsupported_reason(experts_shape(), cuda) == "Triton is not installed"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert FUSED.unsupported_reason(moe_model(), cuda) == "the fused experts need compute capability 9.0, not 8.6"
+    assert FUSED.unsupported_reason(experts_shape(), cuda) == "the fused experts need compute capability 9.0, not 8.6"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    single = moe_model(dtype=DType.FLOAT32)
+    single = experts_shape(dtype=torch.float32)
     assert FUSED.unsupported_reason(single, cuda) == "the fused experts take bfloat16 and float16, not float32"
-    odd = FUSED.unsupported_reason(moe_model(width=36), cuda)
+    odd = FUSED.unsupported_reason(experts_shape(width=36), cuda)
     assert odd == "the fused experts need expert_ffn_hidden_size to be a multiple of 8, not 36"
 
 

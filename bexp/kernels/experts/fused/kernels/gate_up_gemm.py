@@ -10,7 +10,7 @@ from bexp.kernels.jit import kernel
 
 
 @kernel
-def project_in_kernel(  # noqa: PLR0915 - one kernel, and each branch is decided when it is compiled
+def gate_up_gemm_kernel(  # noqa: PLR0915 - one kernel, and each branch is decided when it is compiled
     x: tl.tensor,
     w: tl.tensor,
     pre: tl.tensor,
