@@ -44,7 +44,7 @@ def apply(
 
     `recommendation` is a path, a JSON text or a JSON object, as `bexp best ID --json` prints it. `seq_length` is that
     of the training data, compared with the measured one if given. Call it before the model is wrapped (DDP,
-    `fully_shard`, a Trainer) and before CUDA starts, since the allocator's setting is part of what was measured. A model
+    `fully_shard`, a Trainer) and before CUDA starts, since the allocator is part of what was measured. A model
     that was set up before is restored first. What was done is logged, and returned.
 
     Another device, version or sequence length is a warning; with `strict` it raises.
