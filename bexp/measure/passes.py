@@ -172,7 +172,7 @@ class ModulePasses:
                 if x is not None and isinstance(self._chained, int):
                     arguments[self._chained] = x
                 elif x is not None:
-                    keywords[self._chained] = x  # type: ignore[index]  # an int is positional
+                    keywords[self._chained] = x
                 output = self.module(*arguments, **keywords)
                 x = output if isinstance(output, Tensor) else _tensors(output)[0]
         if self.training:

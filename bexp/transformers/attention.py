@@ -133,9 +133,8 @@ def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")), **kwargs
-        )
+        random = bool(kwargs.get("dropout"))
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)
 
     return attend
 

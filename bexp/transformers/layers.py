@@ -7,16 +7,8 @@ from typing import Any
 
 from torch import nn
 
-_MIXERS = (
-    "self_attn",
-    "attention",
-    "attn",
-    "self_attention",
-    "linear_attn",
-    "mixer",
-    "temporal_block",
-    "mamba",
-    "conv",
+_MIXERS = frozenset(
+    {"self_attn", "attention", "attn", "self_attention", "linear_attn", "mixer", "temporal_block", "mamba", "conv"}
 )
 """Names that transformers gives to the part of a layer that mixes tokens."""
 

@@ -211,7 +211,7 @@ def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str
                 raise EmptySpaceError(f"unknown {what} '{name}'; this device has {', '.join(sorted(known))}")
         names = [name for name in usable if name in allowed]
     if not names:
-        asked = [b for b in supported if allowed is None or b.name in allowed]
+        asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]
         reasons = "; ".join(f"{b.name}: {b.reason}" for b in asked)
         raise EmptySpaceError(f"no usable {what} on this device ({reasons})")
     return names

@@ -15,7 +15,7 @@ from benchmarks.expert_reference import expert_ffn
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.fused.backend import FUSED
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
-from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN
+from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN
 from bexp.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
 from bexp.kernels.experts.registry import expert_support
 from tests.bexp.kernels import expert_cases, references
@@ -36,12 +36,12 @@ TOLERANCE = 1e-2
 def tiles_of(path: str) -> FusedTiles | None:
     """The tiles of a path: what the host would choose, all in Triton, or Hopper's own kernels however few the rows."""
     gathered = replace(GRAD_HIDDEN, gathered=True)
-    copied = replace(PROJECT_IN, gathered=False)
+    copied = replace(GATE_UP_GEMM, gathered=False)
     return {
         "chosen": None,
         "triton": default_tiles(1 << 20, 1 << 10, True, 2),
         "hopper": ON_HOPPER,
-        "hopper, the other way to gather": ON_HOPPER.replaced(project_in=copied, grad_hidden=gathered),
+        "hopper, the other way to gather": ON_HOPPER.replaced(gate_up_gemm=copied, grad_hidden=gathered),
     }[path]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.fused.backend import FUSED
-from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
+from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperSum, HopperTile
 from bexp.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
 from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases, references
@@ -34,7 +34,7 @@ SMALL = TileConfig(16, 16, 16, 4, 2, group=2)
 VARIANTS = {
     "pointers": same_tiles(SMALL),
     "few programs": same_tiles(TileConfig(16, 32, 16, 4, 2, group=3, per_multiprocessor=1)),
-    "tensor maps": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, parts=2), project_in=SMALL),
+    "tensor maps": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, parts=2), gate_up_gemm=SMALL),
     "copies": same_tiles(TileConfig(16, 16, 16, 4, 2, tma=True, copy=16, per_multiprocessor=1, parts=4)),
     "copies of several blocks": same_tiles(TileConfig(32, 16, 16, 4, 2, tma=True, copy=32), grad_w_out=SMALL),
 }
@@ -103,12 +103,8 @@ def test_weights_are_read_as_they_lie_and_gradients_lie_the_same_way(
         expert_cases.ExpertCase("plain", 37, 4, 1, hidden=24, width=40, gated=False, activation="gelu"),
     ):
         routes, (x, weights, w_in, w_out, grad) = expert_cases.problem(case, torch.float32, CPU)
-        lying = [
-            x,
-            weights,
-            *map(expert_cases.transposed_storage, (w_in, w_out), (in_transposed, out_transposed)),
-            grad,
-        ]
+        stored = map(expert_cases.transposed_storage, (w_in, w_out), (in_transposed, out_transposed))
+        lying = [x, weights, *stored, grad]
         assert [t.is_contiguous() for t in lying[2:4]] == [not in_transposed, not out_transposed]
         found = expert_cases.run(backend(VARIANTS[name]), case, routes, lying)
         for actual, wanted in zip(found, expert_cases.expected(case, routes, lying), strict=True):
@@ -132,16 +128,20 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 
 @interpreted
 def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
-    from bexp.kernels.experts.fused.token_permutation import order_pairs
+    from bexp.kernels.experts.fused.token_permutation import permute_tokens
 
     routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 150)  # several blocks of pairs
-    order = order_pairs(routes, 5, (16, 32))
+    permutation = permute_tokens(routes, 5, (16, 32))
     experts, pairs = torch.sort(routes.flatten(), stable=True)
-    assert order.pair_of_row.tolist() == pairs.tolist()
-    assert order.token_of_row.tolist() == (pairs // 2).tolist()
-    assert order.ends.tolist() == torch.bincount(experts, minlength=5).cumsum(0).tolist() == [300, 300, 600, 900, 900]
-    assert order.largest_first.tolist() == [0, 2, 3, 1, 4]
-    tiles = order.tiles[32]
+    assert permutation.pair_of_row.tolist() == pairs.tolist()
+    assert permutation.token_of_row.tolist() == (pairs // 2).tolist()
+    assert (
+        permutation.ends.tolist()
+        == torch.bincount(experts, minlength=5).cumsum(0).tolist()
+        == [300, 300, 600, 900, 900]
+    )
+    assert permutation.largest_first.tolist() == [0, 2, 3, 1, 4]
+    tiles = permutation.tiles[32]
     assert int(tiles.count) == 30 <= tiles.most
     assert tiles.expert[:30].tolist() == [0] * 10 + [2] * 10 + [3] * 10
     assert tiles.row[:30].tolist() == [s + 32 * i for s in (0, 300, 600) for i in range(10)]
@@ -222,14 +222,14 @@ def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: 
         if tile.copy:
             wanted = tile.block_k if field.name.startswith("grad_w") else tile.block_m
             assert tile.copy % wanted == 0
-    assert isinstance(tiles.project_in, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
+    assert isinstance(tiles.gate_up_gemm, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
     assert isinstance(tiles.grad_w_in, HopperSum) is on_hopper
     many = default_tiles(mean * (HOPPER_EXPERTS + 1), HOPPER_EXPERTS + 1, gated, 2, on_hopper)
     assert all(isinstance(getattr(many, field.name), TileConfig) for field in fields(FusedTiles))
 
 
 @pytest.mark.parametrize(
-    "tile", [PROJECT_IN, GRAD_HIDDEN, replace(PROJECT_IN, gathered=False), replace(PROJECT_IN, stages=4)]
+    "tile", [GATE_UP_GEMM, GRAD_HIDDEN, replace(GATE_UP_GEMM, gathered=False), replace(GATE_UP_GEMM, stages=4)]
 )
 def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
     """A partition that asks for registers that nobody gives back waits for ever."""
@@ -242,12 +242,12 @@ def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
 
 @interpreted
 def test_rows_are_gathered_in_the_experts_order() -> None:
-    from bexp.kernels.experts.fused.token_permutation import gather_rows, order_pairs
+    from bexp.kernels.experts.fused.token_permutation import gather_rows, permute_tokens
 
     routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 7)
     tokens = torch.randn(21, 24)
-    order = order_pairs(routes, 5, (16,))
-    assert torch.equal(gather_rows(tokens, order), tokens[order.token_of_row.long()])
+    permutation = permute_tokens(routes, 5, (16,))
+    assert torch.equal(gather_rows(tokens, permutation), tokens[permutation.token_of_row.long()])
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")

@@ -1,4 +1,4 @@
-"""What `CudaTimer` counts, on passes whose times are made up; its events need a device."""
+"""What `CudaTimer` counts, on passes whose times are made up and on a device that is."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from bexp.measure import cuda_timing
-from bexp.measure.cuda_timing import HEAT_SECONDS, CudaTimer
+from bexp.measure.cuda_timing import FASTEST_LAUNCH_SECONDS, HEAT_SECONDS, MAX_QUEUED_LAUNCHES, CudaTimer
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, PassSample, Timing
+from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakePasses, make_timer
 
 
 class Clock:
@@ -62,3 +63,142 @@ def test_the_device_is_looked_at_while_it_works(monkeypatch: pytest.MonkeyPatch)
     polls: list[int] = []
     timed(monkeypatch, 0.2, lambda: polls.append(1))
     assert len(polls) == 5
+
+
+def test_the_clock_of_the_sleep_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, _ = make_timer(monkeypatch)
+    assert timer._cycles_per_second == pytest.approx(CYCLES_PER_SECOND)
+
+
+def test_the_cache_is_flushed_and_the_input_written_before_each_pass_and_neither_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    (sample,) = timer._run(FakePasses(cuda, device=3e-3, host=3e-4), repeats=1, sleep_seconds=0.0)
+    assert cuda.log == ["flush", "prepare_forward", "forward", "flush", "prepare_backward", "backward"]
+    # The device runs the flush and the write while the host issues the pass, which is then waiting already.
+    assert sample.forward == pytest.approx(1e-3, rel=0.15)
+    assert sample.backward == pytest.approx(2e-3, rel=0.15)
+    assert sample.host == pytest.approx(3e-4)
+    assert cuda.slept == []
+
+
+def test_without_training_there_is_one_flush_and_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    passes = FakePasses(cuda, device=3e-3, host=3e-4, training=False)
+    (sample,) = timer._run(passes, repeats=1, sleep_seconds=0.0)
+    assert cuda.log == ["flush", "prepare_forward", "forward"]
+    assert sample.backward == 0.0
+    assert sample.forward == pytest.approx(3e-3, rel=0.1)
+
+
+def test_a_sleep_gives_the_host_a_lead_so_that_the_devices_own_time_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    passes = FakePasses(cuda, device=3e-4, host=3e-3)
+    (slow,) = timer._run(passes, repeats=1, sleep_seconds=0.0)
+    assert slow.device > 2e-3, "the device waits for the host"
+    samples = timer._run(passes, repeats=3, sleep_seconds=1e-1)
+    assert cuda.slept == pytest.approx([1e-1])
+    assert [s.device for s in samples] == pytest.approx([3e-4] * 3)
+
+
+def test_a_block_that_keeps_the_device_busy_is_timed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    timing = timer.time(FakePasses(cuda, device=1e-2, host=5e-4, chained_host=1e-4))
+    assert timing.device_seconds == pytest.approx(1e-2, rel=0.02)
+    assert timing.forward_device_seconds == pytest.approx(1e-2 / 3, rel=0.06)
+    assert timing.host_seconds == pytest.approx(5e-4), "the host is clearly ahead: it is not looked at any closer"
+    assert cuda.slept == []
+    assert timing.repeats >= timer.BUDGET.min_repeats
+
+
+def test_between_the_two_the_device_runs_without_a_pause_and_the_host_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    timing = timer.time(FakePasses(cuda, device=3e-3, host=1e-3, chained_host=6e-4))
+    assert timing.device_seconds == pytest.approx(3e-3, rel=0.02)
+    assert timing.host_seconds == pytest.approx(6e-4)
+    assert len(cuda.slept) == 1, "one look at what a lead of the host changes"
+
+
+def test_a_launch_bound_block_is_timed_behind_a_sleep_and_its_host_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    passes = FakePasses(cuda, device=4e-4, host=9e-4, chained_host=5e-4)
+    timing = timer.time(passes)
+    assert timing.device_seconds == pytest.approx(4e-4)
+    assert timing.host_seconds == pytest.approx(5e-4)
+    assert set(passes.chains) == {16}
+    batch = max(1, min(8, int(MAX_QUEUED_LAUNCHES * FASTEST_LAUNCH_SECONDS / 9e-4)))
+    assert batch == 2
+    # A sleep outlasts what the host needs to issue a batch; the first of them is the look at a single run.
+    assert cuda.slept[0] == pytest.approx(1.5 * 9e-4 + 1e-3)
+    assert cuda.slept[1:] == pytest.approx([1.5 * batch * 9e-4 + 2e-4] * (len(cuda.slept) - 1))
+    assert timing.repeats == batch * (len(cuda.slept) - 1)
+
+
+def test_fewer_blocks_in_a_row_if_so_many_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    few = FakePasses(cuda, device=4e-4, host=9e-4, chained_host=5e-4, chains_that_fit=4)
+    assert timer.time(few).host_seconds == pytest.approx(5e-4)
+    assert set(few.chains) == {4}
+    none = FakePasses(cuda, device=4e-4, host=9e-4, chained_host=5e-4, chains_that_fit=1)
+    assert timer.time(none).host_seconds == pytest.approx(9e-4), "the block by itself"
+    alone = FakePasses(cuda, device=4e-4, host=9e-4)
+    assert timer.time(alone).host_seconds == pytest.approx(9e-4)
+    assert alone.chains == []
+
+
+def test_a_row_is_never_slower_than_a_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    assert timer.time(FakePasses(cuda, device=4e-4, host=9e-4, chained_host=2e-3)).host_seconds == pytest.approx(9e-4)
+
+
+def test_a_block_that_waits_for_the_device_has_the_devices_time_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    timing = timer.time(FakePasses(cuda, device=1e-3, host=5e-4, chained_host=1e-6, waits=True))
+    assert timing.host_seconds == timing.device_seconds
+    assert timing.device_seconds == pytest.approx(1.5e-3, rel=0.1), "host and device one after the other"
+
+
+def test_the_way_into_the_engine_is_no_part_of_a_blocks_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch, engine_seconds=1e-4)
+    assert timer._engine_seconds == pytest.approx(1e-4)
+    (sample,) = timer._run(FakePasses(cuda, device=3e-4, host=9e-4), repeats=1, sleep_seconds=0.0)
+    assert sample.host == pytest.approx(3e-4 + 6e-4 - 1e-4)
+    chained = FakePasses(cuda, device=3e-4, host=9e-4, chained_host=5e-4)
+    assert timer._time_chain(chained, 4) == pytest.approx((4 * 5e-4 - 1e-4) / 4)
+    assert chained.chains == [4] * 6, "the first is not counted"
+    (short,) = timer._run(FakePasses(cuda, device=3e-4, host=3e-5), repeats=1, sleep_seconds=0.0)
+    assert short.host == pytest.approx(1e-5), "never less than nothing for the backward"
+
+
+def test_warming_up_ends_when_two_runs_agree_or_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(seconds: list[float]) -> int:
+        timer, cuda = make_timer(monkeypatch)
+        left = list(seconds)
+
+        def run(passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
+            cuda.host += left[0]
+            return [PassSample(left.pop(0), 0.0, 0.0)] * repeats
+
+        monkeypatch.setattr(timer, "_run", run)
+        timer.warm_up(FakePasses(cuda, device=0.0, host=0.0))
+        return len(seconds) - len(left)
+
+    falling = [0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.005]
+    assert runs(falling) == CudaTimer.MAX_WARM_UP_RUNS
+    assert runs([0.02, 0.01, 0.0104, 0.01]) == 3, "within 5%"
+    assert runs([0.02, 0.01, 0.0106, 0.0106]) == 4
+    assert runs([0.5, 0.5]) == 1, "a long block is run once"
+    assert runs([0.3, 0.2, 0.1]) == 2
+
+
+def test_the_poll_is_called_while_the_device_works_and_forgotten_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    behind: list[bool] = []
+    passes = FakePasses(cuda, device=1e-2, host=5e-4)
+    timer.time(passes, lambda: behind.append(cuda.device > cuda.host))
+    assert behind
+    assert all(behind)
+    seen = len(behind)
+    timer.warm_up(passes)
+    assert len(behind) == seen

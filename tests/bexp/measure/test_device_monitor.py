@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from bexp.measure import device_monitor
@@ -125,3 +127,89 @@ def test_waits_until_the_device_is_calm_but_not_forever(monkeypatch: pytest.Monk
     gpu.reasons = ("hw_thermal_slowdown",)
     assert not monitor.wait_until_calm(0.0)
     assert DeviceMonitor().wait_until_calm(0.0), "of a CPU nothing is known"
+
+
+def test_a_short_timing_says_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for elapsed, share in ((0.0999, None), (0.1, 0.5)):
+        moments = iter([(0.0, 0.0), (elapsed, elapsed / 2)])
+        monkeypatch.setattr(device_monitor, "_host_seconds", lambda moments=moments: next(moments))
+        with DeviceMonitor().watch() as watch:
+            pass
+        assert watch.conditions().host_busy_share == share
+
+
+@pytest.mark.parametrize(("others", "share"), [(-1.0, 0.0), (3.0, 1.0)])
+def test_the_share_of_the_host_is_a_share(monkeypatch: pytest.MonkeyPatch, others: float, share: float) -> None:
+    moments = iter([(0.0, 0.0), (2.0, others)])
+    monkeypatch.setattr(device_monitor, "_host_seconds", lambda: next(moments))
+    with DeviceMonitor().watch() as watch:
+        pass
+    assert watch.conditions().host_busy_share == share
+
+
+def test_the_parts_of_a_watch_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([(0.0, 0.0), (1.0, 1.0), (5.0, 2.0), (8.0, 2.0)])
+    monkeypatch.setattr(device_monitor, "_host_seconds", lambda: next(moments))
+    watch = DeviceMonitor().watch()
+    for _ in range(2):
+        with watch:
+            pass
+    assert watch.conditions().host_busy_share == 0.25
+
+
+def test_the_most_that_others_had_in_any_part_counts() -> None:
+    gpu = FakeGpu(shares={7: 0.5, 9: 0.25}, pids=frozenset({7}))
+    foreign_processes = gpu.foreign_processes()
+    foreign_processes.begin(None)
+    watch = DeviceMonitor(gpu, foreign_processes).watch()
+    with watch:
+        gpu.pids = frozenset({7, 9, 11})
+    gpu.shares, gpu.pids = {7: 0.5, 9: 0.125}, frozenset({7, 9})
+    with watch:
+        pass
+    found = watch.conditions()
+    assert (found.foreign_processes, found.foreign_busy_share) == (2, 0.25)
+
+
+def test_the_hosts_times_are_all_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", lambda: 3.0)
+    plain = SimpleNamespace(idle=100.0, user=10.0, system=5.0, nice=1.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: plain)
+    assert device_monitor._host_seconds() == (116.0, 13.0)
+    linux = SimpleNamespace(**vars(plain), iowait=20.0, steal=4.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: linux)
+    assert device_monitor._host_seconds() == (140.0, 17.0)
+
+
+def test_a_job_begins_with_what_others_hold() -> None:
+    assert DeviceMonitor().begin(5) is None
+    gpu = FakeGpu(others=3 << 30)
+    assert DeviceMonitor(gpu, gpu.foreign_processes(used_before=3 << 30)).begin(None) == 3 << 30
+
+
+def test_a_shared_device_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    foreign_processes = gpu.foreign_processes()
+    foreign_processes.begin(None)
+    monitor = DeviceMonitor(gpu, foreign_processes)
+    assert monitor.wait_until_calm(0.0)
+    gpu.pids = frozenset({7, 8})
+    assert not monitor.wait_until_calm(0.0)
+    moments = iter([10.0, 10.0, 10.5, 11.0, 11.5])
+    naps: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(time, "sleep", naps.append)
+    assert not monitor.wait_until_calm(1.0)
+    assert naps == [device_monitor.CALM_POLL_SECONDS] * 2, "it waits for the seconds that it is given"
+
+
+def test_the_next_poll_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_monitor, "GLANCE_SECONDS", 0.05)
+    monkeypatch.setattr(device_monitor, "GLANCE_SHARE", 0.05)
+    gpu = FakeGpu()
+    watch = Watch(gpu, None)
+    for moments, polls in (([1.0, 1.001], 1), ([1.0499], 1), ([1.0511, 1.0611], 2), ([1.2610], 2), ([1.2612, 1.3], 3)):
+        left = iter(moments)
+        monkeypatch.setattr(time, "monotonic", lambda left=left: next(left))
+        watch.poll()
+        assert gpu.polls == polls, moments

@@ -57,3 +57,50 @@ def test_a_gpu_is_opened_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slowdowns_are_names_of_clock_reasons() -> None:
     assert set(SLOWDOWNS) < set(CLOCK_REASONS.values())
+
+
+def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {pynvml.NVML_CLOCK_SM: 1410, pynvml.NVML_CLOCK_MEM: 2619}
+    sensors = {pynvml.NVML_TEMPERATURE_GPU: 61}
+
+    def of_gpu(found: Any) -> Any:
+        def query(handle: Any, *arguments: Any) -> Any:
+            assert handle == "handle"
+            return found(*arguments) if callable(found) else found
+
+        return query
+
+    for name, found in {
+        "nvmlDeviceGetClockInfo": clocks.__getitem__,
+        "nvmlDeviceGetMaxClockInfo": {pynvml.NVML_CLOCK_SM: 1980}.__getitem__,
+        "nvmlDeviceGetPowerUsage": 650_400,
+        "nvmlDeviceGetTemperature": sensors.__getitem__,
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=5 << 30, free=1, total=2),
+        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=3), SimpleNamespace(pid=4)],
+        "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwPowerCap,
+    }.items():
+        monkeypatch.setattr(pynvml, name, of_gpu(found))
+    gpu = Gpu("handle")
+    assert (gpu.sm_clock_mhz(), gpu.sm_clock_max_mhz(), gpu.memory_clock_mhz()) == (1410, 1980, 2619)
+    assert gpu.power_watts() == 650.4
+    assert gpu.temperature_celsius() == 61
+    assert gpu.used_bytes() == 5 << 30
+    assert gpu.processes() == {3, 4}
+    assert gpu.clock_reasons() == ("sw_power_cap",)
+
+
+def test_a_sample_at_the_moment_itself_counts_and_a_full_share_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [
+        SimpleNamespace(pid=1, timeStamp=100, smUtil=100),
+        SimpleNamespace(pid=1, timeStamp=99, smUtil=0),
+        SimpleNamespace(pid=2, timeStamp=200, smUtil=101),
+    ]
+    asked: list[tuple[Any, int]] = []
+
+    def query(handle: Any, since: int) -> Any:
+        asked.append((handle, since))
+        return samples
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", query)
+    assert Gpu("handle").busy_shares(100) == {1: 1.0}
+    assert asked == [("handle", 100)]

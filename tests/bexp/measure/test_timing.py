@@ -1,10 +1,21 @@
 import gc
 import math
+import statistics
+import weakref
 
 import numpy as np
 import pytest
 
-from bexp.measure.timing import HostTimer, PassSample, TimingBudget, collector_paused, standard_error, summarize
+from bexp.measure import timing as timing_module
+from bexp.measure.timing import (
+    HostTimer,
+    LocalReducer,
+    PassSample,
+    TimingBudget,
+    collector_paused,
+    standard_error,
+    summarize,
+)
 
 BUDGET = TimingBudget(min_repeats=3, max_repeats=6, seconds=1.0, relative_error=0.01)
 
@@ -49,9 +60,10 @@ def test_the_collector_rests_while_timing_and_runs_again() -> None:
 
 
 class Clock:
-    """Stands for the host's clock, so that other processes of the host cost no time."""
+    """Time that passes only when somebody says so."""
 
-    now = 0.0
+    def __init__(self) -> None:
+        self.now = 0.0
 
     def perf_counter(self) -> float:
         return self.now
@@ -59,54 +71,153 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("bexp.measure.timing.time", clock)
-    return clock
+    found = Clock()
+    monkeypatch.setattr(timing_module, "time", found)
+    return found
 
 
 class SlowPasses:
-    """Counts, and takes known times."""
+    """Takes known times: 0.002 s forward, 0.006 s backward, and twice that for their preparations."""
 
     is_chainable = False
 
-    def __init__(self, clock: Clock, *, training: bool) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, *, training: bool, scale: float = 1.0, noise: tuple[float, ...] = (1.0,)) -> None:
         self.training = training
         self.calls: list[str] = []
+        self._clock, self._scale, self._noise = clock, scale, noise
+
+    @property
+    def repeats(self) -> int:
+        return self.calls.count("forward")
 
     def prepare_forward(self) -> None:
-        self.calls.append("prepare_forward")
-        self._take(0.004)
+        self._take("prepare_forward", 0.004)
 
     def forward(self) -> None:
-        self.calls.append("forward")
-        self._take(0.002)
+        self._take("forward", 0.002 * self._noise[self.repeats % len(self._noise)])
 
     def prepare_backward(self) -> None:
-        self.calls.append("prepare_backward")
-        self._take(0.004)
+        self._take("prepare_backward", 0.012)
 
     def backward(self) -> None:
-        self.calls.append("backward")
-        self._take(0.006)
+        self._take("backward", 0.006)
 
     def run_chain(self, length: int) -> None:
         raise AssertionError("these passes cannot be in a row")
 
-    def _take(self, seconds: float) -> None:
-        self.clock.now += seconds
+    def _take(self, name: str, seconds: float) -> None:
+        self.calls.append(name)
+        self._clock.now += self._scale * seconds
 
 
 def test_preparation_is_not_in_the_time(clock: Clock) -> None:
-    timing = HostTimer().time(SlowPasses(clock, training=True))
+    passes = SlowPasses(clock, training=True)
+    timing = HostTimer().time(passes)
     assert timing.device_seconds == pytest.approx(0.008)
     assert timing.forward_device_seconds == pytest.approx(0.002)
     assert timing.host_seconds == timing.device_seconds
-    assert timing.repeats >= 5
+    assert timing.repeats == HostTimer.BUDGET.min_repeats == passes.repeats
+    assert passes.calls[:4] == ["prepare_forward", "forward", "prepare_backward", "backward"]
 
 
 def test_eval_has_no_backward(clock: Clock) -> None:
     passes = SlowPasses(clock, training=False)
     timing = HostTimer().time(passes)
     assert set(passes.calls) == {"prepare_forward", "forward"}
-    assert timing.device_seconds == timing.forward_device_seconds
+    assert timing.device_seconds == timing.forward_device_seconds == pytest.approx(0.002)
+
+
+def test_noisy_passes_are_repeated_until_the_repeats_or_the_time_are_spent(clock: Clock) -> None:
+    noise = (1.0, 2.0, 3.0, 4.0)
+    assert HostTimer().time(SlowPasses(clock, training=False, noise=noise)).repeats == HostTimer.BUDGET.max_repeats
+    slow = SlowPasses(clock, training=False, scale=2.0, noise=noise)
+    assert HostTimer().time(slow).repeats == 28, "0.018 s each, for 0.5 s"
+    slower = SlowPasses(clock, training=False, scale=25.0, noise=noise)
+    assert HostTimer().time(slower).repeats == 5, "0.5 s hold two, and five are made in any case"
+    slowest = SlowPasses(clock, training=False, scale=100.0, noise=noise)
+    assert HostTimer().time(slowest).repeats == 2, "twice the seconds are spent"
+
+
+def test_the_poll_is_called_after_each_repeat(clock: Clock) -> None:
+    passes = SlowPasses(clock, training=True)
+    seen: list[int] = []
+    HostTimer().time(passes, lambda: seen.append(passes.repeats))
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_the_garbage_collector_rests_while_the_host_timer_works(clock: Clock) -> None:
+    resting: list[bool] = []
+    HostTimer().time(SlowPasses(clock, training=True), lambda: resting.append(not gc.isenabled()))
+    assert resting
+    assert all(resting)
+
+
+@pytest.mark.parametrize(("scale", "runs"), [(1.0, 2), (10.0, 2), (11.0, 1), (100.0, 1)])
+def test_a_short_pass_is_warmed_up_twice(clock: Clock, scale: float, runs: int) -> None:
+    passes = SlowPasses(clock, training=True, scale=scale)
+    HostTimer().warm_up(passes)  # all four take 0.024 s, and the line is drawn at 0.25 s
+    assert passes.repeats == runs
+
+
+def test_the_standard_error_of_few_samples() -> None:
+    assert standard_error([]) == 0.0
+    assert standard_error([3.0]) == 3.0, "one sample says nothing about the spread"
+    two = math.sqrt(math.pi / 2) * statistics.stdev([1.0, 2.0]) / math.sqrt(2)
+    assert standard_error([1.0, 2.0]) == pytest.approx(two)
+    four = [1.0, 1.0, 1.0, 2.0]
+    assert standard_error(four) == pytest.approx(math.sqrt(math.pi / 2) * statistics.stdev(four) / 2)
+    assert standard_error([1.0, 1.0, 1.0, 1.0, 2.0]) == 0.0, "the absolute deviation from five samples on"
+    five = [1.0, 2.0, 3.0, 4.0, 9.0]
+    assert standard_error(five) == pytest.approx(math.sqrt(math.pi / 2) * 1.4826 * 1.0 / math.sqrt(5))
+
+
+def test_a_summary_has_the_medians_of_each_column() -> None:
+    samples = [PassSample(1.0, 5.0, 9.0), PassSample(2.0, 5.5, 7.0), PassSample(3.0, 9.0, 8.0)]
+    found = summarize(samples)
+    assert found.device_seconds == 7.5
+    assert found.forward_device_seconds == 2.0
+    assert found.host_seconds == 8.0
+    assert found.standard_error_seconds == standard_error([6.0, 7.5, 12.0])
+    assert found.repeats == 3
+
+
+def test_no_process_stops_before_all_may() -> None:
+    class Others:
+        """Another process, which wants to go on or not."""
+
+        def __init__(self, wanting: float) -> None:
+            self.wanting = wanting
+
+        def all_reduce_max(self, *values: float) -> tuple[float, ...]:
+            return tuple(max(value, self.wanting) for value in values)
+
+    spent, unspent = [1.0] * 3, [1.0, 2.0, 3.0]
+    assert BUDGET.is_spent_for_all(spent, 0.1, Others(0.0))
+    assert not BUDGET.is_spent_for_all(spent, 0.1, Others(1.0))
+    assert not BUDGET.is_spent_for_all(unspent, 0.1, Others(0.0))
+    assert LocalReducer().all_reduce_max(1.0, 2.0) == (1.0, 2.0)
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_garbage_is_collected_before_timing() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        gone = weakref.ref(Node())
+        assert gone() is not None
+        with collector_paused():
+            assert gone() is None
+    finally:
+        gc.enable()

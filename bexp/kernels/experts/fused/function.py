@@ -15,7 +15,13 @@ from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
 from bexp.kernels.experts.fused.hopper.tiles import HopperSum
 from bexp.kernels.experts.fused.layouts import Layout, Operand
 from bexp.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
-from bexp.kernels.experts.fused.token_permutation import Order, gather_rows, gather_tiles, order_pairs, sum_pairs
+from bexp.kernels.experts.fused.token_permutation import (
+    TokenPermutation,
+    gather_rows,
+    gather_tiles,
+    permute_tokens,
+    sum_pairs,
+)
 from bexp.kernels.experts.matrices import aligned_matrices, stored
 from bexp.kernels.selective_recompute import announce
 from bexp.kernels.triton_support import aligned, launched_where_it_lies
@@ -32,9 +38,9 @@ def fused_ffn(
 ) -> Tensor:
     """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
 
-    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and four bytes times two a pair
-    for their order. A weight may be the transpose of a contiguous tensor: it is read as it lies, and its gradient lies
-    the same way. `tiles` overrides the choice of tiles.
+    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and eight bytes a pair
+    for the permutation. A weight may be the transpose of a contiguous tensor: it is read as it lies, and its gradient
+    lies the same way. `tiles` overrides the choice of tiles.
     """
     hidden_size = w_out.shape[1]
     gated = w_in.shape[2] == 2 * hidden_size
@@ -57,10 +63,10 @@ def tiles_for(routes_TK: Tensor, w_in: Tensor, w_out: Tensor) -> FusedTiles:
 
 
 class Kept(NamedTuple):
-    """What backward needs beside the operands: the products before the activation (R, 2H or H), and the order."""
+    """What backward needs beside the operands: the products before the activation (R, 2H or H), and the permutation."""
 
     pre: Tensor
-    order: Tensor
+    permutation: Tensor
 
 
 class Gradients(NamedTuple):
@@ -85,19 +91,19 @@ def run_forward(
     keep: bool,
 ) -> tuple[Tensor, Kept | None]:
     """The output (T, D) and, with `keep`, what backward needs. Operands lie as `gemms` wants them."""
-    order = order_pairs(routes_TK, w_in.shape[0], tiles.heights(backward=keep))
-    hidden, pre = gemms.project_in(
-        _operand(x_TD, order, *tiles.project_in.gathers),
+    permutation = permute_tokens(routes_TK, w_in.shape[0], tiles.heights(backward=keep))
+    hidden, pre = gemms.gate_up_gemm(
+        _operand(x_TD, permutation, *tiles.gate_up_gemm.gathers),
         weights_TK,
         w_in,
         w_out.shape[1],
         activation,
-        order,
-        tiles.project_in,
+        permutation,
+        tiles.gate_up_gemm,
         keep=keep,
     )
-    out = sum_pairs(gemms.project_back(hidden, w_out, order, tiles.project_out, transposed=False), order.top_k)
-    return out, None if pre is None else Kept(pre, order.buffer)
+    out = sum_pairs(gemms.down_gemm(hidden, w_out, permutation, tiles.down_gemm, transposed=False), permutation.top_k)
+    return out, None if pre is None else Kept(pre, permutation.buffer)
 
 
 @launched_where_it_lies
@@ -114,33 +120,39 @@ def run_backward(
 ) -> Gradients:
     """The gradients that are needed, in the order of `Gradients`."""
     needs_x, needs_weights, needs_w_in, needs_w_out = needs
-    order = Order.of(kept.order, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True))
+    permutation = TokenPermutation.of(
+        kept.permutation, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True)
+    )
     grad_x = grad_weights = grad_w_in = grad_w_out = None
-    grad = _operand(grad_TD, order, *tiles.grad_hidden.gathers)
+    grad = _operand(grad_TD, permutation, *tiles.grad_hidden.gathers)
     grad_pre, hidden, partial = gemms.differentiate_hidden(
-        grad, weights_TK, kept.pre, w_out, activation, order, tiles.grad_hidden
+        grad, weights_TK, kept.pre, w_out, activation, permutation, tiles.grad_hidden
     )
     if needs_weights:
         grad_weights = partial.sum(dim=0).to(weights_TK.dtype).view_as(weights_TK)
     if needs_w_out:
         if tiles.grad_w_out.gathers != tiles.grad_hidden.gathers:
-            grad = _operand(grad_TD, order, *tiles.grad_w_out.gathers)
-        grad_w_out = _grad_weight(Operand(hidden, "rows"), grad, w_out, order, tiles.grad_w_out)
+            grad = _operand(grad_TD, permutation, *tiles.grad_w_out.gathers)
+        grad_w_out = _grad_weight(Operand(hidden, "rows"), grad, w_out, permutation, tiles.grad_w_out)
     del hidden, partial, grad
     if needs_w_in:
-        x = _operand(x_TD, order, *tiles.grad_w_in.gathers)
-        grad_w_in = _grad_weight(x, Operand(grad_pre, "rows"), w_in, order, tiles.grad_w_in)
+        x = _operand(x_TD, permutation, *tiles.grad_w_in.gathers)
+        grad_w_in = _grad_weight(x, Operand(grad_pre, "rows"), w_in, permutation, tiles.grad_w_in)
         del x
     if needs_x:
-        grad_x = sum_pairs(gemms.project_back(grad_pre, w_in, order, tiles.grad_input, transposed=True), order.top_k)
+        grad_x = sum_pairs(
+            gemms.down_gemm(grad_pre, w_in, permutation, tiles.grad_input, transposed=True), permutation.top_k
+        )
     return Gradients(grad_x, grad_weights, grad_w_in, grad_w_out)
 
 
-def _grad_weight(a: Operand, b: Operand, w: Tensor, order: Order, tile: TileConfig | HopperSum) -> Tensor:
+def _grad_weight(
+    a: Operand, b: Operand, w: Tensor, permutation: TokenPermutation, tile: TileConfig | HopperSum
+) -> Tensor:
     """The gradient of w (E, K, N), which lies as w does."""
     if stored(w)[1]:
-        return gemms.sum_outer_products(b, a, order, tile).mT
-    return gemms.sum_outer_products(a, b, order, tile)
+        return gemms.wgrad(b, a, permutation, tile).mT
+    return gemms.wgrad(a, b, permutation, tile)
 
 
 class _FusedFFN(Function):
@@ -160,10 +172,10 @@ class _FusedFFN(Function):
         w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
         out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
         if kept is not None:
-            order = kept.order
+            permutation = kept.permutation
 
             def project_again(x: Tensor, weights: Tensor) -> Tensor:
-                return _pre(x, weights, w_in, w_out, order, activation, tiles)
+                return _pre(x, weights, w_in, w_out, permutation, activation, tiles)
 
             announce(kept.pre, project_again, x_TD, weights_TK, product=True)
             ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, *kept)
@@ -199,17 +211,21 @@ def _pre(
     activation: Activation,
     tiles: FusedTiles,
 ) -> Tensor:
-    """What the first product leaves for backward, by that product run again in the same order."""
-    order = Order.of(buffer, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True))
-    x = _operand(x_TD, order, *tiles.project_in.gathers)
-    _, pre = gemms.project_in(x, weights_TK, w_in, w_out.shape[1], activation, order, tiles.project_in, keep=True)
+    """What the first product leaves for backward, by that product run again with the same permutation."""
+    permutation = TokenPermutation.of(
+        buffer, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True)
+    )
+    x = _operand(x_TD, permutation, *tiles.gate_up_gemm.gathers)
+    _, pre = gemms.gate_up_gemm(
+        x, weights_TK, w_in, w_out.shape[1], activation, permutation, tiles.gate_up_gemm, keep=True
+    )
     assert pre is not None, "kept because it was asked for"
     return pre
 
 
-def _operand(tokens: Tensor, order: Order, layout: Layout, height: int) -> Operand:
+def _operand(tokens: Tensor, permutation: TokenPermutation, layout: Layout, height: int) -> Operand:
     if layout == "tokens":
         return Operand(tokens, layout)
     if layout == "rows":
-        return Operand(gather_rows(tokens, order), layout)
-    return Operand(gather_tiles(tokens, order, height), layout, height)
+        return Operand(gather_rows(tokens, permutation), layout)
+    return Operand(gather_tiles(tokens, permutation, height), layout, height)

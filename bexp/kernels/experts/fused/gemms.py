@@ -15,51 +15,51 @@ from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused.hopper import gemms as hopper
 from bexp.kernels.experts.fused.hopper.tiles import HopperSum, HopperTile
 from bexp.kernels.experts.fused.kernels.differentiate_hidden import differentiate_hidden_kernel
-from bexp.kernels.experts.fused.kernels.down_gemm import project_back_kernel
-from bexp.kernels.experts.fused.kernels.gate_up_gemm import project_in_kernel
-from bexp.kernels.experts.fused.kernels.wgrad import sum_outer_products_kernel
+from bexp.kernels.experts.fused.kernels.down_gemm import down_gemm_kernel
+from bexp.kernels.experts.fused.kernels.gate_up_gemm import gate_up_gemm_kernel
+from bexp.kernels.experts.fused.kernels.wgrad import wgrad_kernel
 from bexp.kernels.experts.fused.layouts import Operand
 from bexp.kernels.experts.fused.tiles import TileConfig
-from bexp.kernels.experts.fused.token_permutation import Order
+from bexp.kernels.experts.fused.token_permutation import TokenPermutation
 from bexp.kernels.experts.hopper.gemm import sum_over_rows
 from bexp.kernels.experts.matrices import stored
 
 _INTERPRETER_PROGRAMS = 3
 
 
-def project_in(
+def gate_up_gemm(
     x: Operand,
     weights_TK: Tensor,
     w_in: Tensor,
     hidden_size: int,
     activation: Activation,
-    order: Order,
+    permutation: TokenPermutation,
     tile: TileConfig | HopperTile,
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted activation (R, H) and, with `keep`, what the activation was taken of (R, 2H or H)."""
     if isinstance(tile, HopperTile):
-        return hopper.project_in(x, weights_TK, w_in, hidden_size, activation, order, tile, keep=keep)
-    num_pairs, width = order.pair_of_row.numel(), w_in.shape[2]
+        return hopper.gate_up_gemm(x, weights_TK, w_in, hidden_size, activation, permutation, tile, keep=keep)
+    num_pairs, width = permutation.pair_of_row.numel(), w_in.shape[2]
     hidden = w_in.new_empty(num_pairs, hidden_size)
     pre = w_in.new_empty(num_pairs, width) if keep else None
-    tiles = order.tiles[tile.block_m]
+    tiles = permutation.tiles[tile.block_m]
     matrices, transposed = stored(w_in)
-    project_in_kernel[_grid(tile, tiles.most, hidden_size, w_in.device)](
+    gate_up_gemm_kernel[_grid(tile, tiles.most, hidden_size, w_in.device)](
         _rows_of(x, tile),
         _matrices(matrices, tile, transposed=transposed),
         hidden if pre is None else pre,
         hidden,
         weights_TK,
-        order.pair_of_row,
+        permutation.pair_of_row,
         tiles.expert,
         tiles.row,
         tiles.count,
-        order.ends,
+        permutation.ends,
         w_in.shape[1],
         hidden_size,
-        TOP_K=order.top_k,
+        TOP_K=permutation.top_k,
         GATED=width == 2 * hidden_size,
         ACTIVATION=activation,
         KEEP=keep,
@@ -72,8 +72,14 @@ def project_in(
     return hidden, pre
 
 
-def project_back(
-    rows: Tensor, w: Tensor, order: Order, tile: TileConfig, *, transposed: bool, out: Tensor | None = None
+def down_gemm(
+    rows: Tensor,
+    w: Tensor,
+    permutation: TokenPermutation,
+    tile: TileConfig,
+    *,
+    transposed: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Rows (R, K) in the experts' order times w (E, K, N), or (E, N, K) transposed: (R, N) in the tokens' order."""
     num_pairs, k = rows.shape
@@ -81,16 +87,16 @@ def project_back(
     matrices, lies_transposed = stored(w)
     transposed ^= lies_transposed
     out = rows.new_empty(num_pairs, n) if out is None else out
-    tiles = order.tiles[tile.block_m]
-    project_back_kernel[_grid(tile, tiles.most, n, rows.device)](
+    tiles = permutation.tiles[tile.block_m]
+    down_gemm_kernel[_grid(tile, tiles.most, n, rows.device)](
         _map(rows, (tile.block_m, tile.block_k)) if tile.tma else rows,
         _matrices(matrices, tile, transposed=transposed),
         out,
-        order.pair_of_row,
+        permutation.pair_of_row,
         tiles.expert,
         tiles.row,
         tiles.count,
-        order.ends,
+        permutation.ends,
         num_pairs,
         k,
         n,
@@ -108,17 +114,17 @@ def differentiate_hidden(
     pre: Tensor,
     w_out: Tensor,
     activation: Activation,
-    order: Order,
+    permutation: TokenPermutation,
     tile: TileConfig | HopperTile,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of `pre`, the weighted activation again (R, H), and summands of the weights' gradient (n, R)."""
     if isinstance(tile, HopperTile):
-        return hopper.differentiate_hidden(grad, weights_TK, pre, w_out, activation, order, tile)
-    num_pairs, hidden_size = order.pair_of_row.numel(), w_out.shape[1]
+        return hopper.differentiate_hidden(grad, weights_TK, pre, w_out, activation, permutation, tile)
+    num_pairs, hidden_size = permutation.pair_of_row.numel(), w_out.shape[1]
     grad_pre, hidden = torch.empty_like(pre), pre.new_empty(num_pairs, hidden_size)
     columns = -(-hidden_size // tile.block_n)
     partial = torch.empty(columns, num_pairs, dtype=torch.float32, device=pre.device)
-    tiles = order.tiles[tile.block_m]
+    tiles = permutation.tiles[tile.block_m]
     matrices, lies_transposed = stored(w_out)
     differentiate_hidden_kernel[_grid(tile, tiles.most, hidden_size, pre.device)](
         _rows_of(grad, tile),
@@ -128,15 +134,15 @@ def differentiate_hidden(
         hidden,
         weights_TK,
         partial,
-        order.pair_of_row,
+        permutation.pair_of_row,
         tiles.expert,
         tiles.row,
         tiles.count,
-        order.ends,
+        permutation.ends,
         num_pairs,
         w_out.shape[2],
         hidden_size,
-        TOP_K=order.top_k,
+        TOP_K=permutation.top_k,
         GATED=pre.shape[1] == 2 * hidden_size,
         ACTIVATION=activation,
         PARTS=tile.parts,
@@ -149,27 +155,27 @@ def differentiate_hidden(
     return grad_pre, hidden, partial
 
 
-def sum_outer_products(a: Operand, b: Operand, order: Order, tile: TileConfig | HopperSum) -> Tensor:
+def wgrad(a: Operand, b: Operand, permutation: TokenPermutation, tile: TileConfig | HopperSum) -> Tensor:
     """For each expert the sum over its rows of a[row]^T b[row]: (E, M, N).
 
     One of them is of "rows", the other not; with `HopperSum` both are.
     """
     if isinstance(tile, HopperSum):
         assert a.layout == b.layout == "rows", "the kernel itself puts the next expert's rows to zero"
-        return sum_over_rows(a.tensor, b.tensor, order.ends, tiles=tile.tiles)
+        return sum_over_rows(a.tensor, b.tensor, permutation.ends, tiles=tile.tiles)
     assert (a.layout == "rows") is not (b.layout == "rows"), "one side is zero behind an expert's last row"
     height = max(a.height, b.height)
     assert height == 1 or height % tile.block_k == 0, "whole blocks of padded rows"
-    num_experts, m, n = order.ends.numel(), a.tensor.shape[1], b.tensor.shape[1]
+    num_experts, m, n = permutation.ends.numel(), a.tensor.shape[1], b.tensor.shape[1]
     out = a.tensor.new_empty(num_experts, m, n)
-    tiles = order.tiles[height] if height > 1 else next(iter(order.tiles.values()))
-    sum_outer_products_kernel[_grid(tile, num_experts * -(-m // tile.block_m), n, out.device)](
+    tiles = permutation.tiles[height] if height > 1 else next(iter(permutation.tiles.values()))
+    wgrad_kernel[_grid(tile, num_experts * -(-m // tile.block_m), n, out.device)](
         _summed(a, tile, tile.block_m),
         _summed(b, tile, tile.block_n),
         out,
-        order.token_of_row,
-        order.ends,
-        order.largest_first,
+        permutation.token_of_row,
+        permutation.ends,
+        permutation.largest_first,
         tiles.first,
         num_experts,
         m,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused.function import Kept, run_backward, run_forward, tiles_for
-from bexp.kernels.experts.fused.token_permutation import order_size
+from bexp.kernels.experts.fused.token_permutation import permutation_size
 from bexp.kernels.experts.matrices import aligned_matrices
 from bexp.kernels.triton_support import aligned
 
@@ -39,7 +39,7 @@ def fused_experts(
     out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
     if kept is None:
         return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
-    return out, kept.pre, kept.order
+    return out, kept.pre, kept.permutation
 
 
 @fused_experts.register_fake
@@ -51,14 +51,14 @@ def _(
     if not keep:
         return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
     heights = tiles_for(routes_TK, w_in, w_out).heights(backward=True)
-    order = routes_TK.new_empty(order_size(num_pairs, w_in.shape[0], heights), dtype=torch.int32)
-    return out, x_TD.new_empty(num_pairs, w_in.shape[2]), order
+    permutation = routes_TK.new_empty(permutation_size(num_pairs, w_in.shape[0], heights), dtype=torch.int32)
+    return out, x_TD.new_empty(num_pairs, w_in.shape[2]), permutation
 
 
 @torch.library.custom_op(
     "bexp::fused_experts_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weights, Tensor w_in, Tensor w_out, Tensor pre, Tensor order,"
+    schema="(Tensor grad, Tensor x, Tensor weights, Tensor w_in, Tensor w_out, Tensor pre, Tensor permutation,"
     " str activation) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def fused_experts_backward(
@@ -68,14 +68,14 @@ def fused_experts_backward(
     w_in: Tensor,
     w_out: Tensor,
     pre: Tensor,
-    order: Tensor,
+    permutation: Tensor,
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, the routing weights, w_in and w_out."""
     grad_TD, x_TD, weights_TK = aligned(grad_TD), aligned(x_TD), aligned(weights_TK)
     w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
     tiles = tiles_for(weights_TK, w_in, w_out)
-    found = run_backward(grad_TD, x_TD, weights_TK, w_in, w_out, Kept(pre, order), activation, tiles)
+    found = run_backward(grad_TD, x_TD, weights_TK, w_in, w_out, Kept(pre, permutation), activation, tiles)
     assert found.x is not None
     assert found.weights is not None
     assert found.w_in is not None
@@ -91,7 +91,7 @@ def _(
     w_in: Tensor,
     w_out: Tensor,
     pre: Tensor,
-    order: Tensor,
+    permutation: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, weights = (t.new_empty(t.shape) for t in (x_TD, weights_TK))
@@ -100,10 +100,10 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x_TD, _, weights_TK, w_in, w_out, activation, _ = inputs
-    _, pre, order = output
-    ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, pre, order)
+    _, pre, permutation = output
+    ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, pre, permutation)
     ctx.activation = activation
-    ctx.mark_non_differentiable(pre, order)
+    ctx.mark_non_differentiable(pre, permutation)
 
 
 def _backward(ctx: Any, grad_TD: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

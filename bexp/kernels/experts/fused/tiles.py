@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
+from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperSum, HopperTile
 from bexp.kernels.experts.fused.layouts import Layout
 
 HOPPER_ROWS = 96
@@ -47,8 +47,8 @@ class TileConfig:
 class FusedTiles:
     """The tiles of every GEMM of the FFN, forward and backward: of Triton kernels, or of those for Hopper."""
 
-    project_in: TileConfig | HopperTile
-    project_out: TileConfig
+    gate_up_gemm: TileConfig | HopperTile
+    down_gemm: TileConfig
     grad_hidden: TileConfig | HopperTile
     grad_input: TileConfig
     grad_w_in: TileConfig | HopperSum
@@ -56,7 +56,7 @@ class FusedTiles:
 
     def heights(self, *, backward: bool) -> tuple[int, ...]:
         """Of the tiles of rows that the GEMMs take, and of those that tokens are gathered into."""
-        gemms: list[TileConfig | HopperTile] = [self.project_in, self.project_out]
+        gemms: list[TileConfig | HopperTile] = [self.gate_up_gemm, self.down_gemm]
         if backward:
             gemms += [self.grad_hidden, self.grad_input]
         summed = [self.grad_w_in, self.grad_w_out] if backward else []
@@ -83,14 +83,14 @@ def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int, 
         return on_hopper_tiles(tiles, projections=mean >= HOPPER_ROWS)
     if gated or mean < 96:
         return tiles
-    return tiles.replaced(project_in=TileConfig(128, 256, 64, 8, 3, tma=True))
+    return tiles.replaced(gate_up_gemm=TileConfig(128, 256, 64, 8, 3, tma=True))
 
 
 def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True) -> FusedTiles:
     """`tiles` with the sums over rows on Hopper's own kernels, and the projections that have epilogues."""
     tiles = tiles.replaced(grad_w_in=HopperSum(), grad_w_out=HopperSum())
     if projections:
-        return tiles.replaced(project_in=PROJECT_IN, grad_hidden=GRAD_HIDDEN)
+        return tiles.replaced(gate_up_gemm=GATE_UP_GEMM, grad_hidden=GRAD_HIDDEN)
     if isinstance(tiles.grad_hidden, TileConfig):  # what is gathered in tiles serves no sum any more
         return tiles.replaced(grad_hidden=replace(tiles.grad_hidden, copy=0))
     return tiles
@@ -98,8 +98,8 @@ def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True) -> FusedTile
 
 _SMALL = TileConfig(32, 32, 32, 4, 2)
 _MANY = FusedTiles(
-    project_in=TileConfig(128, 128, 64, 8, 4, tma=True),
-    project_out=TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True, per_multiprocessor=1),
+    gate_up_gemm=TileConfig(128, 128, 64, 8, 4, tma=True),
+    down_gemm=TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True, per_multiprocessor=1),
     grad_hidden=TileConfig(128, 256, 64, 8, 4, tma=True, parts=4, copy=128),
     grad_input=TileConfig(128, 256, 64, 8, 3, tma=True),
     grad_w_in=TileConfig(128, 256, 64, 8, 5, tma=True),  # two stages more in flight: the tokens' indices come first
@@ -107,22 +107,22 @@ _MANY = FusedTiles(
 )
 ON_HOPPER = on_hopper_tiles(_MANY)
 _HUNDREDS = _MANY.replaced(
-    project_out=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
+    down_gemm=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
     grad_input=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
     grad_w_in=TileConfig(64, 128, 32, 4, 4, tma=True, copy=64),
     grad_w_out=TileConfig(64, 128, 32, 4, 4, tma=True, copy=128),
 )
 _SOME = _HUNDREDS.replaced(
-    project_in=TileConfig(64, 128, 64, 4, 4, tma=True),
-    project_out=TileConfig(64, 256, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=1),
+    gate_up_gemm=TileConfig(64, 128, 64, 4, 4, tma=True),
+    down_gemm=TileConfig(64, 256, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=1),
     grad_hidden=TileConfig(64, 128, 64, 4, 4, tma=True, parts=2, copy=64),
     grad_input=TileConfig(64, 256, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=1),
     grad_w_in=TileConfig(128, 128, 64, 4, 2, tma=True, per_multiprocessor=2, copy=64),
     grad_w_out=TileConfig(64, 128, 32, 4, 4, tma=True, copy=64),
 )
 _FEW = FusedTiles(
-    project_in=TileConfig(32, 128, 64, 4, 4, tma=True),
-    project_out=TileConfig(32, 128, 64, 4, 4, tma=True),
+    gate_up_gemm=TileConfig(32, 128, 64, 4, 4, tma=True),
+    down_gemm=TileConfig(32, 128, 64, 4, 4, tma=True),
     grad_hidden=TileConfig(16, 128, 64, 4, 4, tma=True, parts=2),
     grad_input=TileConfig(32, 128, 64, 4, 4, tma=True),
     grad_w_in=TileConfig(128, 128, 16, 4, 4, tma=True, copy=64),

@@ -32,7 +32,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Order:
+class TokenPermutation:
     """Rows sorted by expert and then by token, all int32.
 
     `pair_of_row` and `token_of_row` (R,); `ends` (E,), the row behind each expert's last; `largest_first` (E,), experts
@@ -48,8 +48,10 @@ class Order:
     tiles: dict[int, Tiles]
 
     @classmethod
-    def of(cls, buffer: Tensor, num_pairs: int, num_experts: int, top_k: int, heights: tuple[int, ...]) -> Order:
-        """What lies in a buffer of `order_size` numbers."""
+    def of(
+        cls, buffer: Tensor, num_pairs: int, num_experts: int, top_k: int, heights: tuple[int, ...]
+    ) -> TokenPermutation:
+        """What lies in a buffer of `permutation_size` numbers."""
         sizes = _sizes(num_pairs, num_experts, heights)
         starts = accumulate((_aligned(size) for size in sizes), initial=0)
         views = iter([buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)])
@@ -61,8 +63,8 @@ class Order:
         return cls(top_k, buffer, pairs, tokens, ends, largest_first, tiles)
 
 
-def order_size(num_pairs: int, num_experts: int, heights: tuple[int, ...]) -> int:
-    """Numbers that an order takes."""
+def permutation_size(num_pairs: int, num_experts: int, heights: tuple[int, ...]) -> int:
+    """How many int32 numbers a `TokenPermutation` takes."""
     return sum(map(_aligned, _sizes(num_pairs, num_experts, heights)))
 
 
@@ -71,7 +73,7 @@ def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
     return (num_pairs + min(num_experts, num_pairs) * (height - 1)) // height
 
 
-def order_pairs(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -> Order:
+def permute_tokens(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -> TokenPermutation:
     """Sort the pairs of `routes_TK` (T, K) by expert and lay tiles of each of the heights over them."""
     num_pairs, top_k = routes_TK.numel(), routes_TK.shape[1]
     routes = routes_TK.contiguous()
@@ -81,26 +83,28 @@ def order_pairs(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -
     def indices(length: int) -> Tensor:
         return torch.empty(length, dtype=torch.int32, device=routes.device)
 
-    order = Order.of(indices(order_size(num_pairs, num_experts, heights)), num_pairs, num_experts, top_k, heights)
+    permutation = TokenPermutation.of(
+        indices(permutation_size(num_pairs, num_experts, heights)), num_pairs, num_experts, top_k, heights
+    )
     counts = indices(num_experts * num_blocks)
     routing.count_experts[(num_blocks,)](routes, counts, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, BINS=bins)
     scan = torch.cumsum(counts, 0, dtype=torch.int32)
     routing.place_pairs[(num_blocks,)](
         routes,
         scan,
-        order.pair_of_row,
-        order.token_of_row,
+        permutation.pair_of_row,
+        permutation.token_of_row,
         num_pairs,
         num_blocks,
         TOP_K=top_k,
         BLOCK=_BLOCK,
         CHUNK=_CHUNK,
     )
-    for height, tiles in order.tiles.items():
+    for height, tiles in permutation.tiles.items():
         routing.lay_tiles[(num_experts,)](
             scan,
-            order.ends,
-            order.largest_first,
+            permutation.ends,
+            permutation.largest_first,
             tiles.first,
             tiles.expert,
             tiles.row,
@@ -111,20 +115,20 @@ def order_pairs(routes_TK: Tensor, num_experts: int, heights: tuple[int, ...]) -
             BINS=bins,
             CHUNK=_TILES_AT_ONCE,
         )
-    return order
+    return permutation
 
 
-def gather_tiles(tokens: Tensor, order: Order, height: int) -> Tensor:
+def gather_tiles(tokens: Tensor, permutation: TokenPermutation, height: int) -> Tensor:
     """The tokens (T, D) of the rows, each expert's padded with zeros to whole tiles: (tiles * height, D)."""
-    tiles, width = order.tiles[height], tokens.shape[1]
+    tiles, width = permutation.tiles[height], tokens.shape[1]
     out = tokens.new_empty(tiles.most * height, width)
     block_d = min(512, _power_of_two(width))
     block_r = min(16, height)
     routing.gather_tiles[(tiles.most * height // block_r,)](
         tokens,
         out,
-        order.token_of_row,
-        order.ends,
+        permutation.token_of_row,
+        permutation.ends,
         tiles.expert,
         tiles.row,
         tiles.count,
@@ -137,14 +141,14 @@ def gather_tiles(tokens: Tensor, order: Order, height: int) -> Tensor:
     return out
 
 
-def gather_rows(tokens: Tensor, order: Order) -> Tensor:
+def gather_rows(tokens: Tensor, permutation: TokenPermutation) -> Tensor:
     """The tokens (T, D) of the rows, in the experts' order: (R, D)."""
-    num_pairs, width = order.token_of_row.numel(), tokens.shape[1]
+    num_pairs, width = permutation.token_of_row.numel(), tokens.shape[1]
     out = tokens.new_empty(num_pairs, width)
     block_d = min(512, _power_of_two(width))
     grid = (-(-num_pairs // _GATHERED_AT_ONCE),)
     routing.gather_rows[grid](
-        tokens, out, order.token_of_row, num_pairs, width, BLOCK_R=_GATHERED_AT_ONCE, BLOCK_D=block_d, num_warps=8
+        tokens, out, permutation.token_of_row, num_pairs, width, BLOCK_R=_GATHERED_AT_ONCE, BLOCK_D=block_d, num_warps=8
     )
     return out
 

@@ -9,7 +9,8 @@ from bexp.kernels.activations import Activation
 from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
-from bexp.kernels.experts.hopper.gemm import ALIGNMENT, HopperGemm, grouped_gemm
+from bexp.kernels.experts.hopper.gemm import HopperGemm, grouped_gemm
+from bexp.kernels.experts.hopper.launch import ALIGNMENT
 from bexp.kernels.experts.rows import sorted_rows
 from bexp.kernels.shapes import ExpertsShape
 from bexp.kernels.triton_support import triton_failure, triton_reason

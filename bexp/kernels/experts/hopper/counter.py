@@ -1,4 +1,4 @@
-"""The counter from which the programs of a launch draw their tiles."""
+"""The counter by which the programs of a launch claim their tiles."""
 
 from __future__ import annotations
 

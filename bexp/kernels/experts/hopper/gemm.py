@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.experts.hopper.counter import tile_counter
+from bexp.kernels.experts.hopper.launch import (
+    WARPS_OF_A_GROUP,
+    most_row_tiles,
+    searched_experts,
+    tensor_map,
+)
 from bexp.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.triton_support import aligned, launching_on, num_multiprocessors
-
-ALIGNMENT = 8
-"""K and N are multiples of this: rows of bulk copies start at multiples of 16 bytes."""
-_FEWEST_EXPERTS = 32
-_WARPS_OF_A_GROUP = 4
 
 
 def multiply_rows(
@@ -48,19 +48,19 @@ def multiply_rows(
         return out
     multiprocessors = num_multiprocessors(x_RK.device)
     tiles = tiles or rows_tiles(num_rows, num_experts, k, n, multiprocessors)
-    row_tiles = num_rows // tiles.block_m + min(num_experts, num_rows)
+    row_tiles = most_row_tiles(num_rows, num_experts, tiles.block_m)
     with launching_on(x_RK.device):
         rows_kernel[(min(row_tiles * -(-n // tiles.block_n), tiles.programs * multiprocessors),)](
-            _described(x_RK, [tiles.rows, tiles.block_k]),
-            _described(w, [1, tiles.block_n, tiles.block_k] if transposed else [1, tiles.block_k, tiles.block_n]),
-            _described(out, [tiles.rows, tiles.columns]),
+            tensor_map(x_RK, [tiles.rows, tiles.block_k]),
+            tensor_map(w, [1, tiles.block_n, tiles.block_k] if transposed else [1, tiles.block_k, tiles.block_n]),
+            tensor_map(out, [tiles.rows, tiles.columns]),
             out,
             ends,
             num_experts,
             k,
             n,
             out.stride(0),
-            EXPERTS=_searched(num_experts),
+            EXPERTS=searched_experts(num_experts),
             TRANSPOSED=transposed,
             BLOCK_K=tiles.block_k,
             **_sizes(tiles, num_experts),
@@ -86,16 +86,16 @@ def sum_over_rows(
     num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
     with launching_on(x_RK.device):
         weights_kernel[(min(num_tiles, tiles.programs * multiprocessors),)](
-            _described(x_RK, [tiles.block_k, tiles.rows]),
-            _described(grad_RN, [tiles.block_k, tiles.block_n]),
-            _described(out, [1, tiles.rows, tiles.columns]),
+            tensor_map(x_RK, [tiles.block_k, tiles.rows]),
+            tensor_map(grad_RN, [tiles.block_k, tiles.block_n]),
+            tensor_map(out, [1, tiles.rows, tiles.columns]),
             ends,
             tile_counter(x_RK.device) if tiles.dynamic else None,
             num_experts,
             k,
             n,
             BLOCK_R=tiles.block_k,
-            EXPERTS=_searched(num_experts) if tiles.dynamic else 0,
+            EXPERTS=searched_experts(num_experts) if tiles.dynamic else 0,
             DYNAMIC=tiles.dynamic,
             **_sizes(tiles, num_experts if tiles.dynamic else 1),
         )
@@ -132,11 +132,6 @@ def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def _searched(num_experts: int) -> int:
-    """Numbers that a warp holds for this many experts: the power of two from that on."""
-    return max(_FEWEST_EXPERTS, 1 << (num_experts - 1).bit_length())
-
-
 def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:
     """What both kernels are compiled for; the registers at the start bound what consumers and producer share."""
     return {
@@ -149,15 +144,6 @@ def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:
         "GROUP_M": tiles.group_m,
         "PRODUCER_REGISTERS": tiles.producer_registers(num_experts),
         "CONSUMER_REGISTERS": tiles.consumer_registers(num_experts),
-        "num_warps": _WARPS_OF_A_GROUP,
+        "num_warps": WARPS_OF_A_GROUP,
         "maxnreg": tiles.launch_registers,
     }
-
-
-def _described(tensor: Tensor, block: list[int]) -> Any:
-    """A tensor map, swizzled as the product instructions read it."""
-    from triton.experimental.gluon import language as gl  # noqa: PLC0415 - optional
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: PLC0415 - optional
-
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))

@@ -1,9 +1,9 @@
-"""What the Hopper kernels share: the ring of operand stages, its main loop, and the way out. Imports Triton's Gluon.
+"""What the Hopper kernels share: a pipeline of operand stages, its main loop, and the way out. Imports Triton's Gluon.
 
-A program is one producer warp and one to three consumer warpgroups. The producer copies operand blocks into a ring of
+A program is one producer warp and one to three consumer warpgroups. The producer copies operand blocks into
 stages by the tensor memory accelerator and runs ahead over the ends of tiles; the consumers multiply them, each its own
 rows of the tile by columns that they share. `full[stage]` completes when a stage's bytes are there, `empty[stage]` when
-every consumer has read it. Nothing but the ring ties the consumers together, so that one writes its part of a tile
+every consumer has read it. Nothing but the stages ties the consumers together, so that one writes its part of a tile
 while another still multiplies.
 
 A stage is used once a round. The producer waits for the parity of the round before, which a fresh barrier counts as
@@ -86,7 +86,7 @@ def start_products(
     B_TRANSPOSED: gl.constexpr,
     B_BLOCKS: gl.constexpr = 1,
 ) -> gl.tensor:
-    """Start the sum of `steps` products of the stages from `stage` on; `finish` ends it, since one stays in flight.
+    """Start the sum of `steps` products of the stages from `stage` on; `finish_products` waits for the last.
 
     Returns the sum, and the stage and parity after it.
 
@@ -105,11 +105,55 @@ def start_products(
 
 
 @jit
-def finish(acc: gl.tensor, steps: gl.tensor, stage: gl.tensor, empty: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
+def finish_products(
+    acc: gl.tensor, steps: gl.tensor, stage: gl.tensor, empty: gl.tensor, STAGES: gl.constexpr
+) -> gl.tensor:
     """The sum that `start_products` began; zeros for no step. Frees the last stage, the one before `stage`."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=steps > 0)
     return acc
+
+
+@jit
+def sum_products(
+    steps: gl.tensor,
+    stage: gl.tensor,
+    parity: gl.tensor,
+    full: gl.tensor,
+    empty: gl.tensor,
+    a: gl.tensor,
+    b: gl.tensor,
+    PART: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr,
+    B_BLOCKS: gl.constexpr = 1,
+) -> gl.tensor:
+    """The main loop of a tile: the sum (ROWS, COLUMNS) of `steps` products, and the stage and parity after it.
+
+    The stages are as `start_products` describes them.
+    """
+    acc, stage, parity = start_products(
+        accumulator(ROWS, COLUMNS, WIDTH),
+        steps,
+        stage,
+        parity,
+        full,
+        empty,
+        a,
+        b,
+        PART,
+        CONSUMERS,
+        STAGES,
+        False,
+        B_TRANSPOSED,
+        B_BLOCKS,
+    )
+    acc = finish_products(acc, steps, stage, empty, STAGES)
+    return acc, stage, parity
 
 
 @jit

@@ -7,17 +7,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from bexp.kernels.experts.hopper.pipeline import (
-    accumulator,
-    finish,
     free_buffer,
     halves,
     jit,
     make_barriers,
     next_slot,
     next_stage,
-    start_products,
+    sum_products,
 )
-from bexp.kernels.experts.hopper.schedule import expert_tiles, find_rows_tile
+from bexp.kernels.experts.hopper.schedule import find_rows_tile, row_tiles
 
 
 @jit
@@ -46,9 +44,7 @@ def _load(
     """The producer: rows that follow the expert's are copied too, and not written later."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     STAGE_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
-    end_E, tiles_E = expert_tiles(ends, num_experts, BLOCK_M, EXPERTS)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    num_tiles = gl.max(tiles_E, 0) * tiles_n
+    end_E, tiles_E, tiles_n, num_tiles = row_tiles(ends, num_experts, N, BLOCK_M, BLOCK_N, EXPERTS)
     stage = 0
     parity = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -137,31 +133,16 @@ def _multiply(
 ) -> None:
     """The consumer of the rows from PART * ROWS on of each tile."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    end_E, tiles_E = expert_tiles(ends, num_experts, BLOCK_M, EXPERTS)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    num_tiles = gl.max(tiles_E, 0) * tiles_n
+    end_E, tiles_E, tiles_n, num_tiles = row_tiles(ends, num_experts, N, BLOCK_M, BLOCK_N, EXPERTS)
     steps = gl.cdiv(K, BLOCK_K)
     stage = 0
     parity = 0
     slot = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _expert, row, end, col = find_rows_tile(tile, end_E, tiles_E, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        acc, stage, parity = start_products(
-            accumulator(ROWS, BLOCK_N, WIDTH),
-            steps,
-            stage,
-            parity,
-            full,
-            empty,
-            a,
-            b,
-            PART,
-            CONSUMERS,
-            STAGES,
-            False,
-            TRANSPOSED,
+        acc, stage, parity = sum_products(
+            steps, stage, parity, full, empty, a, b, PART, ROWS, BLOCK_N, WIDTH, CONSUMERS, STAGES, TRANSPOSED
         )
-        acc = finish(acc, steps, stage, empty, STAGES)
         row += PART * ROWS
         if row < end:
             result = acc.to(out_desc.dtype)

@@ -6,13 +6,9 @@ a warp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-jit: Callable[[Callable[..., Any]], Any] = gluon.jit
+from bexp.kernels.experts.hopper.pipeline import jit
 
 
 @jit
@@ -32,6 +28,21 @@ def expert_tiles(
     start_E = gl.load(ends + experts - 1, mask=exists & (experts > 0), other=0)
     tiles_E = gl.where(exists, (end_E - start_E + BLOCK_M - 1) // BLOCK_M, 0)
     return end_E, gl.associative_scan(tiles_E, 0, _add)
+
+
+@jit
+def row_tiles(
+    ends: gl.tensor,
+    num_experts: gl.tensor,
+    N: gl.tensor,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    EXPERTS: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """What `expert_tiles` finds, the tiles beside each other in N columns, and how many tiles there are."""
+    end_E, tiles_E = expert_tiles(ends, num_experts, BLOCK_M, EXPERTS)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    return end_E, tiles_E, tiles_n, gl.max(tiles_E, 0) * tiles_n
 
 
 @jit

@@ -1,24 +1,18 @@
-"""Tiles that programs take as they become free, and how a producer tells its consumers. Imports Triton's Gluon.
+"""Tiles that programs claim as they become free, and how a producer tells its consumers. Imports Triton's Gluon.
 
-A program's first tile is its own number. For each tile that it begins, its producer draws a ticket for its next one
-from a counter in global memory. One ticket is drawn a tile, so that the counter ends at the number of tiles, and who
-draws the last ticket knows that nobody will draw again and puts the counter back to zero for the next launch.
+A program's first tile is its own number. For each tile that it begins, its producer claims its next one by adding one
+to a counter in global memory. One claim is made for each tile, so that the counter ends at the number of tiles. The
+producer that makes the last claim knows that nobody will claim again, and sets the counter to zero for the next launch.
 
-The consumers read each tile from a ring of messages in shared memory, with barriers as the operands have.
+The consumers read each tile from a few messages in shared memory, used in turn, with barriers as the operands have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from bexp.kernels.experts.hopper.pipeline import next_stage
-
-jit: Callable[[Callable[..., Any]], Any] = gluon.jit
+from bexp.kernels.experts.hopper.pipeline import jit, next_stage
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 _FIELDS: gl.constexpr = gl.constexpr(8)
@@ -32,18 +26,18 @@ def make_messages() -> gl.tensor:
 
 
 @jit
-def draw_ticket(counter: gl.tensor) -> gl.tensor:
-    """Ask for the next ticket, without waiting for it: a tensor of one warp for `ticket_number`."""
+def claim_tile(counter: gl.tensor) -> gl.tensor:
+    """Claim the next tile without waiting for the answer: a tensor of one warp for `claimed_tile`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, 32, layout)
     return gl.atomic_add(counter + lanes, gl.full_like(lanes, 1), mask=lanes == 0, sem="relaxed")
 
 
 @jit
-def ticket_number(ticket: gl.tensor) -> gl.tensor:
-    """What was drawn, once it is there."""
-    layout: gl.constexpr = ticket.type.layout
-    return gl.sum(gl.where(gl.arange(0, 32, layout) == 0, ticket, 0), 0)
+def claimed_tile(claim: gl.tensor) -> gl.tensor:
+    """The number that was claimed, once it is there."""
+    layout: gl.constexpr = claim.type.layout
+    return gl.sum(gl.where(gl.arange(0, 32, layout) == 0, claim, 0), 0)
 
 
 @jit

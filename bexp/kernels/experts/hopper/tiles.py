@@ -48,9 +48,9 @@ class HopperTiles:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program at two bytes a number: the ring, the pieces on their way out, the barriers."""
-        ring = self.stages * (self.block_m + self.block_n) * self.block_k
-        return 2 * (ring + self.block_m * self.columns * self.buffers) + _BARRIER_BYTES
+        """Shared memory of a program at two bytes a number: the stages, the pieces on their way out, the barriers."""
+        operands = self.stages * (self.block_m + self.block_n) * self.block_k
+        return 2 * (operands + self.block_m * self.columns * self.buffers) + _BARRIER_BYTES
 
     @property
     def fits(self) -> bool:

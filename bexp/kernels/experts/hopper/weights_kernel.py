@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from bexp.kernels.experts.hopper.pipeline import (
     accumulator,
-    finish,
+    finish_products,
     free_buffer,
     halves,
     jit,
@@ -28,11 +28,11 @@ from bexp.kernels.experts.hopper.pipeline import (
 from bexp.kernels.experts.hopper.schedule import find_weights_tile, heaviest_first
 from bexp.kernels.experts.hopper.tile_scheduler import (
     SLOTS,
-    draw_ticket,
+    claim_tile,
+    claimed_tile,
     make_messages,
     receive_tile,
     send_tile,
-    ticket_number,
 )
 
 
@@ -80,7 +80,7 @@ def _load(
     )
     while tile < num_tiles:
         if DYNAMIC:
-            ticket = draw_ticket(counter)
+            claim = claim_tile(counter)
             slot, slot_parity = send_tile(expert, start, end, row, col, slot, slot_parity, messages, sent, taken)
         for at in range(start, end, BLOCK_R):
             mbarrier.wait(empty.index(stage), parity)
@@ -93,7 +93,7 @@ def _load(
                 )
             stage, parity = next_stage(stage, parity, STAGES)
         if DYNAMIC:
-            tile = gl.num_programs(0) + ticket_number(ticket)
+            tile = gl.num_programs(0) + claimed_tile(claim)
         else:
             tile += gl.num_programs(0)
         expert, start, end, row, col = find_weights_tile(
@@ -249,7 +249,7 @@ def _multiply(
             next_expert, next_start, next_end, next_row, next_col = find_weights_tile(
                 tile, None, ends, num_experts, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
             )
-        acc = finish(acc, whole, stage, empty, STAGES)
+        acc = finish_products(acc, whole, stage, empty, STAGES)
         if rest > 0:
             acc, stage, parity, zeroed_parity = _add_partial(
                 acc, rest, stage, parity, zeroed_parity, full, empty, zeroed, a, b, PART, CONSUMERS, STAGES

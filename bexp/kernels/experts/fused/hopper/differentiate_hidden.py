@@ -9,11 +9,11 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from bexp.kernels.experts.fused.hopper.epilogue import BAND, HALVES, STRIP, await_sums, piece_of, release_sums
 from bexp.kernels.experts.fused.hopper.main_loop import kernel, multiply, produce
-from bexp.kernels.experts.fused.hopper.wgrad import BAND, HALVES, STRIP, await_sums, piece_of, release_sums
 from bexp.kernels.experts.fused.kernels.elementwise import activation, activation_slope
 from bexp.kernels.experts.hopper.pipeline import jit, make_barriers
-from bexp.kernels.experts.hopper.schedule import expert_tiles, find_rows_tile
+from bexp.kernels.experts.hopper.schedule import find_rows_tile, row_tiles
 
 AHEAD = gl.constexpr(2)
 
@@ -45,7 +45,7 @@ def _copy_pre(
 
 
 @jit
-def _finish(
+def _epilogue(
     pre_desc: gl.tensor,
     grad_pre: gl.tensor,
     hidden: gl.tensor,
@@ -69,13 +69,11 @@ def _finish(
     GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr,
 ) -> None:
-    """The finisher: the next AHEAD pieces of `pre` are on their way while one is worked on."""
+    """The epilogue: the next AHEAD pieces of `pre` are on their way while one is worked on."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     STRIPS: gl.constexpr = COLUMNS // STRIP
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    end_E, tiles_E = expert_tiles(ends, num_experts, BLOCK_M, EXPERTS)
-    tiles_n = gl.cdiv(H, COLUMNS)
-    num_tiles = gl.max(tiles_E, 0) * tiles_n
+    end_E, tiles_E, tiles_n, num_tiles = row_tiles(ends, num_experts, H, BLOCK_M, COLUMNS, EXPERTS)
     parity = 0
     turn = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -156,7 +154,7 @@ def differentiate_hidden_kernel(
     A_LAYOUT: gl.constexpr,
     B_LAYOUT: gl.constexpr,
     SUMS_LAYOUT: gl.constexpr,
-    FINISHER_WARPS: gl.constexpr,
+    EPILOGUE_WARPS: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
@@ -192,18 +190,18 @@ def differentiate_hidden_kernel(
     scheduling: gl.constexpr = (GROUP_M, EXPERTS)
     products: gl.constexpr = (TRANSPOSED, SUMMED, COLUMNS, WIDTH, CONSUMERS, STAGES) + scheduling
     producing: gl.constexpr = (GATHERED, EVEN_K, TRANSPOSED, SUMMED, COLUMNS, STAGES) + scheduling
-    finishing: gl.constexpr = (ACTIVATION, GATES, COLUMNS, CONSUMERS, ROWS) + scheduling
+    epilogue_sizes: gl.constexpr = (ACTIVATION, GATES, COLUMNS, CONSUMERS, ROWS) + scheduling
     multiplied = (ends, num_experts, K, H, full, empty, filled, free, a, b, b_halves, sums)
-    finished = (pre_desc, grad_pre, hidden, weights, partial, pair_of_row, ends, num_experts, num_rows, H)
+    epilogue_arguments = (pre_desc, grad_pre, hidden, weights, partial, pair_of_row, ends, num_experts, num_rows, H)
     passed = (filled, free, arrived, pieces, buffers)
     loaded = (grad, token_of_row, w_desc, ends, num_experts, num_rows, K, H, full, empty, rows, parts)
     gl.warp_specialize(
         [
             (multiply, (0,) + multiplied + products),
             (multiply, (1,) + multiplied + products),
-            (_finish, finished + passed + finishing),
+            (_epilogue, epilogue_arguments + passed + epilogue_sizes),
             (produce, loaded + producing),
         ],
-        [4, FINISHER_WARPS, PRODUCER_WARPS],
+        [4, EPILOGUE_WARPS, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )

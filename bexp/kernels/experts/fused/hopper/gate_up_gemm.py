@@ -9,15 +9,15 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from bexp.kernels.experts.fused.hopper.epilogue import BAND, HALVES, STRIP, await_sums, piece_of, release_sums
 from bexp.kernels.experts.fused.hopper.main_loop import kernel, multiply, produce
-from bexp.kernels.experts.fused.hopper.wgrad import BAND, HALVES, STRIP, await_sums, piece_of, release_sums
 from bexp.kernels.experts.fused.kernels.elementwise import activation
 from bexp.kernels.experts.hopper.pipeline import jit, make_barriers
-from bexp.kernels.experts.hopper.schedule import expert_tiles, find_rows_tile
+from bexp.kernels.experts.hopper.schedule import find_rows_tile, row_tiles
 
 
 @jit
-def _finish(
+def _epilogue(
     pre: gl.tensor,
     hidden: gl.tensor,
     weights: gl.tensor,
@@ -37,13 +37,11 @@ def _finish(
     GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr,
 ) -> None:
-    """The finisher."""
+    """The epilogue."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     STRIPS: gl.constexpr = GATES * COLUMNS // STRIP
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    end_E, tiles_E = expert_tiles(ends, num_experts, BLOCK_M, EXPERTS)
-    tiles_n = gl.cdiv(H, COLUMNS)
-    num_tiles = gl.max(tiles_E, 0) * tiles_n
+    end_E, tiles_E, tiles_n, num_tiles = row_tiles(ends, num_experts, H, BLOCK_M, COLUMNS, EXPERTS)
     parity = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _expert, row, end, col = find_rows_tile(tile, end_E, tiles_E, tiles_n, BLOCK_M, COLUMNS, GROUP_M)
@@ -78,7 +76,7 @@ def _finish(
 
 
 @kernel
-def project_in_kernel(
+def gate_up_gemm_kernel(
     x: gl.tensor,
     w_desc: gl.tensor,
     pre: gl.tensor,
@@ -107,7 +105,7 @@ def project_in_kernel(
     A_LAYOUT: gl.constexpr,
     B_LAYOUT: gl.constexpr,
     SUMS_LAYOUT: gl.constexpr,
-    FINISHER_WARPS: gl.constexpr,
+    EPILOGUE_WARPS: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
@@ -140,17 +138,17 @@ def project_in_kernel(
     scheduling: gl.constexpr = (GROUP_M, EXPERTS)
     products: gl.constexpr = (TRANSPOSED, GATES, COLUMNS, WIDTH, CONSUMERS, STAGES) + scheduling
     producing: gl.constexpr = (GATHERED, EVEN_K, TRANSPOSED, GATES, COLUMNS, STAGES) + scheduling
-    finishing: gl.constexpr = (ACTIVATION, KEEP, GATES, COLUMNS, CONSUMERS, ROWS) + scheduling
+    epilogue_sizes: gl.constexpr = (ACTIVATION, KEEP, GATES, COLUMNS, CONSUMERS, ROWS) + scheduling
     multiplied = (ends, num_experts, K, H, full, empty, filled, free, a, b, b_halves, sums)
-    finished = (pre, hidden, weights, pair_of_row, ends, num_experts, H, filled, free, pieces)
+    epilogue_arguments = (pre, hidden, weights, pair_of_row, ends, num_experts, H, filled, free, pieces)
     loaded = (x, token_of_row, w_desc, ends, num_experts, num_rows, K, H, full, empty, rows, parts)
     gl.warp_specialize(
         [
             (multiply, (0,) + multiplied + products),
             (multiply, (1,) + multiplied + products),
-            (_finish, finished + finishing),
+            (_epilogue, epilogue_arguments + epilogue_sizes),
             (produce, loaded + producing),
         ],
-        [4, FINISHER_WARPS, PRODUCER_WARPS],
+        [4, EPILOGUE_WARPS, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )

@@ -1,7 +1,7 @@
 """What the fused Hopper kernels share: the producer, which gathers tokens or copies rows, and the consumers.
 
 Imports Triton's Gluon. A tile has CONSUMERS * ROWS rows and COLUMNS columns of each of GATES matrices that lie side by
-side in w; the ring and its barriers are those of the grouped GEMM (`experts/hopper/ring.py`).
+side in w; the stages, their barriers and the main loop are those of the grouped GEMM (`experts/hopper/pipeline.py`).
 
 Gathered rows come by asynchronous copies of 16 bytes. Products read shared memory by another path than such copies
 write it, so that the producer waits for its own, fences, and only then says that a stage is full: LAG stages later, so
@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from bexp.kernels.experts.fused.hopper.wgrad import pass_nothing_on, pass_on, pass_on_left
-from bexp.kernels.experts.hopper.pipeline import accumulator, finish, jit, next_stage, start_products
-from bexp.kernels.experts.hopper.schedule import expert_tiles, find_rows_tile
+from bexp.kernels.experts.fused.hopper.epilogue import pass_nothing_on, pass_on, pass_on_left
+from bexp.kernels.experts.hopper.pipeline import jit, next_stage, sum_products
+from bexp.kernels.experts.hopper.schedule import find_rows_tile, row_tiles
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -97,9 +97,7 @@ def produce(
     X_BYTES: gl.constexpr = 0 if GATHERED else BLOCK_M * BLOCK_K * 2
     LAG: gl.constexpr = STAGES - 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [gl.num_warps(), 1], [1, 0])
-    end_E, tiles_E = expert_tiles(ends, num_experts, BLOCK_M, EXPERTS)
-    tiles_n = gl.cdiv(N, COLUMNS)
-    num_tiles = gl.max(tiles_E, 0) * tiles_n
+    end_E, tiles_E, tiles_n, num_tiles = row_tiles(ends, num_experts, N, BLOCK_M, COLUMNS, EXPERTS)
     stage = 0
     parity = 1
     copied = 0
@@ -191,9 +189,7 @@ def multiply(
     BLOCK_N: gl.constexpr = GATES * COLUMNS
     HALF: gl.constexpr = BLOCK_N // 2
     HALF_WIDTH: gl.constexpr = WIDTH if WIDTH < HALF else HALF
-    end_E, tiles_E = expert_tiles(ends, num_experts, CONSUMERS * ROWS, EXPERTS)
-    tiles_n = gl.cdiv(N, COLUMNS)
-    num_tiles = gl.max(tiles_E, 0) * tiles_n
+    end_E, tiles_E, tiles_n, num_tiles = row_tiles(ends, num_experts, N, CONSUMERS * ROWS, COLUMNS, EXPERTS)
     steps = gl.cdiv(K, BLOCK_K)
     stage = 0
     parity = 0
@@ -204,8 +200,7 @@ def multiply(
             stage, parity = _skip(steps, stage, parity, full, empty, STAGES)
             pass_nothing_on(filled, free, PART, tile_parity)
         elif GATES == 1 and col + HALF >= N:
-            left, stage, parity = start_products(
-                accumulator(ROWS, HALF, HALF_WIDTH),
+            left, stage, parity = sum_products(
                 steps,
                 stage,
                 parity,
@@ -214,30 +209,18 @@ def multiply(
                 a,
                 b_halves,
                 PART,
+                ROWS,
+                HALF,
+                HALF_WIDTH,
                 CONSUMERS,
                 STAGES,
-                False,
                 TRANSPOSED,
                 2,
             )
-            left = finish(left, steps, stage, empty, STAGES)
             pass_on_left(left, sums, filled, free, PART, tile_parity)
         else:
-            acc, stage, parity = start_products(
-                accumulator(ROWS, BLOCK_N, WIDTH),
-                steps,
-                stage,
-                parity,
-                full,
-                empty,
-                a,
-                b,
-                PART,
-                CONSUMERS,
-                STAGES,
-                False,
-                TRANSPOSED,
+            acc, stage, parity = sum_products(
+                steps, stage, parity, full, empty, a, b, PART, ROWS, BLOCK_N, WIDTH, CONSUMERS, STAGES, TRANSPOSED
             )
-            acc = finish(acc, steps, stage, empty, STAGES)
             pass_on(acc, sums, filled, free, PART, tile_parity)
         tile_parity = tile_parity ^ 1

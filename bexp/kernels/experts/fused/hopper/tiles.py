@@ -21,14 +21,14 @@ class HopperTile:
     """A tile of 128 rows and 256 columns, those of gate and up together, by steps of `block_k`.
 
     Two warpgroups multiply 64 rows each. With `gathered` the producer gathers the tokens itself, else they are gathered
-    beforehand. `other_registers` are those of a thread of finisher and producer, which share a warpgroup's.
+    beforehand. `other_registers` are those of a thread of epilogue and producer, which share a warpgroup's.
     """
 
     gathered: bool
     block_k: int = 64
     stages: int = 3
     group: int = 8
-    finisher_warps: int = 2
+    epilogue_warps: int = 2
     other_registers: int = 128
 
     ROWS = 64
@@ -64,14 +64,14 @@ class HopperTile:
 
     @property
     def fits(self) -> bool:
-        """Whether shared memory holds the ring, the sums of a tile, and pieces of gate and up on their way."""
-        ring = self.stages * (self.block_m + self.BLOCK_N) * self.block_k
+        """Whether shared memory holds the stages, the sums of a tile, and pieces of gate and up on their way."""
+        operands = self.stages * (self.block_m + self.BLOCK_N) * self.block_k
         pieces = 2 * self.PIECES_AHEAD * self.PIECE[0] * self.PIECE[1]
-        return 2 * (ring + self.block_m * self.BLOCK_N + pieces) + _BARRIER_BYTES <= _SHARED_BYTES
+        return 2 * (operands + self.block_m * self.BLOCK_N + pieces) + _BARRIER_BYTES <= _SHARED_BYTES
 
     @property
     def _other_groups(self) -> int:
-        return -(-(self.finisher_warps + self.producer_warps) // _WARPS_OF_A_GROUP)
+        return -(-(self.epilogue_warps + self.producer_warps) // _WARPS_OF_A_GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,5 +86,5 @@ class HopperSum:
         return "rows", 1
 
 
-PROJECT_IN = HopperTile(gathered=True)
+GATE_UP_GEMM = HopperTile(gathered=True)
 GRAD_HIDDEN = HopperTile(gathered=False, other_registers=160)

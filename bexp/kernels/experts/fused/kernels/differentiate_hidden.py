@@ -16,7 +16,7 @@ def halves(tile: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.
 
 
 @jit
-def finish_hidden(
+def epilogue(
     grad: tl.tensor,
     weight: tl.tensor,
     pre: tl.tensor,
@@ -55,7 +55,7 @@ def finish_hidden(
 
 
 @jit
-def finish_halves(
+def epilogue_in_halves(
     grad: tl.tensor,
     weight: tl.tensor,
     pre: tl.tensor,
@@ -71,11 +71,11 @@ def finish_halves(
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """`finish_hidden` of the left and then of the right half, which takes fewer registers."""
+    """`epilogue` of the left and then of the right half, which takes fewer registers."""
     HALF: tl.constexpr = COLUMNS // 2
     left, right = halves(grad, BLOCK_M, COLUMNS)
-    total = finish_hidden(left, weight, pre, grad_pre, hidden, rows, live, first_column, W, H, GATED, ACTIVATION, HALF)
-    return total + finish_hidden(
+    total = epilogue(left, weight, pre, grad_pre, hidden, rows, live, first_column, W, H, GATED, ACTIVATION, HALF)
+    return total + epilogue(
         right, weight, pre, grad_pre, hidden, rows, live, first_column + HALF, W, H, GATED, ACTIVATION, HALF
     )
 
@@ -113,10 +113,10 @@ def differentiate_hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """The gradient of what `project_in` multiplied, from that of the output, gathered as the tiles are loaded.
+    """The gradient of what `gate_up_gemm` multiplied, from that of the output, gathered as the tiles are loaded.
     When PADDED it was gathered before: grad_out is a descriptor over tiles of BLOCK_M rows.
 
-    Writes grad_pre (R, 2H or H); hidden (R, H) as `project_in` did, computed from `pre` again; and partial
+    Writes grad_pre (R, 2H or H); hidden (R, H) as `gate_up_gemm` did, computed from `pre` again; and partial
     (H / BLOCK_N, R): each pair's gradient of its routing weight, one summand a tile of columns. w_out (E, H, D) when
     TRANSPOSED, since its transpose is the factor, else (E, D, H).
     """
@@ -150,7 +150,7 @@ def differentiate_hidden_kernel(
                 g = tl.load(grad_pointers + k)
             else:
                 g = tl.load(grad_pointers + k, mask=inner[None, :], other=0.0)
-            if TRANSPOSED:
+            if TRANSPOSED:  # noqa: SIM108 - a ternary would compile both shapes
                 mask = inner[None, :] & (columns < H)[:, None]
             else:
                 mask = inner[:, None] & (columns < H)[None, :]
@@ -172,21 +172,21 @@ def differentiate_hidden_kernel(
         weight = tl.load(weights + pairs, mask=live, other=0.0).to(tl.float32)
         column = n * BLOCK_N
         if PARTS == 1:
-            summand = finish_hidden(
+            summand = epilogue(
                 grad, weight, pre, grad_pre, hidden, rows, live, column, W, H, GATED, ACTIVATION, BLOCK_N
             )
         elif PARTS == 2:
-            summand = finish_halves(
+            summand = epilogue_in_halves(
                 grad, weight, pre, grad_pre, hidden, rows, live, column, W, H, GATED, ACTIVATION, BLOCK_M, BLOCK_N
             )
         else:
             HALF: tl.constexpr = BLOCK_N // 2
             left, right = halves(grad, BLOCK_M, BLOCK_N)
-            summand = finish_halves(
+            summand = epilogue_in_halves(
                 left, weight, pre, grad_pre, hidden, rows, live, column, W, H, GATED, ACTIVATION, BLOCK_M, HALF
             )
             column += HALF
-            summand += finish_halves(
+            summand += epilogue_in_halves(
                 right, weight, pre, grad_pre, hidden, rows, live, column, W, H, GATED, ACTIVATION, BLOCK_M, HALF
             )
         tl.store(partial + n.to(tl.int64) * num_pairs + pairs, summand, mask=live)

@@ -9,7 +9,7 @@ from bexp.kernels.jit import kernel
 
 
 @kernel
-def project_back_kernel(
+def down_gemm_kernel(
     a: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,

@@ -9,7 +9,7 @@ from bexp.kernels.jit import kernel
 
 
 @kernel
-def sum_outer_products_kernel(
+def wgrad_kernel(
     a: tl.tensor,
     b: tl.tensor,
     out: tl.tensor,

@@ -1,11 +1,11 @@
-"""Sums of products on their way from the warpgroups that multiply to the finisher. Imports Triton's Gluon.
+"""Sums of products on their way from the warpgroups that multiply to the epilogue. Imports Triton's Gluon.
 
 Each consumer has two buffers, one for each half of its columns. `filled[buffer]` completes when the sums are there,
-`free[buffer]` when the finisher has read them. All of them pass once a tile, also where there is nothing to pass, so
+`free[buffer]` when the epilogue has read them. All of them pass once a tile, also where there is nothing to pass, so
 that a tile's parity is the same for all; the consumers wait for that of the tile before, which a fresh barrier counts
 as complete.
 
-The finisher reads pieces of BAND rows and STRIP columns, that is one swizzled block of shared memory, by `piece_of`.
+The epilogue reads pieces of BAND rows and STRIP columns, that is one swizzled block of shared memory, by `piece_of`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def await_sums(filled: gl.tensor, part: gl.tensor, parity: gl.tensor) -> None:
 
 @jit
 def release_sums(free: gl.tensor, part: gl.tensor) -> None:
-    """The finisher has read what it needs of a consumer's sums."""
+    """The epilogue has read what it needs of a consumer's sums."""
     gl.thread_barrier()
     mbarrier.arrive(free.index(part * HALVES))
     mbarrier.arrive(free.index(part * HALVES + 1))

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from bexp.measure.memory_meters import CudaMeter, HostMeter, byte_meter
+
+CPU = torch.device("cpu")
+
+
+def test_the_host_meter_counts_new_storages_and_their_peak() -> None:
+    existing = torch.ones(100)
+    with HostMeter([existing]) as meter:
+        existing.mul_(2.0)
+        assert (meter.level(), meter.peak()) == (0, 0), "what existed is not counted"
+        a = torch.ones(10)
+        b = torch.ones(5)
+        assert meter.level() == 60
+        del b
+        assert (meter.level(), meter.peak()) == (40, 60)
+        meter.reset_peak()
+        assert meter.peak() == 40, "a new peak begins at the present level"
+        del a
+        assert (meter.level(), meter.peak()) == (0, 40)
+    kept = torch.ones(7)
+    assert meter.level() == 0, "nothing is counted once it is left"
+    del kept
+
+
+def test_the_host_meter_runs_eagerly_only_where_a_compiler_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    stances: list[str] = []
+
+    class Stance:
+        def __init__(self, stance: str) -> None:
+            self.stance = stance
+
+        def __enter__(self) -> None:
+            stances.append(self.stance)
+
+        def __exit__(self, *_: object) -> None:
+            stances.append("left")
+
+    monkeypatch.setattr(torch.compiler, "set_stance", Stance)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with HostMeter([]):
+        pass
+    assert stances == []
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    with HostMeter([]):
+        assert stances == ["force_eager"]
+    assert stances == ["force_eager", "left"]
+
+
+def test_the_cuda_meter_asks_the_allocator_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda:1")
+    asked: list[torch.device] = []
+
+    def answer(value: int) -> object:
+        def ask(of: torch.device) -> int:
+            asked.append(of)
+            return value
+
+        return ask
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", answer(11))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", answer(22))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", answer(0))
+    with byte_meter(device, ()) as meter:
+        assert isinstance(meter, CudaMeter)
+        assert (meter.level(), meter.peak()) == (11, 22)
+        meter.reset_peak()
+    assert asked == [device] * 3
+
+
+def test_the_meter_of_the_cpu_ignores_what_exists() -> None:
+    x = torch.ones(3)
+    with byte_meter(CPU, [x]) as meter:
+        assert isinstance(meter, HostMeter)
+        x.add_(1.0)
+        assert meter.level() == 0

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from bexp.measure import timestamps
+from bexp.measure.timestamps import CudaMark, HostMark, mark_of
+
+
+class FakeEvent:
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+
+    def record(self) -> None:
+        FakeEvent.now += 250.0
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.at is not None
+        assert later.at is not None
+        return later.at - self.at
+
+
+def test_host_marks_are_moments_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([10.0, 12.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
+    first, second = HostMark(timestamps.time.perf_counter()), HostMark(timestamps.time.perf_counter())
+    assert first.seconds_until(second) == 2.5
+    assert second.seconds_until(first) == -2.5
+
+
+def test_a_host_mark_is_made_now() -> None:
+    before = time.perf_counter()
+    mark = HostMark()
+    assert before <= mark.at <= time.perf_counter()
+
+
+def test_cuda_marks_are_recorded_events_and_their_milliseconds_become_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    first, second = CudaMark(), CudaMark()
+    assert first.seconds_until(second) == 0.25
+
+
+def test_a_device_has_its_own_kind_of_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mark_of(torch.device("cpu")) is HostMark
+    assert mark_of(torch.device("cuda:1")) is CudaMark
