@@ -83,7 +83,9 @@ class PartsBuilder:
             representatives = [self.kinds.index(kind) for kind in self.kinds]
             self._skeleton = Skeleton(self.resolved, self.settings, self.device, representatives)
             if len(self._skeleton.layers) != len(self.kinds):
-                raise UnsupportedModelError(f"{len(self._skeleton.layers)} layers were built, {len(self.kinds)} expected")
+                raise UnsupportedModelError(
+                    f"{len(self._skeleton.layers)} layers were built, {len(self.kinds)} expected"
+                )
         return self._skeleton
 
     def _calls_for(self, micro_batch_size: int) -> dict[int, LayerCall]:

@@ -29,7 +29,9 @@ def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[
     chosen = set(range(0, len(layers), 2))
     counts = [0] * len(layers)
     inner = [next(iter(layer.children()), None) for layer in layers]
-    hooks = [module.register_forward_pre_hook(_counter(counts, i)) for i, module in enumerate(inner) if module is not None]
+    hooks = [
+        module.register_forward_pre_hook(_counter(counts, i)) for i, module in enumerate(inner) if module is not None
+    ]
     try:
         checkpoint_layers(model, layers, chosen)
         found = run_plain(model, batch)

@@ -21,13 +21,17 @@ def find_layers(model: Any) -> list[nn.Module]:
     are several; else the siblings among the outermost layers that the library can checkpoint. UnsupportedModelError if
     there is neither.
     """
-    lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList) and len(module) == config_depth(model.config))
+    lists = _outermost(
+        model, lambda module: isinstance(module, nn.ModuleList) and len(module) == config_depth(model.config)
+    )
     if lists:
         return list(max(lists, key=_num_parameters).children())
     from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415
 
     layers = _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer))
-    parents = [parent for parent in model.modules() if any(child is one for child in parent.children() for one in layers)]
+    parents = [
+        parent for parent in model.modules() if any(child is one for child in parent.children() for one in layers)
+    ]
     if not parents:
         raise UnsupportedModelError(f"no list of layers was found in {type(model).__name__}")
     parent = max(parents, key=_num_parameters)

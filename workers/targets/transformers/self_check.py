@@ -62,8 +62,13 @@ class SelfCheck:
 
 def self_check(tiny: ResolvedConfig) -> SelfCheck:
     """Checks every feature on `tiny`, a small configuration, in float32 on the CPU."""
-    with quiet_library():
-        return _Check(tiny).result()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for one another
+    try:
+        with quiet_library():
+            return _Check(tiny).result()
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _OtherLayerError(DifferenceError):
@@ -92,7 +97,9 @@ class _Check:
         needed = ("runs", "layers")
         self._try("checkpointing", lambda: check_checkpointing(self.model, self.layers, self._batch(2)), needed)
         self._try("batch_tiles", lambda: check_batch_tiles(self.model, self.layers, self._batches(2)), needed)
-        self._try("experts_interface", lambda: check_experts_interface(self.tiny, self.model, self._batch(2)), ("runs",))
+        self._try(
+            "experts_interface", lambda: check_experts_interface(self.tiny, self.model, self._batch(2)), ("runs",)
+        )
         return self.found
 
     def _try(self, name: str, check: Callable[[], None], needs: tuple[str, ...] = ()) -> None:
@@ -201,9 +208,7 @@ class _Check:
         require_all_equal("gradient", zip(names, found, record.input_gradients, strict=True))
         gradients = self.layer_gradients.setdefault(index, {})
         gradients.clear()
-        for (name, own), parameter in zip(
-            part.module.named_parameters(), self.layers[index].parameters(), strict=True
-        ):
+        for (name, own), parameter in zip(part.module.named_parameters(), self.layers[index].parameters(), strict=True):
             if own.grad is not None:
                 gradients[id(parameter)] = own.grad.clone()
             if id(parameter) not in self._shared():
@@ -274,9 +279,7 @@ class _Check:
             kinds = self.found.kinds
             names = [f"{kind}@{index}" for index, kind in enumerate(kinds)] if self.separate else kinds
             followed = {name: self.found.followed_outputs[kind] for name, kind in zip(names, kinds, strict=True)}
-            self.builder = PartsBuilder(
-                self.tiny, names, CPU, _SETTINGS, padding=padding, followed_outputs=followed
-            )
+            self.builder = PartsBuilder(self.tiny, names, CPU, _SETTINGS, padding=padding, followed_outputs=followed)
         builder: PartsBuilder = self.builder
         return builder
 

@@ -89,7 +89,7 @@ def _value(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, num
 
 def _mapping(name: str, value: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     if name == "per_layer_config":
-        return {layer: dict(inner) for layer, inner in value.items() if int(layer) < num_layers}
+        return {layer: shrink(inner, num_layers) for layer, inner in value.items() if int(layer) < num_layers}
     if name.startswith("rope"):
         return {key: dict(inner) if isinstance(inner, Mapping) else inner for key, inner in value.items()}
     return shrink(value, num_layers)
@@ -126,15 +126,16 @@ def _size(name: str, value: int, raw: Mapping[str, Any], num_layers: int) -> int
 def _fit_heads(raw: Mapping[str, Any], shrunk: dict[str, Any]) -> None:
     """As many key and value heads as query heads, where the full configuration has that."""
     heads = next((name for name in ("num_attention_heads", "n_heads", "num_heads") if _is_int(raw.get(name))), None)
-    if heads is None:
-        return
     for name in ("num_key_value_heads", "num_kv_heads", "num_query_groups"):
-        if name in raw and raw[name] in (None, raw[heads]):
+        if heads is not None and name in raw and raw[name] in (None, raw[heads]):
             shrunk[name] = shrunk[heads]
     if "head_dim" in raw and raw["head_dim"] is None:
         shrunk["head_dim"] = _HEAD_DIM
     if "qk_rope_head_dim" in raw and raw.get("head_dim") == raw["qk_rope_head_dim"]:
         shrunk["head_dim"] = shrunk["qk_rope_head_dim"]
+    parts = [raw.get("qk_nope_head_dim"), raw.get("qk_rope_head_dim")]
+    if all(_is_int(part) for part in parts) and raw.get("head_dim") == sum(parts):
+        shrunk["head_dim"] = shrunk["qk_nope_head_dim"] + shrunk["qk_rope_head_dim"]
 
 
 def _fit_state_space(shrunk: dict[str, Any]) -> None:

@@ -42,9 +42,7 @@ class LayerCall:
 
     def to(self, device: torch.device) -> LayerCall:
         """The same call with copies of its tensors on `device`."""
-        args, kwargs, output = map_tensors(
-            (self.args, self.kwargs, self.output), lambda tensor: copied(tensor, device)
-        )
+        args, kwargs, output = map_tensors((self.args, self.kwargs, self.output), lambda tensor: copied(tensor, device))
         return LayerCall(args, kwargs, output)
 
 
@@ -130,9 +128,7 @@ class Skeleton:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
 
-    def _captured(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], keep_on: torch.device
-    ) -> LayerCall:
+    def _captured(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], keep_on: torch.device) -> LayerCall:
         kept_args, kept_kwargs = map_tensors((args, kwargs), lambda tensor: copied(tensor, keep_on))
         layer = self.layers[index]
         output = type(layer).forward(layer, *args, **kwargs)
