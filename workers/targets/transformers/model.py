@@ -26,6 +26,7 @@ class BuildSettings:
                them in float32 and runs under autocast of `dtype`
     attention: the library's name of an attention implementation, or None for its default
     experts:   the library's name of an experts implementation, or None for its default
+    prepare:   changes a model in place once it is built (patches, adapters, frozen weights), also one on the meta device
     """
 
     precision: Precision = "pure"
@@ -34,6 +35,7 @@ class BuildSettings:
     experts: str | None = None
     training: bool = True
     seed: int = 0
+    prepare: Callable[[Any], None] | None = None
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -121,6 +123,8 @@ def build_model(
             raise UnsupportedModelError(f"{name} does not build: {one_line(error)}") from error
     if settings.precision == "pure":
         _keep_in_float32(model, settings.parameter_dtype)
+    if settings.prepare is not None:
+        settings.prepare(model)
     return model.train(settings.training)
 
 

@@ -55,7 +55,7 @@ _WIDTH_NAMES = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim")
 def shrink(raw: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """`raw` (a configuration as a dict) with at most `num_layers` layers and small sizes, in every nested part.
 
-    The first layers are kept, so `num_layers` decides which kinds there are. Dropouts become zero, token ids fit the
+    The first layers are kept, so `num_layers` decides which kinds there are. Dropouts and jitter become zero, token ids fit the
     vocabulary, and head counts keep their grouping. The result is for the same configuration class.
     """
     depth = depth_of(raw)
@@ -80,7 +80,7 @@ def _value(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, num
         return _mapping(name, value, num_layers)
     if isinstance(value, (list, tuple)):
         return _sequence(name, value, raw, depth, num_layers)
-    if isinstance(value, float) and "drop" in name:
+    if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0
     if not _is_int(value):
         return value

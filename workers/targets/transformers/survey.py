@@ -59,7 +59,7 @@ def model_types() -> list[str]:
 
 
 def survey(types: Sequence[str], processes: int, deadline: float, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Tries `types` in `processes` children; `keep` gets each row as it comes. A child that is late or dies is replaced."""
+    """Tries `types` in `processes` children; `keep` gets each row. A child that is late or dies is replaced."""
     waiting: Queue[str] = Queue()
     for name in types:
         waiting.put(name)

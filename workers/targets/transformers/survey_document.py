@@ -12,8 +12,8 @@ _HEADINGS = {
     "not": "Not measured",
 }
 _ABOUT = {
-    "parts": "One layer of each kind, and the shell around the layers, compute what the whole model computes: outputs and "
-    "every gradient are equal in float32, at micro-batches of 1 and 2.",
+    "parts": "One layer of each kind, and the shell around the layers, compute what the whole model computes: outputs "
+    "and every gradient are equal in float32, at micro-batches of 1 and 2.",
     "whole": "The model trains, but its parts do not add up to it. Every candidate is measured on the whole model.",
     "not": "The model does not train at a tiny size on the CPU.",
 }
