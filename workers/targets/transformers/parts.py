@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ def used_matrices(layer: nn.Module, config: Any) -> list[tuple[Tensor, float]]:
 
 def matrix_width(layer: nn.Module, config: Any) -> float:
     """The numbers that go in and out of a layer's matrices for one token; saved activations grow with it."""
-    num_experts, top_k = _experts(config)
+    _, top_k = _experts(config)
     width = 0.0
     for weight, share in used_matrices(layer, config):
         listed = share < 1.0 and weight.dim() == 2
@@ -150,11 +150,11 @@ def dtype_bytes(dtype: torch.dtype) -> int:
 
 
 def _attention_flops(layer: nn.Module, config: Any, seq_length: int) -> float:
-    heads = getattr(config, "num_attention_heads", None) or 1
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads: int = getattr(config, "num_attention_heads", None) or 1
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope, nope = getattr(config, "qk_rope_head_dim", None), getattr(config, "qk_nope_head_dim", None)
-    query_dim = rope + nope if rope and nope else head_dim
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    query_dim: int = rope + nope if rope and nope else head_dim
+    value_dim: int = getattr(config, "v_head_dim", None) or head_dim
     window = _window(layer)
     # A token sees half of the sequence on average, or its window, which the first tokens do not fill.
     seen = seq_length / 2 if window is None or window >= seq_length else window - window * window / (2 * seq_length)
@@ -170,12 +170,20 @@ def _window(layer: nn.Module) -> int | None:
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    num_experts = next((value for name in _NUM_EXPERTS if _is_count(value := getattr(config, name, None))), 1)
-    top_k = next((value for name in _TOP_K if _is_count(value := getattr(config, name, None))), num_experts)
+    num_experts = _first_count(config, _NUM_EXPERTS) or 1
+    top_k = _first_count(config, _TOP_K) or num_experts
     return num_experts, min(top_k, num_experts)
 
 
-def _is_count(value: Any) -> bool:
+def _first_count(config: Any, names: Sequence[str]) -> int | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if _is_count(value):
+            return value
+    return None
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -228,7 +228,7 @@ class _Check:
             self._shell_gradients(run, size, "none")
             part = self._parts("none").shell(size)
             loss = part.forward()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             embedding = part.model.get_input_embeddings().weight.grad
             part.clear_gradients()
             if not bool(torch.isfinite(loss)) or embedding is None:

@@ -122,7 +122,7 @@ class Skeleton:
         """Inside the context, `handle(index, args, kwargs)` runs in place of each layer's forward."""
         try:
             for index, layer in enumerate(self.layers):
-                layer.forward = _stub(index, handle)  # type: ignore[method-assign]
+                layer.forward = _stub(index, handle)
             yield
         finally:
             for layer in self.layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.targets.transformers.config import UnsupportedModelError, quiet_library
+from workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 
 # Each of these types fails to build or to run with its class's defaults alone.
 _MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ def survey_config(model_type: str) -> dict[str, Any]:
         with quiet_library():
             defaults = CONFIG_MAPPING[model_type]()
     except Exception as error:
-        raise UnsupportedModelError(f"the class's defaults are refused: {error}") from error
+        raise UnsupportedModelError(f"the class's defaults are refused: {one_line(error)}") from error
     if getattr(defaults, "is_decoder", None) is False:
         raw["is_decoder"] = True
     return raw

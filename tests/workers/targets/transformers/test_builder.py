@@ -62,7 +62,7 @@ def test_a_layer_and_the_shell_run_forward_and_backward(
     assert part.hidden.grad is None
     shell = builder.shell(3)
     loss = shell.forward()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert loss.isfinite()
     assert shell.model.get_input_embeddings().weight.grad is not None
 
