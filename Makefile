@@ -8,17 +8,30 @@ STAMP := $(VENV)/.installed
 # Threads that spin at a barrier while another program has the core make small kernels tens of times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test setup clean
+# Most tests wait for processes that they start: more of them at a time than cores end sooner.
+TEST_PROCESSES ?= 4
+
+.PHONY: demo test style types tests setup clean
 
 demo: $(STAMP)
 	$(BIN)/bexp explore examples/tiny-moe.yaml
 
+# The type check runs beside the tests; each is told whether or not the other fails.
 test: $(STAMP)
+	@$(MAKE) --no-print-directory style
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going types tests
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Python caches what it compiles, even where the environment forbids it: tests start hundreds of processes.
+tests: $(STAMP)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal
 
 setup: $(STAMP)
 

@@ -209,7 +209,8 @@ def _step(row: Row | None) -> str:
     if row is None:
         return "-"
     over = f" ({row['speed_over_ring']:.2f}x)" if row["speed_over_ring"] and row["layout"] != "ring" else ""
-    return f"{row['step_seconds']:.3f} s, {row['tokens_per_second'] / 1e3:.1f}{over}{' contaminated' if row['contaminated'] else ''}"
+    contaminated = " contaminated" if row["contaminated"] else ""
+    return f"{row['step_seconds']:.3f} s, {row['tokens_per_second'] / 1e3:.1f}{over}{contaminated}"
 
 
 def _chosen(choice: Row | None) -> str:

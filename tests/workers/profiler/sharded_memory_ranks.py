@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import FileStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bexp.kernels.dtypes import torch_dtype
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -32,6 +31,7 @@ from workers.profiler.training.choice import data_parallel
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import build_optimizer
+from workers.targets.reference.shapes import torch_dtype
 
 NUM_RANKS = 2
 LEAST_BYTES = 1 << 12  # of a storage that counts
@@ -90,8 +90,9 @@ class _Sizes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._keep(leaf)
-        storages = (found() for found in self._storages.values())
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages if storage is not None))
+        living = {key: storage for key, found in self._storages.items() if (storage := found()) is not None}
+        self._storages = {key: self._storages[key] for key in living}  # the sum of each call is over these alone
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in living.values()))
         return result
 
     def _keep(self, tensor: Tensor) -> None:
