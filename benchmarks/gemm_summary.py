@@ -58,7 +58,9 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
         "worst_ratio_with_host": min(with_host, default=None),
         "geometric_mean_ratio_with_host": geometric_mean(with_host),
         "cells_at_least_0.99_with_host": sum(ratio >= 0.99 for ratio in with_host),
-        "verdicts": {word: sum(cell.get("verdict") == word for cell in cells) for word in ("faster", "level", "slower")},
+        "verdicts": {
+            word: sum(cell.get("verdict") == word for cell in cells) for word in ("faster", "level", "slower")
+        },
         "roofline_cells": len(shares),
         "roofline_cells_reached": sum(cell["roofline_share"] >= _goal(cell) for cell in shares),
         "sustained_roofline_cells_reached": sum(
