@@ -2,89 +2,66 @@
 
 from __future__ import annotations
 
-from benchmarks.docs.results import Row, facts, measured_on, percent, table
+from typing import Any
+
+from benchmarks.docs.results import Row, facts, grid, measured_on, percent
 from explorer.spec.candidate import Candidate
 
 MEANS = ("plain", "tiled", "explored")
+TILING = {
+    "tiled": "models whose best tiles where tiling is allowed",
+    "explored": "models for which tiles are recommended",
+}
 
 
 def bta(results: Row) -> str:
     """Throughput relative to dense, by limit and by what may be used; then how often tiling was worth it."""
     rows = [row for row in results["rows"] if row["num_experts"] is not None]
     limits = list(dict.fromkeys(key.partition("/")[0] for row in results["rows"] for key in row["best"]))
-    shape = results["shape"]
+    asked = len(results["shape"]["num_experts"]) * len(results["shape"]["top_k"])
 
     def relative(row: Row, limit: str) -> str:
         found = (row["relative_to_dense"].get(f"{limit}/{means}") for means in MEANS)
         return " / ".join("-" if value is None else f"{value:.2f}" for value in found)
 
-    columns = {_spaced(limit): lambda row, limit=limit: relative(row, limit) for limit in limits}
-    about = {"model": lambda row: f"E={row['num_experts']} top_k={row['top_k']}"}
-    asked = len(shape["num_experts"]) * len(shape["top_k"])
-    tiling = [
-        (
-            f"{_spaced(limit)}: models whose best tiles where tiling is allowed",
-            f"{_num_tiled(rows, limit, 'tiled')} of {len(rows)}",
-        )
-        for limit in limits
-    ]
-    tiling += [
-        (
-            f"{_spaced(limit)}: models for which the explorer recommends tiles",
-            f"{_num_tiled(rows, limit, 'explored')} of {len(rows)}",
-        )
-        for limit in limits
-    ]
-    left_out = ("models that there was no time for", asked - len(rows) or None)
-    return table(rows, about | columns) + "\n" + facts([*tiling, left_out]) + measured_on(results)
+    def tiled(limit: str, means: str) -> str:
+        best = [found for row in rows if (found := row["best"].get(f"{limit}/{means}"))]
+        return f"{sum(Candidate.model_validate(b['candidate']).bta_tile is not None for b in best)} of {len(rows)}"
 
-
-def _num_tiled(rows: list[Row], limit: str, means: str) -> int:
-    found = [row["best"].get(f"{limit}/{means}") for row in rows]
-    return sum(Candidate.model_validate(best["candidate"]).bta_tile is not None for best in found if best)
-
-
-def _spaced(limit: str) -> str:
-    return limit.replace("GiB", " GiB")
+    figures: list[tuple[str, Any]] = [(f"{limit}: {TILING[m]}", tiled(limit, m)) for m in TILING for limit in limits]
+    figures += [("models that there was no time for", asked - len(rows) or None)]
+    return grid("model", rows, limits, relative, row=_model) + "\n" + facts(figures) + measured_on(results)
 
 
 def recomputation(results: Row) -> str:
     """Bytes kept and cost of a micro-step by policy, a column a model and expert back end."""
-    columns: dict[str, dict[str, str]] = {}
+    cells: dict[tuple[str, str], str] = {}
     for row in results["rows"]:
         candidate = Candidate.model_validate(row["candidate"])
         if candidate.bta_tile and candidate.recompute.layer_share:
             continue  # longer and larger than policies of operations; the raw results have them
         experts = f", `{candidate.expert_backend}`" if candidate.expert_backend else ""
         policy = candidate.recompute.value + (f", tile {candidate.bta_tile}" if candidate.bta_tile else "")
-        found = f"{percent(row['bytes_share'], 0)}, {row['step_cost']:+.1%}"
-        columns.setdefault(f"{row['name']}{experts}", {})[policy] = found
-    policies = dict.fromkeys(policy for cells in columns.values() for policy in cells)
-    shown = {title: lambda policy, cells=cells: cells.get(policy) for title, cells in columns.items()}
-    return table(policies, {"policy": str} | shown) + measured_on(results)
+        cells[policy, f"{row['name']}{experts}"] = f"{percent(row['bytes_share'], 0)}, {row['step_cost']:+.1%}"
+    policies, models = dict.fromkeys(key[0] for key in cells), dict.fromkeys(key[1] for key in cells)
+    return grid("policy", policies, models, lambda policy, model: cells.get((policy, model))) + measured_on(results)
 
 
 def attention_choice(results: Row) -> str:
     """What was picked and how far it is from the fastest, a column a sequence length."""
-    found = {(cell["head_size"], cell["kind"], cell["seq_length"]): cell for cell in results["cells"]}
-    shapes = dict.fromkeys(
-        (cell["head_size"], cell["kind"])
-        for cell in sorted(results["cells"], key=lambda cell: (cell["head_size"], -cell["query_groups"]))
-    )
-    lengths = sorted({cell["seq_length"] for cell in results["cells"]})
-    columns = {f"S={s}": lambda shape, s=s: _picked(found.get((*shape, s))) for s in lengths}
+    ordered = sorted(results["cells"], key=lambda cell: (cell["head_size"], -cell["query_groups"]))
+    found = {(f"D={cell['head_size']} {cell['kind']}", cell["seq_length"]): cell for cell in ordered}
+    lengths = sorted({cell["seq_length"] for cell in ordered})
+    shapes = dict.fromkeys(shape for shape, _ in found)
     summary, within = results["summary"], f"within {100 * (results['within'] - 1):.0f}% of the fastest"
-    counts = [
-        (
-            f"picks {within}, by {what}",
-            f"{summary[of]['within']} of {summary['cells']}, worst {summary[of]['worst_ratio']:.3f}",
-        )
-        for of, what in (("block", "the attention block"), ("core", "attention alone"))
-        if summary[of]["worst_ratio"] is not None
+    figures: list[tuple[str, Any]] = [
+        (f"picks {within}, by {what}", f"{part['within']} of {summary['cells']}, worst {part['worst_ratio']:.3f}")
+        for part, what in ((summary["block"], "the attention block"), (summary["core"], "attention alone"))
+        if part["worst_ratio"] is not None
     ]
-    left_out = ("shapes left out for want of time", len(results["left_out"]) or None)
-    about = {"heads": lambda shape: f"D={shape[0]} {shape[1]}"}
-    return table(shapes, about | columns) + "\n" + facts([*counts, left_out]) + measured_on(results)
+    figures += [("shapes left out for want of time", len(results["left_out"]) or None)]
+    cells = grid("heads", shapes, lengths, lambda *place: _picked(found.get(place)), column="S={}".format)
+    return cells + "\n" + facts(figures) + measured_on(results)
 
 
 def _picked(cell: Row | None) -> str | None:
@@ -94,3 +71,7 @@ def _picked(cell: Row | None) -> str | None:
     ratios = (cell["verdict"][of]["ratio"] for of in ("block", "core"))
     shown = dict.fromkeys("-" if value is None else f"{value:.3f}" for value in ratios)
     return f"{cell['picked']} {', '.join(shown)}"
+
+
+def _model(row: Row) -> str:
+    return f"E={row['num_experts']} top_k={row['top_k']}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.docs.results import GIB, Row, goal_table, measured_on, percent, ratio, table
+from benchmarks.docs.results import GIB, Columns, Row, goal_table, measured_on, percent, ratio, table
 
 LONGEST, LONG = 262144, 65536
 ATTENTION_OVER_RING, STEP_OVER_RING, LEAST_OVER_RING, SHARE_OF_IDEAL = 1.6, 1.45, 0.98, 0.9
@@ -75,7 +75,7 @@ def steps(results: Row) -> str:
     return "".join(say)
 
 
-_MARGIN = {
+_MARGIN: Columns = {
     "tokens": lambda row: row["seq_length"],
     "fastest of ours": lambda row: row["ours"],
     "fastest of the others": lambda row: row["other"],
@@ -141,12 +141,12 @@ def _over_ring(over: dict[int, float], number: int, what: str, goal: float) -> I
         yield f"striped over ring, {what}, {LONGEST} tokens, 4 devices", f">= {goal}x", found >= goal, ratio(found)
     if over:
         least = min(over, key=over.__getitem__)
-        found = f"{over[least]:.2f}x at the least, with {least} tokens"
+        text = f"{over[least]:.2f}x at the least, with {least} tokens"
         yield (
             f"striped over ring, {what}, every length",
             f">= {LEAST_OVER_RING}x",
             over[least] >= LEAST_OVER_RING,
-            found,
+            text,
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Any
 
 from benchmarks.curves import REFERENCE, SIDES, summarize
-from benchmarks.docs.results import Row, facts, measured_on, percent, ratio, table
+from benchmarks.docs.results import Columns, Row, facts, measured_on, percent, ratio, table
 from explorer.spec.candidate import Candidate
 
 SHOWN_CODES = ("BEXP102", "BEXP202", "BEXP203", "BEXP401")
@@ -58,8 +59,8 @@ def gains(results: Row) -> str:
         "over the largest that fits, recomputing": "over_largest",
         "over the best of stock back ends": "over_stock",
     }
-    columns = {title: lambda row, key=key: _gain(row[key]) for title, key in alternatives.items()}
-    about = {
+    columns: Columns = {title: partial(_gain_of, key) for title, key in alternatives.items()}
+    about: Columns = {
         "table": lambda row: row["name"],
         "best": lambda row: short(Candidate.model_validate(row["best"])),
     }
@@ -68,7 +69,7 @@ def gains(results: Row) -> str:
         for title, key in alternatives.items()
         if (found := results["summary"][key])
     ]
-    return table(results["rows"], about | columns) + "\n" + facts(counts)
+    return table(results["rows"], {**about, **columns}) + "\n" + facts(counts)
 
 
 def fidelity(results: Row) -> str:
@@ -82,7 +83,7 @@ def fidelity(results: Row) -> str:
         found = [abs(check[key]) for check in checks[name]]
         return f"{percent(statistics.median(found))}, {percent(max(found))}"
 
-    columns = {
+    columns: Columns = {
         "model": str,
         "candidates": lambda name: len(checks[name]),
         "step: median, largest error": lambda name: errors(name, "step_error"),
@@ -159,6 +160,10 @@ def short(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
+def _gain_of(key: str, row: Row) -> str:
+    return _gain(row[key])
+
+
 def _gain(other: Row | None) -> str:
     return ratio(other["gain"]) if other else "-"
 
@@ -172,7 +177,7 @@ def _check(run: Row) -> str | None:
     return check and f"{100 * check['step_error']:+.1f}%, {100 * check['peak_error']:+.1f}%"
 
 
-_EXPLORATION = {
+_EXPLORATION: Columns = {
     "model": lambda run: run["name"],
     "submit to final": lambda run: _seconds(run["submit_to_final_seconds"]),
     "to confidence 95": lambda run: _seconds(run["submit_to_confidence_target_seconds"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ def table(rows: Iterable[Any], columns: Columns) -> str:
     """A Markdown table with a line for each row; a column is a title and what it shows of a row (a dash for null)."""
     lines = [[*columns], ["---"] * len(columns), *([_text(show(row)) for show in columns.values()] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def grid(
+    corner: str,
+    rows: Iterable[Any],
+    columns: Iterable[Any],
+    cell: Callable[[Any, Any], Any],
+    *,
+    row: Callable[[Any], str] = str,
+    column: Callable[[Any], str] = str,
+) -> str:
+    """A Markdown table of `cell(row, column)`, with names for both."""
+    named: dict[str, Callable[[Any], Any]] = {column(key): partial(_swap, cell, key) for key in columns}
+    return table(rows, {corner: row, **named})
 
 
 def facts(rows: Iterable[tuple[str, Any]]) -> str:
@@ -74,6 +89,10 @@ def ratio(value: float | None, digits: int = 2) -> str:
 def counted(counts: Mapping[str, int]) -> str:
     """`loop 3, bmm 1`, the most frequent first."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1])) or "none"
+
+
+def _swap(cell: Callable[[Any, Any], Any], column: Any, row: Any) -> Any:
+    return cell(row, column)
 
 
 def _text(value: Any) -> str:

@@ -15,6 +15,7 @@ TITLES = {
     "gp": "Optuna's GP",
     "powers of two": "powers of two (Lightning)",
     "backing off from the top": "backing off by 0.9 from the top (Accelerate)",
+    "halving from the top": "halving from the top (Accelerate until July 2025)",
     "largest that fits": "largest that fits (Composer)",
     "deepspeed fast": "DeepSpeed's fast mode",
 }
