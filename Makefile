@@ -11,7 +11,10 @@ RECORDING := benchmarks/results/tables/olmoe-zipf.jsonl
 # Threads that spin at a barrier while another program has the core make small kernels tens of times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test setup clean
+# Most tests wait for processes that they start: more of them at a time than cores end sooner.
+TEST_PROCESSES ?= 4
+
+.PHONY: demo test style types tests setup clean
 
 demo: $(STAMP)
 	@echo "1 of 2: a recording. OLMoE-1B-7B was measured on one H200; this replays those measurements, without a GPU."
@@ -20,12 +23,22 @@ demo: $(STAMP)
 	@echo "2 of 2: this machine. A small mixture-of-experts model is measured on its CPU, in about a minute."
 	@$(BIN)/bexp explore examples/tiny-moe.yaml
 
+# The type check runs beside the tests; each is told whether or not the other fails.
 test: $(STAMP)
+	@$(MAKE) --no-print-directory style
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going types tests
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Python caches what it compiles, even where the environment forbids it: tests start hundreds of processes.
+tests: $(STAMP)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal
 
 setup: $(STAMP)
 

@@ -94,9 +94,7 @@ def _row(label: str, text: str) -> str:
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
-    return (
-        f" for {request.model.name} ({request.mode}, {request.execution}, {request.model.seq_length} tokens a sequence)"
-    )
+    return f" for {request.model_name} ({request.mode}, {request.execution}, {request.seq_length} tokens a sequence)"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:

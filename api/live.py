@@ -94,7 +94,7 @@ class LiveView:
         return max(0.0, ((self._ended_at or datetime.now(UTC)) - self._started_at).total_seconds())
 
     def _head(self) -> Text:
-        name = self._request.model.name if self._request is not None else "exploration"
+        name = self._request.model_name if self._request is not None else "exploration"
         head = Text.assemble((name, "bold"), f"  {self._job_id}  ", (f"{self._num_trials} trials", "dim"), no_wrap=True)
         if self._ended_at is None and self._started_at is not None and self._request is not None:
             left = max(0.0, self._request.budget.max_seconds - self._elapsed())

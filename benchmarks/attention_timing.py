@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.attention import attention_backend
-from bexp.kernels.dtypes import torch_dtype
 from bexp.measure.timing import standard_error
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.measurement import Outcome
@@ -26,6 +25,7 @@ from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.profiler.failures import classify
 from workers.targets.reference.factory import build_block
+from workers.targets.reference.shapes import attention_shape, torch_dtype
 
 LOST, HOPELESS = 1.25, 2.0
 """Over the fastest's median after `MIN_ROUNDS`, and after the first: such a contender is timed no more."""
@@ -96,7 +96,7 @@ def time_back_ends(
     runs: dict[str, Callable[[], None]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        reason = attention_backend(name).unsupported_reason(shape.model, device)
+        reason = attention_backend(name).unsupported_reason(attention_shape(shape.model), device)
         if reason is not None:
             found[name] = {"outcome": Outcome.UNSUPPORTED.value, "reason": reason}
             continue

@@ -18,14 +18,15 @@ from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, Operands, Pr
 from benchmarks.isolation import Spoilt
 from benchmarks.kernels import poisoned
 from benchmarks.projected_errors import Reference, is_within, projected_errors, reference
-from bexp.kernels.dtypes import torch_dtype
 from bexp.kernels.experts.registry import expert_backend
+from bexp.kernels.shapes import ExpertsShape
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import BlockTimer, HostTimer, TimingBudget
 from explorer.records.measurement import Outcome
-from explorer.spec.model import DType, ModelSpec, MoESpec
+from explorer.spec.model import DType
 from workers.profiler.failures import classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
+from workers.targets.reference.shapes import torch_dtype
 
 TOLERANCES = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 1e-5}
 """Largest relative error in norm; float16's is bfloat16's times the ratio of their rounding errors, rounded up."""
@@ -110,23 +111,20 @@ def run(task: Run) -> dict[str, Any] | Spoilt:
 
 @functools.lru_cache(maxsize=64)
 def unsupported_reason(contender: str, case: Case, dtype: DType, device: torch.device) -> str | None:
-    """What the expert back end of this name says about a model of these sizes; null for a contender that is none."""
-    model = ModelSpec(
-        num_layers=1,
+    """What the expert back end of this name says about experts of these sizes; null for a contender that is none."""
+    shape = ExpertsShape(
         hidden_size=case.k,
-        num_attention_heads=1,
-        vocab_size=16,
-        seq_length=16,
-        dtype=dtype,
-        moe=MoESpec(num_experts=case.num_experts, top_k=case.top_k, expert_ffn_hidden_size=case.n),
-        gated_mlp=False,
-        position="none",
+        ffn_hidden_size=case.n,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        dtype=torch_dtype(dtype),
+        gated=False,
     )
     try:
         backend = expert_backend(contender)
     except ValueError:
         return None
-    return backend.unsupported_reason(model, device)
+    return backend.unsupported_reason(shape, device)
 
 
 def _attempt(task: Run, device: torch.device, *, training: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from workers.targets.reference.ffn_block import DenseFFN
 from workers.targets.reference.mlp import MLP
 from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
+from workers.targets.reference.shapes import experts_shape
 from workers.targets.reference.weights import Weights
 
 HIDDEN, WIDTH = 2048, 1408
@@ -43,7 +44,9 @@ def layer_model(num_experts: int, top_k: int) -> ModelSpec:
 
 def contenders(model: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Every back end that serves the model here, and liger-kernel's fused MoE where it is installed."""
-    names = tuple(support.name for support in expert_support(model, device) if support.usable)
+    shape = experts_shape(model)
+    assert shape is not None, "a model with experts"
+    names = tuple(support.name for support in expert_support(shape, device) if support.usable)
     return (*names, LIGER) if _has_liger() else names
 
 

@@ -40,7 +40,7 @@ from benchmarks.moe_contenders import (
 from benchmarks.moe_summary import CLOCKS, compare_with_dense
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.memory import measure_memory
-from bexp.measure.passes import BlockPasses
+from bexp.measure.passes import ModulePasses
 from bexp.measure.timing import TimingBudget
 
 SEQ_LENGTH = 2048
@@ -58,16 +58,16 @@ class ShortTimer(CudaTimer):
     MAX_WARM_UP_SECONDS = 0.3
 
 
-class FreshGradients(BlockPasses):
+class FreshGradients(ModulePasses):
     """Passes whose backward writes the gradients of the weights instead of adding to earlier ones."""
 
     def __init__(self, block: torch.nn.Module, *inputs: torch.Tensor) -> None:
-        super().__init__(block, inputs, training=True, gradient_dtype=torch.bfloat16)
-        self.is_chainable = False
+        hidden_states = tuple(x.detach().requires_grad_() for x in inputs)
+        super().__init__(block, hidden_states, training=True, gradient_dtype=torch.bfloat16)
 
     def prepare_forward(self) -> None:
         """Forget the last gradients."""
-        for parameter in self.block.parameters():
+        for parameter in self.module.parameters():
             parameter.grad = None
         super().prepare_forward()
 

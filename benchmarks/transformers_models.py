@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.isolation import Spoilt
-from bexp.kernels.dtypes import torch_dtype
 from bexp.measure.timing import collector_paused, standard_error
 from explorer.spec.model import ModelSpec
 from explorer.spec.routing import RoutingSpec
@@ -27,6 +26,7 @@ from workers.profiler.trials.whole_model import MAX_STEPS, MIN_STEPS, TIMED_SECO
 from workers.targets.reference.decoder import parameter_shapes
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.routes import device_routes
+from workers.targets.reference.shapes import torch_dtype
 
 EXPERTS = "grouped_mm"
 """Asked of versions that have a choice; the others loop over their experts."""

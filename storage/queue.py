@@ -70,7 +70,7 @@ class Queue:
         if body_hash is None:
             body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         job_id = secrets.token_hex(8)
-        draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model.name} is queued")
+        draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued")
         try:
             with self.database.begin() as connection:
                 now = self.database.now(connection)

@@ -1,4 +1,4 @@
-"""`bexp token` and `bexp db`: what is done to the database itself, without a service."""
+"""`bexp token`, `bexp db` and `bexp study`: what is done to the database itself, without a service."""
 
 from __future__ import annotations
 
@@ -68,6 +68,25 @@ def upgrade() -> None:
     """Bring the tables up to date; several may do so at once."""
     with open_storage():
         say("the database is up to date")
+
+
+def study(
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
+) -> None:
+    """Say where the Optuna study of an exploration is, for optuna-dashboard and other tools of Optuna."""
+    from storage.studies import locate_studies  # noqa: PLC0415 - for this command alone
+
+    with open_storage() as database:
+        found = locate_studies(database, job_id)
+    if not found.names:
+        raise CommandError(ExitCode.USAGE, f"there is no study of an exploration {job_id!r}")
+    if as_json:
+        print_json({"storage": found.url, "studies": found.names})
+        return
+    typer.echo(f"storage  {found.url}")
+    for name in found.names:
+        typer.echo(f"study    {name}")
+    say(f"open it with: optuna-dashboard --host 127.0.0.1 '{found.url}'")
 
 
 @contextmanager

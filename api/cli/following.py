@@ -87,7 +87,7 @@ def open_run_log(job: Job) -> Iterator[ObservationLog | None]:
     if job.request is None:
         yield None
         return
-    path = log_path(Path.cwd(), job.request.mode, job.request.model.name, job.id)
+    path = log_path(Path.cwd(), job.request.mode, job.request.model_name, job.id)
     try:
         log = ObservationLog(path)
     except OSError as error:

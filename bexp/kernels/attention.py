@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.probe import failure_of
 from bexp.kernels.selective_recompute import recomputable
-from explorer.spec.hardware import BackendSupport
-from explorer.spec.model import DType, ModelSpec
+from bexp.kernels.shapes import AttentionShape, Support
 
-_HALF = (DType.FLOAT16, DType.BFLOAT16)
+_HALF = (torch.float16, torch.bfloat16)
 _PROBE_TOKENS = 64
 
 
@@ -30,12 +29,12 @@ class AttentionBackend:
     """One implementation of causal attention.
 
     `run` takes q (B, H, S, D) and k, v (B, G, S, D), G a divisor of H, in any strides with a dense last axis, and
-    returns (B, H, S, D). `unsupported_reason` is null where the back end serves the model on the device.
+    returns (B, H, S, D). `unsupported_reason` is null where the back end serves the shape on the device.
     """
 
     name: str
     stock: bool
-    unsupported_reason: Callable[[ModelSpec, torch.device], str | None]
+    unsupported_reason: Callable[[AttentionShape, torch.device], str | None]
     run: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -46,23 +45,22 @@ def attention_backend(name: str) -> AttentionBackend:
     return _BACKENDS[name]
 
 
-def attention_support(model: ModelSpec, device: torch.device) -> tuple[BackendSupport, ...]:
-    """For every back end, whether it serves `model` on `device`, and why not."""
-    reasons = {name: backend.unsupported_reason(model, device) for name, backend in _BACKENDS.items()}
+def attention_support(shape: AttentionShape, device: torch.device) -> tuple[Support, ...]:
+    """Whether each back end serves `shape` on `device`, and why not."""
     return tuple(
-        BackendSupport(name=name, usable=reason is None, reason=reason, stock=_BACKENDS[name].stock)
-        for name, reason in reasons.items()
+        Support(backend.name, backend.unsupported_reason(shape, device), backend.stock)
+        for backend in _BACKENDS.values()
     )
 
 
-def default_attention_backend(model: ModelSpec, device: torch.device) -> str:
+def default_attention_backend(shape: AttentionShape, device: torch.device) -> str:
     """The back end that torch's scaled_dot_product_attention picks unasked.
 
-    Where torch does not say, or says one that does not serve the model, it is the first that does, in torch's order.
+    Where torch does not say, or says one that does not serve the shape, it is the first that does, in torch's order.
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
     if choose is not None:
-        q, k, v = _example(model, device, min(model.seq_length, 1024))
+        q, k, v = _example(shape, device, min(shape.seq_length, 1024))
         choice = choose(q, k, v, None, 0.0, True, enable_gqa=q.shape[1] != k.shape[1])
         name = {
             SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -70,9 +68,9 @@ def default_attention_backend(model: ModelSpec, device: torch.device) -> str:
             SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
             SDPBackend.MATH.value: "math",
         }.get(int(choice))
-        if name is not None and _BACKENDS[name].unsupported_reason(model, device) is None:
+        if name is not None and _BACKENDS[name].unsupported_reason(shape, device) is None:
             return name
-    usable = {support.name for support in attention_support(model, device) if support.usable}
+    usable = {support.name for support in attention_support(shape, device) if support.usable}
     return next((name for name in ("flash", "cudnn", "efficient", "math") if name in usable), "math")
 
 
@@ -123,51 +121,51 @@ def _expand(q: Tensor, k: Tensor) -> Tensor:
     return k if group == 1 else recomputable(lambda x: x.repeat_interleave(group, dim=1), k)
 
 
-def _flash_reason(model: ModelSpec, device: torch.device) -> str | None:
+def _flash_reason(shape: AttentionShape, device: torch.device) -> str | None:
     if device.type == "cuda":
-        if model.dtype not in _HALF:
-            return f"flash attention takes float16 and bfloat16, not {model.dtype}"
-        if model.head_size > 256:
-            return f"flash attention takes a head_dim of at most 256, not {model.head_size}"
-    return _try(_flash, model, device)
+        if shape.dtype not in _HALF:
+            return f"flash attention takes float16 and bfloat16, not {dtype_name(shape.dtype)}"
+        if shape.head_size > 256:
+            return f"flash attention takes a head_dim of at most 256, not {shape.head_size}"
+    return _try(_flash, shape, device)
 
 
-def _cudnn_reason(model: ModelSpec, device: torch.device) -> str | None:
+def _cudnn_reason(shape: AttentionShape, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"cuDNN attention needs a CUDA device, not {device.type}"
-    if model.dtype not in _HALF:
-        return f"cuDNN attention takes float16 and bfloat16, not {model.dtype}"
-    if model.head_size % 8 or model.head_size > 128:
-        return f"cuDNN attention takes a head_dim that is a multiple of 8 and at most 128, not {model.head_size}"
-    return _try(_cudnn, model, device)
+    if shape.dtype not in _HALF:
+        return f"cuDNN attention takes float16 and bfloat16, not {dtype_name(shape.dtype)}"
+    if shape.head_size % 8 or shape.head_size > 128:
+        return f"cuDNN attention takes a head_dim that is a multiple of 8 and at most 128, not {shape.head_size}"
+    return _try(_cudnn, shape, device)
 
 
-def _efficient_reason(model: ModelSpec, device: torch.device) -> str | None:
+def _efficient_reason(shape: AttentionShape, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"memory-efficient attention needs a CUDA device, not {device.type}"
-    multiple = 16 // model.dtype.itemsize
-    if model.head_size % multiple:
+    multiple = 16 // shape.dtype.itemsize
+    if shape.head_size % multiple:
         return (
-            f"memory-efficient attention takes a head_dim that is a multiple of {multiple} in {model.dtype}, "
-            f"not {model.head_size}"
+            f"memory-efficient attention takes a head_dim that is a multiple of {multiple} "
+            f"in {dtype_name(shape.dtype)}, not {shape.head_size}"
         )
-    return _try(_efficient, model, device)
+    return _try(_efficient, shape, device)
 
 
-def _math_reason(model: ModelSpec, device: torch.device) -> str | None:
-    return _try(_math, model, device)
+def _math_reason(shape: AttentionShape, device: torch.device) -> str | None:
+    return _try(_math, shape, device)
 
 
-def _try(run: Callable[[Tensor, Tensor, Tensor], Tensor], model: ModelSpec, device: torch.device) -> str | None:
-    q, k, v = _example(model, device, _PROBE_TOKENS)
+def _try(run: Callable[[Tensor, Tensor, Tensor], Tensor], shape: AttentionShape, device: torch.device) -> str | None:
+    q, k, v = _example(shape, device, _PROBE_TOKENS)
     return failure_of(lambda: run(q, k, v), device)
 
 
-def _example(model: ModelSpec, device: torch.device, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _example(shape: AttentionShape, device: torch.device, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one sequence, laid out as an attention block lays them out."""
-    heads, groups = model.num_attention_heads, model.query_groups
-    shape = (1, num_tokens, heads + 2 * groups, model.head_size)
-    qkv = torch.randn(shape, dtype=torch_dtype(model.dtype), device=device, requires_grad=True)
+    heads, groups = shape.num_heads, shape.num_query_groups
+    size = (1, num_tokens, heads + 2 * groups, shape.head_size)
+    qkv = torch.randn(size, dtype=shape.dtype, device=device, requires_grad=True)
     q, k, v = (part.transpose(1, 2) for part in qkv.split((heads, groups, groups), dim=2))
     return q, k, v
 

@@ -11,8 +11,7 @@ from typing import Self
 import psutil
 
 from bexp.measure.gpu_processes import ForeignProcesses, GpuProcessMonitor
-from bexp.measure.nvml import Gpu
-from explorer.records.measurement import SLOWDOWNS, Conditions
+from bexp.measure.nvml import SLOWDOWNS, Gpu
 
 GLANCE_SECONDS = 0.05
 GLANCE_SHARE = 0.05
@@ -20,6 +19,30 @@ GLANCE_SHARE = 0.05
 LEAST_HOST_SECONDS = 0.1
 """The kernel counts CPU time in hundredths of a second: of a shorter timing it says too little."""
 CALM_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConditions:
+    """What was read off a device during the timed repeats; null is what it does not tell.
+
+    Clocks (MHz), of the multiprocessors unless they say memory, and power (watts) are medians; `sm_clock_min_mhz` is
+    the lowest clock seen, `sm_clock_max_mhz` the highest that the device has, `temperature_celsius` the highest seen.
+    `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and `foreign_bytes`
+    count other processes, and memory of others, that appeared since the job began. `foreign_busy_share` is the share
+    (0..1) of the device's time, `host_busy_share` that of the host's CPU time, that others used.
+    """
+
+    sm_clock_mhz: float | None = None
+    sm_clock_min_mhz: float | None = None
+    sm_clock_max_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    clock_reasons: tuple[str, ...] = ()
+    foreign_processes: int = 0
+    foreign_bytes: int = 0
+    foreign_busy_share: float | None = None
+    host_busy_share: float | None = None
 
 
 class DeviceMonitor:
@@ -116,11 +139,11 @@ class Watch:
         now = time.monotonic()
         self._next_poll = now + max(GLANCE_SECONDS, (now - started) / GLANCE_SHARE)
 
-    def conditions(self) -> Conditions:
+    def conditions(self) -> DeviceConditions:
         """Of everything that was watched."""
         samples, found = self._samples, self._found
         elapsed, others = self._host
-        return Conditions(
+        return DeviceConditions(
             sm_clock_mhz=_median(samples.sm_clocks),
             sm_clock_min_mhz=min(samples.sm_clocks, default=None),
             sm_clock_max_mhz=self._gpu.sm_clock_max_mhz() if self._gpu is not None else None,

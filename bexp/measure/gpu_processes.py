@@ -1,4 +1,4 @@
-"""Other processes on a GPU, as far as they can be told from this one."""
+"""Other processes on a GPU, as far as this process can tell."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import psutil
 from bexp.measure.nvml import Gpu
 
 APPEARED_BYTES = 256 << 20
-"""Growth of memory that is not ours, within a timing, from which on somebody else took it.
+"""If memory outside our allocator grows by more than this within a timing, somebody else took it.
 
-Less than a context takes; once warm, our own kernels and libraries take no more memory.
+A CUDA context takes more than this; our own kernels and libraries, once warm, take nothing more.
 """
 OWN_GROWTH_BYTES = 2 << 30
-"""What our own modules, and local memory of kernels, may take between two timings, outside of the allocator."""
+"""What our own loaded modules and the local memory of kernels may take, outside the allocator, between two timings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignProcesses:
-    """What others have of the device that they had not when the job began; the share of its time null if unknown."""
+    """What others have taken of the device since the job began; `busy_share` (0..1) of its time is null if unknown."""
 
     processes: int = 0
     held_bytes: int = 0
@@ -32,12 +32,12 @@ class ForeignProcesses:
 
 
 class GpuProcessMonitor:
-    """Notices processes that come while a job runs.
+    """Notices processes that come to the device while a job runs.
 
-    By two ways, since a container need not show the processes of another: by process ids that were not there when the
-    job began, and by memory that is in use beyond what the allocator holds. Of that the runtime's context, loaded
-    kernels and whoever was there before are known at the beginning; kernels that are loaded later are told from a
-    foreign_process by when and by how much the memory grows.
+    It looks at two things, because a container need not show the processes of another: process ids that were not there
+    when the job began, and memory in use beyond what this process's allocator holds. That memory also contains the
+    runtime's context, loaded kernels and whoever was there before, which are known at the beginning. Kernels that this
+    process loads later are told from another process by when, and by how much, the memory grows.
 
     Args:
         gpu: the device.
@@ -66,9 +66,10 @@ class GpuProcessMonitor:
         self._since = 0
 
     def begin(self, others_bytes: int | None) -> int | None:
-        """A job begins; returns what others hold now, null if unknown.
+        """A job begins; returns the bytes that others hold now, null if unknown.
 
-        A process that replaces another within a job is given what that one returned: whoever came since is a foreign_process.
+        A profiler process that replaces another within a job passes on what that one returned (`others_bytes`), so that
+        whoever came since counts as foreign.
         """
         level = self._level()
         self._known, self._accounted, self._grown = self._gpu.processes() or frozenset(), level, 0
@@ -91,11 +92,11 @@ class GpuProcessMonitor:
             self._accounted = level
 
     def look(self) -> None:
-        """Within a timing: what grows now is a foreign_process's."""
+        """Look within a timing: what grows now belongs to another process."""
         self._look(tolerated=APPEARED_BYTES)
 
     def find(self) -> ForeignProcesses:
-        """Who came, as of now; their share of the device's time since `start`."""
+        """Who has come, and their share of the device's time since `start`."""
         self.look()
         present = self._gpu.processes() or frozenset()
         came = present - self._known - self._own
@@ -107,7 +108,7 @@ class GpuProcessMonitor:
         return ForeignProcesses(len(came), self._grown, foreign)
 
     def _look(self, *, tolerated: int) -> None:
-        """Follow the memory of foreign_processes: one was there if too much grew, and is gone when most of it is free again."""
+        """Follow others' memory: somebody came if it grew too much, and left when most of the growth is free again."""
         level = self._level()
         if level is None or self._accounted is None:
             return

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import pynvml
-
-from workers.devices.discovery import device_key
 
 Answer = TypeVar("Answer")
 
@@ -23,6 +21,11 @@ CLOCK_REASONS: dict[int, str] = {
     pynvml.nvmlClocksEventReasonDisplayClockSetting: "display_clock_setting",
 }
 """Bits of nvmlDeviceGetCurrentClocksEventReasons, which older drivers call throttle reasons."""
+SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
+"""Clock reasons of a device that is too hot, or that the board told to slow down.
+
+The software power cap is none of them: a large GPU under load runs at it all the time, in training as well.
+"""
 
 
 class Gpu:
@@ -33,7 +36,7 @@ class Gpu:
 
     @classmethod
     def open(cls, uuid: str) -> Self | None:
-        """The GPU of a UUID, as `workers.devices.discovery.device_key` gives it; null if NVML does not know it."""
+        """The GPU of a UUID as NVML writes it (`GPU-...` or `MIG-...`); null if NVML does not know it."""
         try:
             pynvml.nvmlInit()
             return cls(pynvml.nvmlDeviceGetHandleByUUID(uuid))
@@ -89,15 +92,6 @@ class Gpu:
             return {pid: sum(values) / len(values) for pid, values in shares.items()}
 
         return _ask(query)
-
-
-def open_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
-    """The GPU that this process calls `device`; null for the CPU, and where NVML does not find it."""
-    try:
-        key = device_key(device, environment)
-    except ValueError:
-        return None
-    return None if key == "cpu" else Gpu.open(key)
 
 
 def _ask(query: Callable[[], Answer]) -> Answer | None:

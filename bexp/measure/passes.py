@@ -1,20 +1,22 @@
-"""One forward and one backward of a block, as they happen in the middle of a training step."""
+"""One forward and one backward of a module, as they happen in the middle of a training step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from explorer.cost_model.components import BlockRecompute
-from workers.targets.reference.block import ResidualBlock
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Passes(Protocol):
-    """What a timer runs: a forward and, in training, a backward, each with its untimed preparation."""
+    """What a timer runs: a forward and, in training, a backward, each with its untimed preparation.
+
+    `is_chainable` tells whether `run_chain` works. A timer calls the four methods in their order here, those of
+    backward only if `training`.
+    """
 
     training: bool
     is_chainable: bool
@@ -32,119 +34,217 @@ class Passes(Protocol):
         """Timed."""
 
     def run_chain(self, length: int) -> None:
-        """Forward through `length` of the block in a row, and backward through all of them."""
+        """Forward through `length` copies of the module in a row, then backward through all of them."""
 
 
-class BlockPasses:
-    """A block with its inputs, ready to run again and again.
+class MeteredPasses(Protocol):
+    """What the measurement of memory runs: a forward whose outputs it takes over, and what exists without it."""
 
-    In training, floating-point inputs require gradients, parameter gradients exist already and are accumulated into
-    (as in every micro-step but the first), and the gradient that comes in is random and contiguous. Gradients in a
-    format other than the parameters' are accumulated in tensors of their own, as `TrainingOptimizer` does it. A block
-    whose output is a scalar is a loss. In eval mode there is only the forward.
+    training: bool
 
-    A block that communicates has a `meet`, which each pass is preceded by, so that no process's time contains that it
-    had to wait for another to begin. Such blocks are not run in a row: several might fit on one device and not on
-    another, which would leave the others waiting.
+    def prepare_forward(self) -> None:
+        """Called once before the forward."""
+
+    def release(self) -> None:
+        """Free what earlier passes may have left."""
+
+    def existing_tensors(self) -> list[Tensor]:
+        """All tensors that are alive before the forward: parameters, buffers, gradients, inputs."""
+
+    def without_recomputation(self) -> AbstractContextManager[None]:
+        """Within the context, the module is not recomputed as a whole; what it recomputes inside stays so."""
+
+    def metered_forward(self) -> list[Tensor]:
+        """The tensors that the forward returns; in training those of them that a backward can start from."""
+
+
+class ModulePasses:
+    """Any module with its arguments, ready to run again and again.
+
+    An argument may be a tensor, anything else, or a tuple, list or dictionary of these. Tensors that require grad when
+    they are given are the hidden states: what the neighbouring layer has just computed. They are detached, and in
+    training they get gradients. The module returns a tensor, or a structure that holds some.
+
+    In training, the gradients of trained parameters exist already and are accumulated into, as in every micro-step but
+    the first. Gradients in another dtype than the parameters' are accumulated in tensors of their own, as an
+    optimizer with such gradients does. The gradients that come in are random and contiguous; a scalar output is a loss
+    and gets none. In eval mode there is only the forward.
+
+    Args:
+        module: what is run.
+        arguments: its positional arguments.
+        keywords: its keyword arguments.
+        training: whether there is a backward.
+        gradient_dtype: the dtype that gradients are accumulated in; null is each parameter's own.
+        chained: the positional argument (an index) or keyword argument (a name) that the module's output can replace;
+            null if none can.
+        meet: called before each pass, untimed. Processes that communicate within a pass use it to begin together, so
+            that no time contains the wait for another process.
     """
 
     def __init__(
         self,
-        block: nn.Module,
-        inputs: tuple[Tensor, ...],
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any] | None = None,
         *,
         training: bool,
-        gradient_dtype: torch.dtype,
+        gradient_dtype: torch.dtype | None = None,
+        chained: int | str | None = None,
         meet: Callable[[], None] | None = None,
     ) -> None:
-        self.block = block
+        self.module = module
         self.training = training
-        self._inputs = tuple(x.detach().requires_grad_(training) if x.is_floating_point() else x for x in inputs)
-        self._output: Tensor | None = None
-        self._gradient: Tensor | None = None
-        self.is_chainable = isinstance(block, ResidualBlock) and meet is None
+        self._inputs: list[Tensor] = []
+        self._arguments = tree_map_only(Tensor, self._own, arguments)
+        self._keywords = tree_map_only(Tensor, self._own, dict(keywords or {}))
+        self._chained = chained
+        # Modules that wait for other processes are not run in a row: several might fit on one device and not on
+        # another, which would leave the others waiting.
+        self.is_chainable = chained is not None and meet is None
         self._meet = meet
-        block.train(training)
-        self._main_gradients: list[Tensor] = []
-        for parameter in block.parameters() if training else ():
-            if parameter.dtype is gradient_dtype:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                main = torch.zeros_like(parameter, dtype=gradient_dtype)
-                self._main_gradients.append(main)
-                parameter.register_post_accumulate_grad_hook(_accumulate_into(main))
+        self._output: Any = None
+        self._outputs: list[Tensor] = []
+        self._gradients: list[Tensor | None] | None = None
+        module.train(training)
+        self._main_gradients = _accumulated_gradients(module, gradient_dtype) if training else []
 
     def existing_tensors(self) -> list[Tensor]:
-        """What is alive before the forward."""
-        state = [*self.block.parameters(), *self.block.buffers(), *self._inputs]
-        gradients = [p.grad for p in state if p.grad is not None]
+        """Parameters, buffers and arguments, and the gradients that they have."""
+        arguments = (leaf for leaf in tree_leaves((self._arguments, self._keywords)) if isinstance(leaf, Tensor))
+        state = [*self.module.parameters(), *self.module.buffers(), *arguments]
+        gradients = [tensor.grad for tensor in state if tensor.is_leaf and tensor.grad is not None]
         return [*state, *gradients, *self._main_gradients]
 
+    def without_recomputation(self) -> AbstractContextManager[None]:
+        """Nothing to do: this class does not know how its module recomputes."""
+        return nullcontext()
+
     def prepare_forward(self) -> None:
-        """Leave the inputs where the previous block's output would be: just written."""
+        """Leave the hidden states where the previous layer's output would be: just written."""
         self._output = None
+        self._outputs = []
         for x in self._inputs:
-            if x.is_floating_point():
-                x.grad = None
-                with torch.no_grad():
-                    x.mul_(1.0)
+            x.grad = None
+            with torch.no_grad():
+                x.mul_(1.0)
         if self._meet is not None:
             self._meet()
 
     def release(self) -> None:
-        """Free what a pass may have left: the output and the incoming gradient."""
+        """Free what a pass may have left: the outputs and the incoming gradients."""
         self._output = None
-        self._gradient = None
+        self._outputs = []
+        self._gradients = None
 
     def forward(self) -> None:
-        """Run the block."""
+        """Run the module."""
         with torch.set_grad_enabled(self.training):
-            self._output = self.block(*self._inputs)
+            self._output = self.module(*self._arguments, **self._keywords)
 
     def prepare_backward(self) -> None:
-        """Leave the incoming gradient where the next block's backward would have it: just written."""
-        assert self._output is not None
-        if self._output.dim() > 0:
-            if self._gradient is None:
-                self._gradient = torch.randn_like(self._output, memory_format=torch.contiguous_format)
-            else:
-                self._gradient.mul_(1.0)
+        """Leave the incoming gradients where the next layer's backward would have them: just written."""
+        self._outputs = _differentiable(self._output)
+        self._output = None
+        assert self._outputs, "backward follows a forward whose output requires grad"
+        if self._gradients is None:
+            self._gradients = [_random_gradient(output) for output in self._outputs]
+        else:
+            for gradient in self._gradients:
+                if gradient is not None:
+                    gradient.mul_(1.0)
         if self._meet is not None:
             self._meet()
 
     def backward(self) -> None:
         """Run the backward; the graph is freed."""
-        assert self._output is not None
-        torch.autograd.backward(self._output, self._gradient)
-        self._output = None
+        torch.autograd.backward(self._outputs, self._gradients)
+        self._outputs = []
 
     def run_chain(self, length: int) -> None:
-        """Feed the block's output to the block again; only a block whose output is shaped like its input can."""
+        """Feed the module's first output tensor to the module again, which must take it as its `chained` argument."""
+        assert self._chained is not None, "an argument that the output can replace"
         self.release()
-        (x,) = self._inputs
+        arguments, keywords = list(self._arguments), dict(self._keywords)
+        x: Tensor | None = None
         with torch.set_grad_enabled(self.training):
             for _ in range(length):
-                x = self.block(x)
+                if x is not None and isinstance(self._chained, int):
+                    arguments[self._chained] = x
+                elif x is not None:
+                    keywords[self._chained] = x  # type: ignore[index]  # an int is positional
+                output = self.module(*arguments, **keywords)
+                x = output if isinstance(output, Tensor) else _tensors(output)[0]
         if self.training:
+            assert x is not None
             torch.autograd.backward(x, torch.ones_like(x))
 
-    def metered_forward(self) -> Tensor:
-        """The forward's output, joined to a gradient that comes into being in backward only."""
+    def metered_forward(self) -> list[Tensor]:
+        """Run the module; the caller owns the output."""
         with torch.set_grad_enabled(self.training):
-            return self.block(*self._inputs)  # type: ignore[no-any-return]  # modules return anything
+            output = self.module(*self._arguments, **self._keywords)
+        return _differentiable(output) if self.training else _tensors(output)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """The tensor as this object's own leaf, and among the hidden states if it requires grad."""
+        own = tensor.detach()
+        if tensor.requires_grad:
+            own.requires_grad_(self.training)
+            self._inputs.append(own)
+        return own
 
 
-@contextmanager
-def not_recomputed(block: nn.Module) -> Iterator[None]:
-    """The block without recomputation of the whole of it; its tiles and its single operations keep theirs."""
-    whole = isinstance(block, ResidualBlock) and block.recompute is BlockRecompute.FULL
-    if isinstance(block, ResidualBlock) and whole:
-        block.recompute = BlockRecompute.NONE
-    try:
-        yield
-    finally:
-        if isinstance(block, ResidualBlock) and whole:
-            block.recompute = BlockRecompute.FULL
+def join_gradients(outputs: list[Tensor]) -> Tensor:
+    """A scalar whose backward gives each of `outputs` a gradient."""
+    scalar: Tensor = _IncomingGradients.apply(*outputs)  # type: ignore[no-untyped-call]  # untyped in torch
+    return scalar
+
+
+class _IncomingGradients(torch.autograd.Function):
+    """Stands for the rest of the model: its backward allocates the gradients of a layer's outputs.
+
+    The engine then frees each gradient as soon as the layer no longer needs it, as it does within a model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        """A scalar; only the outputs' shapes are remembered."""
+        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
+        """Zeros like the outputs."""
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    return [tensor for tensor in _tensors(output) if tensor.requires_grad]
+
+
+def _random_gradient(output: Tensor) -> Tensor | None:
+    return None if output.dim() == 0 else torch.randn_like(output, memory_format=torch.contiguous_format)
+
+
+def _accumulated_gradients(module: nn.Module, dtype: torch.dtype | None) -> list[Tensor]:
+    """Give each trained parameter a gradient of zeros; returns the gradients that are tensors of their own."""
+    main_gradients = []
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        if dtype is None or parameter.dtype is dtype:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            main = torch.zeros_like(parameter, dtype=dtype)
+            main_gradients.append(main)
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(main))
+    return main_gradients
 
 
 def _accumulate_into(main: Tensor) -> Callable[[Tensor], None]:
@@ -154,28 +254,3 @@ def _accumulate_into(main: Tensor) -> Callable[[Tensor], None]:
             parameter.grad = None
 
     return accumulate
-
-
-def join_gradient(output: Tensor) -> Tensor:
-    """A scalar whose backward gives `output` a gradient."""
-    scalar: Tensor = _IncomingGradient.apply(output)  # type: ignore[no-untyped-call]  # untyped in torch
-    return scalar
-
-
-class _IncomingGradient(torch.autograd.Function):
-    """Stands for the rest of the model: its backward allocates the gradient of a block's output.
-
-    The engine then frees that gradient as soon as the block no longer needs it, as it does within a model.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        """A scalar; only the shape of `output` is remembered."""
-        ctx.like = (output.shape, output.dtype, output.device)
-        return output.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Tensor:
-        """Zeros like the output."""
-        shape, dtype, device = ctx.like
-        return torch.zeros(shape, dtype=dtype, device=device)

@@ -84,7 +84,8 @@ class Recommendation(Frozen):
         None, description="The largest micro-batch that fits without batch tiling, at its fastest; it may recompute."
     )
     largest_without_recompute: Alternative | None = Field(
-        None, description="The largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest."
+        None,
+        description="The largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest.",
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
     whole_model: WholeModelCheck | None = None

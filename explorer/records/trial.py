@@ -14,7 +14,7 @@ from explorer.records.measurement import Measurement
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 
 
@@ -30,7 +30,7 @@ class TrialPlan(Frozen):
 
     number: Annotated[int, Field(ge=0)]
     kind: TrialKind
-    model: ModelSpec = Field(description="The variant that the candidate is for.")
+    model: ExploredModel = Field(description="The variant that the candidate is for.")
     candidate: Candidate
     components: tuple[Component, ...] = Field((), description="To measure, in this order.")
     again: bool = Field(False, description="An earlier trial measured them all: the device is noisy.")

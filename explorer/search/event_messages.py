@@ -12,7 +12,7 @@ from explorer.records.event import EventCode, EventDraft
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Answer, WholeModelCheck
 from explorer.records.trial import Trial
-from explorer.search.acquisition import Suggestion
+from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 

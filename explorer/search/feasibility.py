@@ -28,7 +28,7 @@ class Failures:
     def __len__(self) -> int:
         return len(self.components) + len(self.candidates)
 
-    def take_in(self, measurement: Measurement) -> None:
+    def learn(self, measurement: Measurement) -> None:
         """Keep what a trial failed of; one that went well, or whose device was disturbed, says nothing."""
         if measurement.outcome in {Outcome.OK, Outcome.CONTAMINATED}:
             return

@@ -79,8 +79,8 @@ class TrialHistory:
     def is_hopeless(self, num_query_groups: int) -> bool:
         """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
 
-        That they were contaminated is one reason, whatever it was that contaminated each; a device is given more time to become
-        sound again than a fault that stays.
+        Contamination counts as one reason, whatever contaminated each trial. A contaminated device is given more trials
+        than a device with another fault, because it may become sound again.
         """
         trials = self.trials_of(num_query_groups)
         contaminated = [t.measurement.outcome is Outcome.CONTAMINATED for t in trials[-HOPELESS_CONTAMINATED:]]

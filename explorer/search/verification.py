@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from explorer.records.recommendation import RunnerUpCheck
 from explorer.records.trial import Trial
-from explorer.search.acquisition import Suggestion, measuring_seconds
 from explorer.search.history import TrialHistory
 from explorer.search.report import best_stock, check_whole_model, largest_untiled
 from explorer.search.search_state import SearchState
+from explorer.search.suggestion import Suggestion, measuring_seconds
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
@@ -43,7 +43,7 @@ class WholeModels:
         self._history = history
         self._variant = variant
         for trial in self.trials:
-            self.take_in(trial)
+            self.learn(trial)
 
     @property
     def trials(self) -> list[Trial]:
@@ -55,14 +55,14 @@ class WholeModels:
         """Whether one was run that did not refute its candidate, or none can be: nothing is searched after it."""
         return any(trial.measurement.outcome in IMPOSSIBLE | {Outcome.OK} for trial in self.trials)
 
-    def take_in(self, trial: Trial) -> None:
+    def learn(self, trial: Trial) -> None:
         """Learn from a whole model: its throughput, or that its candidate cannot be."""
         state, candidate, outcome = self._state, trial.candidate, trial.measurement.outcome
         if candidate not in state.table.row:
             return
         reason = trial.measurement.reason or f"the whole model {outcome}"
         if outcome is Outcome.OUT_OF_MEMORY:
-            state.reject_as_large(candidate, reason)
+            state.reject(candidate, reason, too_large=True)
         elif outcome in REFUTING:
             state.reject(candidate, reason)
         check = check_whole_model(state, state.table.row[candidate], trial)
@@ -72,24 +72,20 @@ class WholeModels:
             state.learn_whole_model(candidate, check.tokens_per_second, error)
 
     def next(self) -> NextCheck | None:
-        """What to run whole: the recommended candidate, then its runner-up; null when the answer is settled.
+        """What to run whole next: the recommended candidate, then its runner-up; null when the answer is settled.
 
-        The recommended candidate is always checked, again if the answer has changed to another. Its runner-up
-        (`SearchState.runner_up`) is run if the budget is not used up, unless it is next to certainly no better, and unless
-        another candidate has been run whole already: the answer has then been compared. A whole model that can not be
-        run here, or not in time, is the last. One on a shared or throttled device says nothing, and is run again.
+        The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
+        Its runner-up (`SearchState.runner_up`) is run if the budget allows, if it may well be better, and if no other
+        candidate was run whole before, because the answer has then been compared already. A whole model that cannot be
+        run here, or not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
         trials = self.trials
-        verdict = self._state.recommend()
+        best = self._state.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if (
-            verdict is None
-            or IMPOSSIBLE & set(outcomes)
-            or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS
-        ):
+        if best is None or IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
-        recommended = self._state.table.candidates[verdict.row]
-        if not self._state.was_run_whole(verdict.row):
+        recommended = self._state.table.candidates[best.row]
+        if not self._state.was_run_whole(best.row):
             return NextCheck(recommended) if len(trials) < ATTEMPTS else None
         compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
         if compared or len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
@@ -141,11 +137,11 @@ def next_comparison(state: SearchState, report: DeviceReport, spent_seconds: flo
     First what the search left out of the recommended candidate because it was predicted well enough; then the largest
     untiled micro-batch and the best with stock back ends. `spent_seconds` are the device's so far.
     """
-    verdict = state.recommend()
-    if verdict is None:
+    best = state.recommend()
+    if best is None:
         return None
-    if not state.is_known(verdict.row):
-        return Suggestion(verdict.row, state.table.missing(verdict.row, state.surrogate.known_K))
+    if not state.is_known(best.row):
+        return Suggestion(best.row, state.missing(best.row))
     rows = state.open_rows()
     for row in (largest_untiled(state, among=rows), best_stock(state, report, among=rows)):
         wanted = state.wanted(row) if row is not None else ()

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from explorer.spec.base import Frozen
 from explorer.spec.model import DType
+from explorer.spec.parts import ModelParts
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -17,6 +18,7 @@ class BackendSupport(Frozen):
     """Whether a kernel back end can serve a model on a device.
 
     `stock` marks back ends that an ordinary framework has. `reason` says why an unusable one is not usable.
+    `only_when_named` marks those that are explored only if the request names them.
     `context_parallel` tells of attention whether it serves sequences that several devices share, and
     `context_parallel_reason` why it does not.
     """
@@ -25,6 +27,7 @@ class BackendSupport(Frozen):
     usable: bool
     reason: str | None = None
     stock: bool = True
+    only_when_named: bool = False
     context_parallel: bool = False
     context_parallel_reason: str | None = None
 
@@ -77,7 +80,8 @@ class DeviceReport(Frozen):
     """What a profiler says of its device before the first trial of a job.
 
     `default_attention` is the back end that torch's scaled_dot_product_attention picks unasked, `default_experts` the
-    one of the base candidate: grouped_mm, or the loop where that is unavailable.
+    one of the base candidate: grouped_mm, or the loop where that is unavailable. `parts` is null for the reference
+    layers, which the request's model specifies.
     """
 
     hardware: HardwareSpec
@@ -85,6 +89,7 @@ class DeviceReport(Frozen):
     expert_backends: tuple[BackendSupport, ...] = ()
     default_attention: str
     default_experts: str | None = None
+    parts: ModelParts | None = Field(None, description="Of the model, where its own code is measured.")
 
     def is_stock(self, attention: str, experts: str | None) -> bool:
         """Whether both back ends are found in an ordinary framework."""

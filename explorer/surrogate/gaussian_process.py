@@ -113,7 +113,7 @@ class Surrogate:
         self._found = {c: r for c, r in found.items() if c in self._column}
         self._condition(self._found)
 
-    def believing(self, pending: Iterable[Component]) -> Surrogate:
+    def expecting(self, pending: Iterable[Component]) -> Surrogate:
         """A copy for which components in flight have been run once more, and were as expected.
 
         This is the kriging believer of Ginsbourger et al. (2010): the scales stay what the real runs say of them.

@@ -19,7 +19,7 @@ from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN
 from bexp.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
 from bexp.kernels.experts.registry import expert_support
 from tests.bexp.kernels import expert_cases, references
-from tests.gpu.test_kernels import model
+from tests.gpu.test_kernels import experts_shape
 
 CUDA = torch.device("cuda")
 
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-if torch.cuda.is_available() and (REASON := FUSED.unsupported_reason(model(), CUDA)) is not None:
+if torch.cuda.is_available() and (REASON := FUSED.unsupported_reason(experts_shape(), CUDA)) is not None:
     pytestmark.append(pytest.mark.skip(reason=REASON))
 
 TOLERANCE = 1e-2
@@ -51,7 +51,7 @@ def backend(path: str) -> ExpertBackend:
 
     if path.startswith("hopper") and not has_hopper_kernels(CUDA):
         pytest.skip("no Hopper, or another Gluon")
-    return ExpertBackend("fused", False, lambda model, device: None, partial(fused_ffn, tiles=tiles_of(path)))
+    return ExpertBackend("fused", False, lambda shape, device: None, partial(fused_ffn, tiles=tiles_of(path)))
 
 
 PATHS = ("chosen", "triton", "hopper", "hopper, the other way to gather")
@@ -133,6 +133,6 @@ def test_it_never_waits_for_the_device(path: str) -> None:
 
 
 def test_a_model_is_served() -> None:
-    (support,) = (s for s in expert_support(model(), CUDA) if s.name == "fused")
+    (support,) = (s for s in expert_support(experts_shape(), CUDA) if s.name == "fused")
     assert support.usable, support.reason
     assert not support.stock

@@ -26,7 +26,7 @@ from bexp.kernels.experts.triton_gemm import (
     multiply_rows,
     sum_over_rows,
 )
-from explorer.spec.model import DType, ModelSpec, MoESpec
+from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.references import relative_error
@@ -401,20 +401,15 @@ def test_operands_of_more_than_two_to_the_31_numbers_on_hopper() -> None:
 
 
 def test_support() -> None:
-    def model(dtype: DType, width: int = 128) -> ModelSpec:
-        moe = MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=width)
-        return ModelSpec(
-            num_layers=1, hidden_size=256, num_attention_heads=8, vocab_size=128, seq_length=256, dtype=dtype, moe=moe
-        )
+    def reasons(dtype: torch.dtype, width: int = 128) -> dict[str, str | None]:
+        shape = ExpertsShape(hidden_size=256, ffn_hidden_size=width, num_experts=8, top_k=2, dtype=dtype)
+        return {s.name: s.reason for s in expert_support(shape, CUDA) if s.name in OURS}
 
-    def reasons(spec: ModelSpec) -> dict[str, str | None]:
-        return {s.name: s.reason for s in expert_support(spec, CUDA) if s.name in OURS}
-
-    assert reasons(model(DType.BFLOAT16)) == dict.fromkeys(OURS)
-    assert reasons(model(DType.FLOAT16)) == dict.fromkeys(OURS)
-    single = reasons(model(DType.FLOAT32))
+    assert reasons(torch.bfloat16) == dict.fromkeys(OURS)
+    assert reasons(torch.float16) == dict.fromkeys(OURS)
+    single = reasons(torch.float32)
     assert single["cublas_grouped"] is None
     assert "float32" in (single["triton_grouped"] or "")
     assert "float32" in (single["hopper_grouped"] or "")
-    assert "multiples of 8" in (reasons(model(DType.BFLOAT16, width=36))["hopper_grouped"] or "")
-    assert "multiple of 128" in (reasons(model(DType.BFLOAT16, width=96))["block_sparse"] or "")
+    assert "multiples of 8" in (reasons(torch.bfloat16, width=36)["hopper_grouped"] or "")
+    assert "multiple of 128" in (reasons(torch.bfloat16, width=96)["block_sparse"] or "")

@@ -8,7 +8,7 @@ import torch
 from bexp.kernels.activations import Activation, activate
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
-from explorer.spec.model import DType, ModelSpec, MoESpec
+from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from tests.bexp.kernels import expert_cases, references
 
 pytestmark = [
@@ -21,27 +21,20 @@ TOLERANCE = 1e-2
 ACCUMULATED_TOLERANCE = 2e-2  # gradients that pass through several operations, each rounded to bfloat16
 
 
-def model(heads: int = 8, groups: int = 2, head_dim: int = 64, dtype: DType = DType.BFLOAT16) -> ModelSpec:
-    return ModelSpec(
-        num_layers=1,
-        hidden_size=256,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        head_dim=head_dim,
-        vocab_size=128,
-        seq_length=256,
-        dtype=dtype,
-        moe=MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=128),
-    )
+def attention_shape(groups: int = 2, head_size: int = 64, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
+    return AttentionShape(num_heads=8, num_query_groups=groups, head_size=head_size, dtype=dtype, seq_length=256)
+
+
+def experts_shape(width: int = 128, dtype: torch.dtype = torch.bfloat16) -> ExpertsShape:
+    return ExpertsShape(hidden_size=256, ffn_hidden_size=width, num_experts=8, top_k=2, dtype=dtype)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "math"])
 def test_attention(name: str, head_dim: int, groups: int) -> None:
-    spec = model(groups=groups, head_dim=head_dim)
     backend = attention_backend(name)
-    reason = backend.unsupported_reason(spec, CUDA)
+    reason = backend.unsupported_reason(attention_shape(groups=groups, head_size=head_dim), CUDA)
     if reason is not None:
         pytest.skip(reason)
     generator = torch.Generator().manual_seed(0)
@@ -70,10 +63,10 @@ def test_flash_pads_an_odd_head_dim() -> None:
 
 
 def test_the_default_is_usable_and_float32_has_no_flash() -> None:
-    usable = {s.name for s in attention_support(model(), CUDA) if s.usable}
+    usable = {s.name for s in attention_support(attention_shape(), CUDA) if s.usable}
     assert {"flash", "efficient", "math"} <= usable
-    assert default_attention_backend(model(), CUDA) in usable
-    single = {s.name: s for s in attention_support(model(dtype=DType.FLOAT32), CUDA)}
+    assert default_attention_backend(attention_shape(), CUDA) in usable
+    single = {s.name: s for s in attention_support(attention_shape(dtype=torch.float32), CUDA)}
     assert not single["flash"].usable
     assert not single["cudnn"].usable
     assert single["efficient"].usable
@@ -119,8 +112,8 @@ def test_grouped_mm_never_waits_for_the_device() -> None:
 
 
 def test_expert_support() -> None:
-    assert all(s.usable for s in expert_support(model(), CUDA))
-    assert default_expert_backend(model(), CUDA) == "grouped_mm"
+    assert all(s.usable for s in expert_support(experts_shape(), CUDA))
+    assert default_expert_backend(experts_shape(), CUDA) == "grouped_mm"
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu"])

@@ -22,6 +22,7 @@ from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.head import Head
 from workers.targets.reference.optimizer import TrainingOptimizer
+from workers.targets.reference.shapes import attention_shape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,7 @@ def gpu_model(**fields: Any) -> ModelSpec:
 
 
 def block(model: ModelSpec, backend: str, **fields: Any) -> AttentionBlock:
-    reason = attention_backend(backend).unsupported_reason(model, CUDA)
+    reason = attention_backend(backend).unsupported_reason(attention_shape(model), CUDA)
     if reason is not None:
         pytest.skip(reason)
     settings: dict[str, Any] = {"bta_tile": None, "recompute": BlockRecompute.NONE, "training": True, **fields}

@@ -10,7 +10,6 @@ import torch
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.memory import ActivationBytes, measure_memory
-from bexp.measure.passes import BlockPasses
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.spec.model import ModelSpec, MoESpec
@@ -18,6 +17,8 @@ from explorer.spec.request import ExplorationRequest
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import outcome, shake
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.passes import BlockPasses
+from workers.targets.reference.shapes import attention_shape, experts_shape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +83,7 @@ def compare(spec: ModelSpec, kind: ComponentKind, backend: str | None) -> None:
 )
 def test_attention(backend: str, fields: dict[str, Any]) -> None:
     spec = model(**fields)
-    reason = attention_backend(backend).unsupported_reason(spec, CUDA)
+    reason = attention_backend(backend).unsupported_reason(attention_shape(spec), CUDA)
     if reason is not None:
         pytest.skip(reason)
     compare(spec, ComponentKind.ATTENTION, backend)
@@ -97,7 +98,9 @@ def test_dense_ffn(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("moe", [{}, {"shared_expert_ffn_hidden_size": 256}], ids=str)
 def test_experts(backend: str, moe: dict[str, Any]) -> None:
     spec = model(moe=MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=256, **moe))
-    reason = expert_backend(backend).unsupported_reason(spec, CUDA)
+    shape = experts_shape(spec)
+    assert shape is not None
+    reason = expert_backend(backend).unsupported_reason(shape, CUDA)
     if reason is not None:
         pytest.skip(reason)
     compare(spec, ComponentKind.MOE_FFN, backend)

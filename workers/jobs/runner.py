@@ -12,20 +12,19 @@ from enum import StrEnum
 from typing import Protocol
 
 import sqlalchemy as sa
-from optuna.exceptions import StorageInternalError
 
 from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Measure, Trial, TrialPlan
+from explorer.search.candidate_study import CopyStudy
 from explorer.search.explore import explore
-from explorer.search.setup import OpenStudy
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from storage.jobs import JobState
 from storage.leases import Claim, HardwareMismatchError, LeaseLostError
 from storage.queue import Queue
-from storage.studies import study_opener
+from storage.studies import StudyCopy
 from workers.jobs.heartbeat import Interruption, LeaseKeeper
 from workers.jobs.timings import JobAccount
 from workers.process.interface import DevicePool, DeviceProfiler
@@ -35,7 +34,6 @@ DATABASE_TROUBLE = (
     sa.exc.OperationalError,
     sa.exc.InterfaceError,
     sa.exc.TimeoutError,
-    StorageInternalError,
 )
 """The database cannot be reached, or is too busy: nothing is wrong with the job."""
 
@@ -52,7 +50,7 @@ class Explore(Protocol):
         measure: Measure,
         *,
         history: Sequence[Trial] = (),
-        open_study: OpenStudy | None = None,
+        copy_study: CopyStudy | None = None,
     ) -> Iterator[Progress]: ...
 
 
@@ -131,10 +129,10 @@ class _Run:
         report = self._begin()
         with account.spend("storage"):
             report = self._queue.pin(claim.lease, report)
-            studies = study_opener(self._queue.database, claim.job.id)
+        studies = StudyCopy(self._queue.database, claim.lease)
         try:
             measure = _Trials(self, self._profiler) if isinstance(self._profiler, DevicePool) else self._measure
-            steps = explore(claim.request, report, measure, history=claim.history, open_study=studies)
+            steps = explore(claim.request, report, measure, history=claim.history, copy_study=studies)
             while True:
                 with account.spend("suggest"):
                     step = next(steps, None)

@@ -8,7 +8,7 @@ from typing import Protocol
 from explorer.records.event import EventDraft
 from explorer.records.measurement import Measurement
 from explorer.records.trial import TrialPlan
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 

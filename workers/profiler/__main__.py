@@ -34,7 +34,7 @@ def main() -> int:
 
     from bexp.measure.device_monitor import DeviceMonitor  # noqa: PLC0415 - it brings torch, or comes after it
     from bexp.measure.gpu_processes import GpuProcessMonitor  # noqa: PLC0415 - it brings torch, or comes after it
-    from bexp.measure.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.devices.gpu import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.hardware import used_bytes  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.instruments import Instruments  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.session import Session  # noqa: PLC0415 - it brings torch, or comes after it

@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 import pynvml
 import torch
 
-from bexp.kernels.dtypes import torch_dtype
 from bexp.measure import host_limits as host
 from explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType
+from workers.targets.reference.shapes import torch_dtype
 
 CUDA_MATMUL_SIZE = 8192
 CUDA_COPY_BYTES = 1 << 30

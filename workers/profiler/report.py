@@ -7,27 +7,43 @@ import torch
 from bexp.kernels.attention import attention_support, default_attention_backend
 from bexp.kernels.context_parallel.attention import context_parallel_reason
 from bexp.kernels.experts.registry import default_expert_backend, expert_support
+from bexp.kernels.shapes import AttentionShape, Support
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import ModelSpec
+from workers.targets.reference.shapes import attention_shape, experts_shape
 
 
 def report_device(model: ModelSpec, hardware: HardwareSpec, device: torch.device) -> DeviceReport:
     """Try every registered back end on a small example of `model`."""
+    attention, experts = attention_shape(model), experts_shape(model)
+    expert_backends = expert_support(experts, device) if experts is not None else ()
     return DeviceReport(
         hardware=hardware,
-        attention_backends=tuple(_sharing(found, model, device) for found in attention_support(model, device)),
-        expert_backends=expert_support(model, device),
-        default_attention=default_attention_backend(model, device),
-        default_experts=default_expert_backend(model, device),
+        attention_backends=tuple(
+            _attention(found, attention, device) for found in attention_support(attention, device)
+        ),
+        expert_backends=tuple(_record(found) for found in expert_backends),
+        default_attention=default_attention_backend(attention, device),
+        default_experts=default_expert_backend(experts, device) if experts is not None else None,
     )
 
 
-def _sharing(found: BackendSupport, model: ModelSpec, device: torch.device) -> BackendSupport:
+def _record(found: Support) -> BackendSupport:
+    return BackendSupport(
+        name=found.name,
+        usable=found.usable,
+        reason=found.reason,
+        stock=found.stock,
+        only_when_named=found.only_when_named,
+    )
+
+
+def _attention(found: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:
     """`found`, and whether it serves sequences that devices share; what their length admits is for the request."""
     reason = found.reason
     if found.usable:
         try:
-            reason = context_parallel_reason(model, 1, "ring", found.name, device)
+            reason = context_parallel_reason(shape, 1, "ring", found.name, device)
         except ValueError as error:
             reason = str(error)
-    return found.model_copy(update={"context_parallel": reason is None, "context_parallel_reason": reason})
+    return _record(found).model_copy(update={"context_parallel": reason is None, "context_parallel_reason": reason})

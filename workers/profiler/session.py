@@ -13,6 +13,7 @@ from explorer.cost_model.step import memory_limit
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.base import Frozen
+from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.process.protocol import (
@@ -37,6 +38,7 @@ from workers.profiler.trials.communication import measure_communication
 from workers.profiler.trials.component import measure_block
 from workers.profiler.trials.optimizer import measure_optimizer
 from workers.profiler.trials.whole_model import run_whole_model
+from workers.targets.reference.shapes import attention_shape, experts_shape
 
 CALM_SECONDS = 5.0
 """How long a trial waits, at most, for a device to calm down on which the one before was disturbed."""
@@ -84,6 +86,8 @@ class Session:
     def _run_trial(self, plan: TrialPlan) -> bool:
         assert self._request is not None, "a job has begun"
         clock = PhaseClock()
+        model = plan.model
+        assert isinstance(model, ModelSpec), "reference layers are built of a specification"
         measured: list[ComponentMeasurement] = []
         whole_model: WholeModelMeasurement | None = None
         failed: Component | None = None
@@ -94,14 +98,14 @@ class Session:
             self._instruments.join(self._ranks(plan))
             self._check_execution(self._request)
             if plan.kind is TrialKind.WHOLE_MODEL:
-                self._check_backends(plan)
+                self._check_backends(model, plan.candidate)
                 whole_model = run_whole_model(
-                    self._instruments, plan.model, plan.candidate, self._request.sharded(plan.candidate.sharding), clock
+                    self._instruments, model, plan.candidate, self._request.sharded(plan.candidate.sharding), clock
                 )
             for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
                 failed = component
                 self._send(ComponentStarted(component=component))
-                measured.append(self._measure(plan, component, self._request, clock))
+                measured.append(self._measure(model, plan.candidate, component, self._request, clock))
                 self._send(ComponentMeasured(measurement=measured[-1]))
                 failed = None
         except Exception as error:  # noqa: BLE001 - whatever a candidate's kernels raise is the trial's outcome
@@ -130,25 +134,30 @@ class Session:
         return not poisoned
 
     def _measure(
-        self, plan: TrialPlan, component: Component, request: ExplorationRequest, clock: PhaseClock
+        self,
+        model: ModelSpec,
+        candidate: Candidate,
+        component: Component,
+        request: ExplorationRequest,
+        clock: PhaseClock,
     ) -> ComponentMeasurement:
         request = request.sharded(component.sharding)
         if component.kind is ComponentKind.OPTIMIZER:
-            return measure_optimizer(self._instruments, plan.model, component, plan.candidate, request, clock)
+            return measure_optimizer(self._instruments, model, component, candidate, request, clock)
         if component.kind is ComponentKind.COMMUNICATION:
-            return measure_communication(self._instruments, plan.model, component, request, clock)
+            return measure_communication(self._instruments, model, component, request, clock)
         if component.backend is not None:
-            self._check_backend(component.kind, component.backend, plan.model)
-        return measure_block(self._instruments, plan.model, component, request, clock)
+            self._check_backend(component.kind, component.backend, model)
+        return measure_block(self._instruments, model, component, request, clock)
 
     def _check_execution(self, request: ExplorationRequest) -> None:
         if request.execution == "compile" and (reason := missing_compiler(self._instruments.device.type)) is not None:
             raise UnsupportedTrialError(reason)
 
-    def _check_backends(self, plan: TrialPlan) -> None:
-        self._check_backend(ComponentKind.ATTENTION, plan.candidate.attention_backend, plan.model)
-        if plan.candidate.expert_backend is not None:
-            self._check_backend(ComponentKind.MOE_FFN, plan.candidate.expert_backend, plan.model)
+    def _check_backends(self, model: ModelSpec, candidate: Candidate) -> None:
+        self._check_backend(ComponentKind.ATTENTION, candidate.attention_backend, model)
+        if candidate.expert_backend is not None:
+            self._check_backend(ComponentKind.MOE_FFN, candidate.expert_backend, model)
 
     def _check_backend(self, kind: ComponentKind, name: str, model: ModelSpec) -> None:
         key = (kind, name, model)
@@ -160,7 +169,9 @@ class Session:
     @staticmethod
     def _unsupported_reason(kind: ComponentKind, name: str, model: ModelSpec, device: torch.device) -> str | None:
         try:
-            backend = attention_backend(name) if kind is ComponentKind.ATTENTION else expert_backend(name)
+            if kind is ComponentKind.ATTENTION:
+                return attention_backend(name).unsupported_reason(attention_shape(model), device)
+            shape, backend = experts_shape(model), expert_backend(name)
         except ValueError as error:
             return str(error)
-        return backend.unsupported_reason(model, device)
+        return "the model has no experts" if shape is None else backend.unsupported_reason(shape, device)

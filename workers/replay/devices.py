@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 from explorer.records.measurement import Measurement
 from explorer.records.trial import TrialPlan
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from explorer.cost_model.components import Component
 from explorer.records.measurement import Outcome
-from explorer.search.setup import PrunedSpace, prune_space
+from explorer.search.pruned_space import PrunedSpace, prune_space
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest

@@ -13,8 +13,7 @@ from bexp.kernels.context_parallel.blocks import block_attention
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from bexp.kernels.context_parallel.ring import Ring
 from bexp.kernels.context_parallel.ring_attention import RingAttention, ring_attention
-from bexp.kernels.dtypes import torch_dtype
-from explorer.spec.model import ModelSpec
+from bexp.kernels.shapes import AttentionShape
 
 
 class ContextParallel:
@@ -113,15 +112,15 @@ class ContextParallel:
 
 
 def context_parallel_reason(
-    model: ModelSpec, num_ranks: int, layout: str, backend: str, device: torch.device
+    shape: AttentionShape, num_ranks: int, layout: str, backend: str, device: torch.device
 ) -> str | None:
-    """Why a model's attention cannot be spread over so many devices like `device`; null if it can.
+    """Why attention cannot be spread over `num_ranks` devices like `device`; null if it can.
 
     ValueError for a layout or a back end that is unknown.
     """
-    return context_parallel_layout(layout).refusal(model.seq_length, num_ranks) or block_attention(
+    return context_parallel_layout(layout).refusal(shape.seq_length, num_ranks) or block_attention(
         backend
-    ).unsupported_reason(torch_dtype(model.dtype), model.head_size, device)
+    ).unsupported_reason(shape.dtype, shape.head_size, device)
 
 
 def _shape_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:

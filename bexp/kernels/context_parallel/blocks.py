@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bexp.kernels.dtypes import dtype_name
+
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 
@@ -193,11 +195,6 @@ def _cudnn_reason(dtype: torch.dtype, head_size: int, device: torch.device) -> s
 
 def _math_reason(dtype: torch.dtype, head_size: int, device: torch.device) -> str | None:
     return None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As in ModelSpec: without the module."""
-    return str(dtype).removeprefix("torch.")
 
 
 _BLOCKS = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from bexp.kernels.activations import Activation
-from explorer.spec.model import ModelSpec
+from bexp.kernels.shapes import ExpertsShape
 
 
 class ExpertFFN(Protocol):
@@ -37,12 +37,21 @@ class ExpertFFN(Protocol):
 class ExpertBackend:
     """One implementation of an expert FFN.
 
-    `unsupported_reason` is null where it serves the model on the device. In `traceable_dtypes` torch.compile can take
-    it in, since it never waits for the device; in others it stays eager inside a compiled block.
+    `stock` marks those that an ordinary framework has. `check` returns why the back end cannot serve a shape on a
+    device, or null. torch.compile can trace through the back end in `traceable_dtypes`, because it never waits for the
+    device there; in other dtypes it stays eager inside a compiled block. `only_when_named` is as in `Support`.
     """
 
     name: str
     stock: bool
-    unsupported_reason: Callable[[ModelSpec, torch.device], str | None]
+    check: Callable[[ExpertsShape, torch.device], str | None]
     forward: ExpertFFN
     traceable_dtypes: frozenset[torch.dtype] = frozenset()
+    only_when_named: bool = False
+
+    def unsupported_reason(self, shape: ExpertsShape, device: torch.device) -> str | None:
+        """Why the back end cannot serve `shape` on `device`; null if it can."""
+        known = get_args(Activation)
+        if shape.activation not in known:
+            return f"{self.name} knows the activations {', '.join(known)}, not {shape.activation}"
+        return self.check(shape, device)

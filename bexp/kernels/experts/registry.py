@@ -1,4 +1,4 @@
-"""The expert back ends by name. A new one is a module beside this and an entry here; the search needs no change."""
+"""The expert back ends by name. A new one is a module beside this one and an entry here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from bexp.kernels.experts.grouped_mm import GROUPED_MM
 from bexp.kernels.experts.hopper.backend import HOPPER_GROUPED
 from bexp.kernels.experts.loop import LOOP
 from bexp.kernels.experts.triton_gemm import TRITON_GROUPED
-from explorer.spec.hardware import BackendSupport
-from explorer.spec.model import ModelSpec
+from bexp.kernels.shapes import ExpertsShape, Support
 
 _ALL = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, HOPPER_GROUPED, BLOCK_SPARSE, FUSED)
 _BACKENDS = {backend.name: backend for backend in _ALL}
@@ -27,19 +26,14 @@ def expert_backend(name: str) -> ExpertBackend:
     return _BACKENDS[name]
 
 
-def expert_support(model: ModelSpec, device: torch.device) -> tuple[BackendSupport, ...]:
-    """For every back end, whether it serves `model` on `device`, and why not. Empty for a model without experts."""
-    if model.moe is None:
-        return ()
-    reasons = {name: backend.unsupported_reason(model, device) for name, backend in _BACKENDS.items()}
+def expert_support(shape: ExpertsShape, device: torch.device) -> tuple[Support, ...]:
+    """Whether each back end serves `shape` on `device`, and why not."""
     return tuple(
-        BackendSupport(name=name, usable=reason is None, reason=reason, stock=_BACKENDS[name].stock)
-        for name, reason in reasons.items()
+        Support(backend.name, backend.unsupported_reason(shape, device), backend.stock, backend.only_when_named)
+        for backend in _ALL
     )
 
 
-def default_expert_backend(model: ModelSpec, device: torch.device) -> str | None:
-    """What the base candidate uses: grouped_mm, or the loop where that is unavailable; null without experts."""
-    if model.moe is None:
-        return None
-    return GROUPED_MM.name if GROUPED_MM.unsupported_reason(model, device) is None else LOOP.name
+def default_expert_backend(shape: ExpertsShape, device: torch.device) -> str:
+    """The back end of the base candidate: grouped_mm, or the loop where grouped_mm is unavailable."""
+    return GROUPED_MM.name if GROUPED_MM.unsupported_reason(shape, device) is None else LOOP.name

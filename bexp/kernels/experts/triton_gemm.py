@@ -15,10 +15,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
+from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows, sorted_rows
+from bexp.kernels.shapes import ExpertsShape
 from bexp.kernels.triton_support import (
     fits_bulk_copies,
     has_bulk_copies,
@@ -27,7 +29,6 @@ from bexp.kernels.triton_support import (
     triton_failure,
     triton_reason,
 )
-from explorer.spec.model import ModelSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -188,18 +189,22 @@ class TritonGemm(Function):
 
     @staticmethod
     def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-        """x (R, K), w (E, K, N), ends (E,) to (R, N)."""
+        """x (R, K), w (E, K, N), or the transpose of a contiguous tensor, ends (E,) to (R, N)."""
         ctx.save_for_backward(x_RK, w_EKN, ends)
-        return multiply_rows(x_RK, w_EKN, ends)
+        w, transposed = stored(w_EKN)
+        return multiply_rows(x_RK, w, ends, transposed=transposed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and w."""
+        """The gradients of x and w, the latter in the layout of w."""
         x_RK, w_EKN, ends = ctx.saved_tensors
+        w, transposed = stored(w_EKN)
         grad_RN = _with_dense_rows(grad_RN)
-        grad_x = multiply_rows(grad_RN, w_EKN, ends, transposed=True) if ctx.needs_input_grad[0] else None
-        grad_w = sum_over_rows(x_RK, grad_RN, ends) if ctx.needs_input_grad[1] else None
+        grad_x = multiply_rows(grad_RN, w, ends, transposed=not transposed) if ctx.needs_input_grad[0] else None
+        grad_w = None
+        if ctx.needs_input_grad[1]:
+            grad_w = sum_over_rows(grad_RN, x_RK, ends).mT if transposed else sum_over_rows(x_RK, grad_RN, ends)
         return grad_x, grad_w, None
 
 
@@ -216,12 +221,10 @@ def _forward(
     return grouped_ffn(x_TD, weights_TK, w_in, w_out, activation, rows, grouped_gemm)
 
 
-def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
-    if model.moe is None:
-        return "the model has no experts"
-    dtype = torch_dtype(model.dtype)
+def _check(shape: ExpertsShape, device: torch.device) -> str | None:
+    dtype = shape.dtype
     if dtype not in _DTYPES:
-        return f"triton_grouped multiplies bfloat16 and float16, not {model.dtype}"
+        return f"triton_grouped multiplies bfloat16 and float16, not {dtype_name(dtype)}"
     reason = triton_reason(device)
     if reason is not None:
         return reason
@@ -253,4 +256,4 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-TRITON_GROUPED = ExpertBackend("triton_grouped", False, _unsupported_reason, _forward)
+TRITON_GROUPED = ExpertBackend("triton_grouped", False, _check, _forward)

@@ -65,6 +65,11 @@ def problem(case: ExpertCase, dtype: torch.dtype, device: torch.device, seed: in
     return routes.to(device), tensors
 
 
+def transposed_storage(w: Tensor, transposed: bool = True) -> Tensor:
+    """The same numbers (E, K, N), stored as (E, N, K) if `transposed`."""
+    return w.mT.contiguous().mT if transposed else w
+
+
 def run(backend: ExpertBackend, case: ExpertCase, routes: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Output and the gradients of x, weights, w_in and w_out."""
     x, weights, w_in, w_out = inputs = references.leaves(tensors[:4], tensors[0].dtype)

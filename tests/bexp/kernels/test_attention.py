@@ -4,24 +4,14 @@ import pytest
 import torch
 
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
-from explorer.spec.model import DType, ModelSpec
+from bexp.kernels.shapes import AttentionShape
 from tests.bexp.kernels import references
 
 CPU = torch.device("cpu")
 
 
-def attention_model(heads: int = 4, groups: int = 2, head_dim: int = 16, dtype: DType = DType.FLOAT32) -> ModelSpec:
-    return ModelSpec(
-        num_layers=1,
-        hidden_size=64,
-        ffn_hidden_size=64,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        head_dim=head_dim,
-        vocab_size=128,
-        seq_length=32,
-        dtype=dtype,
-    )
+def attention_shape(dtype: torch.dtype = torch.float32) -> AttentionShape:
+    return AttentionShape(num_heads=4, num_query_groups=2, head_size=16, dtype=dtype, seq_length=32)
 
 
 @pytest.mark.parametrize("name", ["flash", "math"])
@@ -53,20 +43,20 @@ def test_no_token_sees_the_future() -> None:
 
 
 def test_support_on_cpu_says_why_not() -> None:
-    support = {s.name: s for s in attention_support(attention_model(), CPU)}
+    support = {s.name: s for s in attention_support(attention_shape(), CPU)}
     assert {name for name, s in support.items() if s.usable} == {"flash", "math"}
     assert support["cudnn"].reason == "cuDNN attention needs a CUDA device, not cpu"
     assert support["efficient"].reason == "memory-efficient attention needs a CUDA device, not cpu"
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_the_default_is_what_torch_would_pick(dtype: DType) -> None:
-    assert default_attention_backend(attention_model(dtype=dtype), CPU) == "flash"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_default_is_what_torch_would_pick(dtype: torch.dtype) -> None:
+    assert default_attention_backend(attention_shape(dtype=dtype), CPU) == "flash"
 
 
 def test_the_default_without_torchs_own_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_fused_sdp_choice")
-    assert default_attention_backend(attention_model(), CPU) == "flash"
+    assert default_attention_backend(attention_shape(), CPU) == "flash"
 
 
 def test_an_unknown_back_end_is_named() -> None:

@@ -13,7 +13,7 @@ from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases
 from tests.bexp.kernels.interpreter import interpreted
 from tests.bexp.kernels.references import relative_error
-from tests.bexp.kernels.test_experts import moe_model
+from tests.bexp.kernels.test_experts import experts_shape
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -103,7 +103,7 @@ def test_discarded_blocks_come_back_the_same(products: bool) -> None:
 
 def test_reasons() -> None:
     reason = BLOCK_SPARSE.unsupported_reason
-    assert reason(moe_model(width=128), CPU) == "its Triton kernels need a CUDA device"
-    assert reason(moe_model(width=96), CPU) == (
+    assert reason(experts_shape(width=128), CPU) == "its Triton kernels need a CUDA device"
+    assert reason(experts_shape(width=96), CPU) == (
         "block_sparse needs expert_ffn_hidden_size to be a multiple of 128, not 96"
     )

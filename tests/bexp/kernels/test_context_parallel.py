@@ -17,7 +17,7 @@ from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layo
 from bexp.kernels.context_parallel.merging import RunningAttention, merge_block
 from bexp.kernels.context_parallel.ring import Ring, ring_group
 from bexp.kernels.context_parallel.ring_attention import RingAttention
-from explorer.spec.model import DType, ModelSpec
+from bexp.kernels.shapes import AttentionShape
 from tests.bexp.kernels import context_parallel_ranks as ranks
 from tests.bexp.kernels import references
 from tests.bexp.kernels.thread_ring import run_ranks
@@ -294,15 +294,7 @@ def test_a_group_of_one_process(tmp_path: Path) -> None:
     ],
 )
 def test_whether_a_model_is_served(num_ranks: int, layout: str, backend: str, device: str, reason: str | None) -> None:
-    model = ModelSpec(
-        num_layers=1,
-        hidden_size=64,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        vocab_size=64,
-        seq_length=40,
-        dtype=DType.FLOAT32,
-    )
-    said = context_parallel_reason(model, num_ranks, layout, backend, torch.device(device))
+    shape = AttentionShape(num_heads=4, num_query_groups=4, head_size=16, dtype=torch.float32, seq_length=40)
+    said = context_parallel_reason(shape, num_ranks, layout, backend, torch.device(device))
     assert (said is None) == (reason is None)
     assert (said or "").startswith(reason or "")

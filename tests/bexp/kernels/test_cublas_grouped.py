@@ -10,9 +10,8 @@ from torch import Tensor
 from bexp.kernels.experts.comparisons import cublas_grouped
 from bexp.kernels.experts.comparisons.cublas_grouped import CUBLAS_GROUPED, CublasGemm
 from bexp.kernels.experts.comparisons.cublas_library import OP_T, CublasError, Product, library
-from explorer.spec.model import DType
 from tests.bexp.kernels import expert_cases, gemm_cases
-from tests.bexp.kernels.test_experts import moe_model
+from tests.bexp.kernels.test_experts import experts_shape
 
 CPU = torch.device("cpu")
 
@@ -75,9 +74,9 @@ def test_the_gradient_of_an_expert_without_rows_is_zero() -> None:
 
 
 def test_reasons() -> None:
-    assert CUBLAS_GROUPED.unsupported_reason(moe_model(), CPU) == "cuBLAS needs a CUDA device"
+    assert CUBLAS_GROUPED.unsupported_reason(experts_shape(), CPU) == "cuBLAS needs a CUDA device"
     cuda = torch.device("cuda")
-    odd = moe_model(width=30, dtype=DType.FLOAT32)
+    odd = experts_shape(width=30, dtype=torch.float32)
     assert CUBLAS_GROUPED.unsupported_reason(odd, cuda) == (
         "cuBLAS' grouped GEMM needs expert_ffn_hidden_size to be a multiple of 4 in float32, not 30"
     )
@@ -88,5 +87,5 @@ def test_a_library_that_is_not_there_is_a_reason(monkeypatch: pytest.MonkeyPatch
     library.cache_clear()
     with pytest.raises(CublasError, match="cuBLAS cannot be loaded"):
         library()
-    assert "cuBLAS cannot be loaded" in (CUBLAS_GROUPED.unsupported_reason(moe_model(), torch.device("cuda")) or "")
+    assert "cuBLAS cannot be loaded" in (CUBLAS_GROUPED.unsupported_reason(experts_shape(), torch.device("cuda")) or "")
     library.cache_clear()

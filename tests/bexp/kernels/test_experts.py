@@ -1,28 +1,24 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
 from bexp.kernels.experts.rows import combine, dispatch, padded_rows, sorted_rows
-from explorer.spec.model import DType, ModelSpec, MoESpec
+from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, references
 
 CPU = torch.device("cpu")
 NAMES = ("loop", "grouped_mm", "bmm")
 
 
-def moe_model(hidden: int = 64, width: int = 32, experts: int = 4, dtype: DType = DType.BFLOAT16) -> ModelSpec:
-    return ModelSpec(
-        num_layers=1,
-        hidden_size=hidden,
-        num_attention_heads=2,
-        vocab_size=128,
-        seq_length=16,
-        dtype=dtype,
-        moe=MoESpec(num_experts=experts, top_k=1, expert_ffn_hidden_size=width),
-    )
+def experts_shape(
+    hidden: int = 64, width: int = 32, experts: int = 4, dtype: torch.dtype = torch.bfloat16
+) -> ExpertsShape:
+    return ExpertsShape(hidden_size=hidden, ffn_hidden_size=width, num_experts=experts, top_k=1, dtype=dtype)
 
 
 @pytest.fixture(params=NAMES)
@@ -113,23 +109,33 @@ def test_dispatch_and_combine_are_each_others_transpose() -> None:
 
 
 def test_support_names_the_rule_that_is_broken() -> None:
-    support = {s.name: s for s in expert_support(moe_model(hidden=20, width=32), CPU)}
+    support = {s.name: s for s in expert_support(experts_shape(hidden=20, width=32), CPU)}
     assert support["loop"].usable
     assert support["bmm"].usable
     assert not support["grouped_mm"].usable
     assert support["grouped_mm"].reason == "grouped_mm needs hidden_size to be a multiple of 8 in bfloat16, not 20"
-    assert default_expert_backend(moe_model(hidden=20), CPU) == "loop"
-    assert default_expert_backend(moe_model(), CPU) == "grouped_mm"
-    for s in expert_support(moe_model(), CPU):
+    assert default_expert_backend(experts_shape(hidden=20), CPU) == "loop"
+    assert default_expert_backend(experts_shape(), CPU) == "grouped_mm"
+    for s in expert_support(experts_shape(), CPU):
         assert s.stock == (s.name in NAMES)
         assert s.usable == s.stock
         assert (s.reason is None) == s.usable
 
 
-def test_a_model_without_experts_has_no_expert_back_ends() -> None:
-    dense = moe_model().model_copy(update={"moe": None, "ffn_hidden_size": 64})
-    assert expert_support(dense, CPU) == ()
-    assert default_expert_backend(dense, CPU) is None
+def test_a_back_end_refuses_an_activation_that_no_kernel_knows() -> None:
+    for found in expert_support(replace(experts_shape(), activation="xielu"), CPU):
+        assert found.reason == f"{found.name} knows the activations silu, gelu, relu, not xielu"
+        assert not found.usable
+
+
+def test_back_ends_that_exist_for_comparison_are_marked() -> None:
+    marked = {found.name for found in expert_support(experts_shape(), CPU) if found.only_when_named}
+    assert marked == {"cublas_grouped", "block_sparse"}
+
+
+def test_a_token_cannot_go_to_more_experts_than_there_are() -> None:
+    with pytest.raises(ValueError, match=r"top_k \(2\) must not exceed num_experts \(1\)"):
+        ExpertsShape(hidden_size=8, ffn_hidden_size=8, num_experts=1, top_k=2, dtype=torch.float32)
 
 
 def test_an_unknown_back_end_is_named() -> None:

@@ -18,9 +18,8 @@ from bexp.kernels.experts.fused.backend import FUSED
 from bexp.kernels.experts.fused.hopper.tiles import GRAD_HIDDEN, PROJECT_IN, HopperSum, HopperTile
 from bexp.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
 from bexp.kernels.selective_recompute import selective_recompute
-from explorer.spec.model import DType
 from tests.bexp.kernels import expert_cases, references
-from tests.bexp.kernels.test_experts import moe_model
+from tests.bexp.kernels.test_experts import experts_shape
 from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
 
 CPU = torch.device("cpu")
@@ -90,6 +89,31 @@ def test_output_and_gradients(case: expert_cases.ExpertCase) -> None:
 def test_every_variant(name: str, case: expert_cases.ExpertCase) -> None:
     errors = expert_cases.errors(backend(VARIANTS[name]), case, torch.float32, CPU)
     assert max(errors.values()) <= 1e-5, errors
+
+
+@interpreted
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("in_transposed", [True, False])
+@pytest.mark.parametrize("out_transposed", [True, False])
+def test_weights_are_read_as_they_lie_and_gradients_lie_the_same_way(
+    name: str, in_transposed: bool, out_transposed: bool
+) -> None:
+    for case in (
+        expert_cases.ExpertCase("no multiple of a tile", 53, 5, 2, hidden=40, width=24, skew=1.0),
+        expert_cases.ExpertCase("plain", 37, 4, 1, hidden=24, width=40, gated=False, activation="gelu"),
+    ):
+        routes, (x, weights, w_in, w_out, grad) = expert_cases.problem(case, torch.float32, CPU)
+        lying = [
+            x,
+            weights,
+            *map(expert_cases.transposed_storage, (w_in, w_out), (in_transposed, out_transposed)),
+            grad,
+        ]
+        assert [t.is_contiguous() for t in lying[2:4]] == [not in_transposed, not out_transposed]
+        found = expert_cases.run(backend(VARIANTS[name]), case, routes, lying)
+        for actual, wanted in zip(found, expert_cases.expected(case, routes, lying), strict=True):
+            assert references.relative_error(actual, wanted) <= 1e-5
+        assert [g.stride() for g in found[3:]] == [w.stride() for w in lying[2:4]]
 
 
 @interpreted
@@ -228,23 +252,21 @@ def test_rows_are_gathered_in_the_experts_order() -> None:
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")
 def test_it_says_why_it_does_not_run_on_the_host() -> None:
-    assert FUSED.unsupported_reason(moe_model(), CPU) == "the fused experts need a CUDA device, not cpu"
-    dense = moe_model().model_copy(update={"moe": None, "ffn_hidden_size": 64})
-    assert FUSED.unsupported_reason(dense, CPU) == "the model has no experts"
+    assert FUSED.unsupported_reason(experts_shape(), CPU) == "the fused experts need a CUDA device, not cpu"
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")
 def test_it_names_the_rule_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert FUSED.unsupported_reason(moe_model(), cuda) == "Triton is not installed"
+    assert FUSED.unsupported_reason(experts_shape(), cuda) == "Triton is not installed"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert FUSED.unsupported_reason(moe_model(), cuda) == "the fused experts need compute capability 9.0, not 8.6"
+    assert FUSED.unsupported_reason(experts_shape(), cuda) == "the fused experts need compute capability 9.0, not 8.6"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    single = moe_model(dtype=DType.FLOAT32)
+    single = experts_shape(dtype=torch.float32)
     assert FUSED.unsupported_reason(single, cuda) == "the fused experts take bfloat16 and float16, not float32"
-    odd = FUSED.unsupported_reason(moe_model(width=36), cuda)
+    odd = FUSED.unsupported_reason(experts_shape(width=36), cuda)
     assert odd == "the fused experts need expert_ffn_hidden_size to be a multiple of 8, not 36"
 
 

@@ -9,7 +9,7 @@ from bexp.kernels.experts.hopper import tiles as hopper
 from bexp.kernels.experts.hopper.backend import HOPPER_GROUPED
 from bexp.kernels.experts.hopper.tiles import HopperTiles, rows_tiles, weights_tiles
 from bexp.kernels.experts.registry import expert_backend
-from explorer.spec.model import DType, ModelSpec, MoESpec
+from tests.bexp.kernels.test_experts import experts_shape
 
 NAMED = {name: value for name, value in vars(hopper).items() if isinstance(value, HopperTiles)}
 THREADS = 128
@@ -68,20 +68,13 @@ def test_programs_take_tiles_as_they_become_free_where_experts_may_differ(
 
 
 def test_reasons() -> None:
-    def reason(dtype: DType, hidden: int = 256, width: int = 128) -> str | None:
-        moe = MoESpec(num_experts=8, top_k=2, expert_ffn_hidden_size=width)
-        spec = ModelSpec(
-            num_layers=1, hidden_size=hidden, num_attention_heads=4, vocab_size=128, seq_length=64, dtype=dtype, moe=moe
-        )
-        return HOPPER_GROUPED.unsupported_reason(spec, torch.device("cpu"))
+    def reason(dtype: torch.dtype, hidden: int = 256, width: int = 128) -> str | None:
+        shape = experts_shape(hidden=hidden, width=width, experts=8, dtype=dtype)
+        return HOPPER_GROUPED.unsupported_reason(shape, torch.device("cpu"))
 
-    assert reason(DType.FLOAT32) == "hopper_grouped multiplies bfloat16 and float16, not float32"
-    assert "multiples of 8, not 256 and 36" in (reason(DType.BFLOAT16, width=36) or "")
-    assert reason(DType.BFLOAT16) == "its Triton kernels need a CUDA device"
-    dense = ModelSpec(
-        num_layers=1, hidden_size=256, num_attention_heads=4, vocab_size=128, seq_length=64, ffn_hidden_size=512
-    )
-    assert HOPPER_GROUPED.unsupported_reason(dense, torch.device("cpu")) == "the model has no experts"
+    assert reason(torch.float32) == "hopper_grouped multiplies bfloat16 and float16, not float32"
+    assert "multiples of 8, not 256 and 36" in (reason(torch.bfloat16, width=36) or "")
+    assert reason(torch.bfloat16) == "its Triton kernels need a CUDA device"
 
 
 def test_it_is_a_candidate() -> None:

@@ -17,12 +17,11 @@ from bexp.kernels.experts.triton_gemm import (
     weights_tiles,
 )
 from bexp.kernels.triton_support import fits_bulk_copies
-from explorer.spec.model import DType
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.interpreter import interpreted
 from tests.bexp.kernels.references import relative_error
-from tests.bexp.kernels.test_experts import moe_model
+from tests.bexp.kernels.test_experts import experts_shape
 
 CPU = torch.device("cpu")
 SMALL = Tiles(16, 16, 16, num_stages=1, num_warps=4, group_m=2)
@@ -62,6 +61,24 @@ def test_every_number_is_written(case: GemmCase, dtype: torch.dtype, tiles: Tile
     ]
     for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
         assert relative_error(value, wanted) <= (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@interpreted
+@pytest.mark.usefixtures("copies")
+def test_matrices_are_read_as_they_lie_and_their_gradient_lies_the_same_way() -> None:
+    case = GemmCase("tails", (5, 20, 3), 24, 16)
+    x, w, grad = gemm_cases.inputs(case, torch.float32, CPU)
+    ends = gemm_cases.ends_of(case.counts, CPU)
+    x.requires_grad_()
+    contiguous = w.clone().requires_grad_()
+    lying = w.mT.contiguous().mT.requires_grad_()
+    found = []
+    for matrices in (contiguous, lying):
+        out = TritonGemm.apply(x, matrices, ends)  # type: ignore[no-untyped-call]  # untyped in torch
+        found.append((out, *torch.autograd.grad(out, (x, matrices), grad)))
+    assert found[1][2].stride() == lying.stride() != contiguous.stride()
+    for actual, wanted in zip(found[1], found[0], strict=True):
+        assert relative_error(actual, wanted) <= 1e-6
 
 
 @interpreted
@@ -118,8 +135,8 @@ def test_tiles_fit_the_shared_memory_of_a_small_device(rows_per_expert: float, m
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = TRITON_GROUPED.unsupported_reason
-    assert reason(moe_model(), CPU) == "its Triton kernels need a CUDA device"
-    single = moe_model(dtype=DType.FLOAT32)
+    assert reason(experts_shape(), CPU) == "its Triton kernels need a CUDA device"
+    single = experts_shape(dtype=torch.float32)
     assert reason(single, torch.device("cuda")) == "triton_grouped multiplies bfloat16 and float16, not float32"
     monkeypatch.setattr("bexp.kernels.triton_support.find_spec", lambda name: None)
-    assert reason(moe_model(), torch.device("cuda")) == "Triton is not installed"
+    assert reason(experts_shape(), torch.device("cuda")) == "Triton is not installed"

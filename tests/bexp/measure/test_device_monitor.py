@@ -1,22 +1,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
-from bexp.measure import device_monitor as conditions
-from bexp.measure.device_monitor import DeviceMonitor, Watch
-from explorer.records.measurement import Conditions
+from bexp.measure import device_monitor
+from bexp.measure.device_monitor import DeviceConditions, DeviceMonitor, Watch
 from tests.workers.profiler.fakes import FakeGpu
 
 
 @pytest.fixture(autouse=True)
 def eager_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "GLANCE_SECONDS", 0.0)
-    monkeypatch.setattr(conditions, "GLANCE_SHARE", float("inf"))
+    monkeypatch.setattr(device_monitor, "GLANCE_SECONDS", 0.0)
+    monkeypatch.setattr(device_monitor, "GLANCE_SHARE", float("inf"))
 
 
-def watched(gpu: FakeGpu, polls: int = 3) -> Conditions:
+def watched(gpu: FakeGpu, polls: int = 3) -> DeviceConditions:
     watch = DeviceMonitor(gpu, gpu.foreign_processes()).watch()
     with watch:
         for _ in range(polls):
@@ -33,7 +33,6 @@ def test_conditions_are_those_of_all_glances() -> None:
     assert found.power_watts == 650.4
     assert found.temperature_celsius == 61
     assert found.clock_reasons == ("sw_power_cap",)
-    assert found.contamination is None
 
 
 def test_a_slowdown_in_one_glance_of_many_taints() -> None:
@@ -46,7 +45,6 @@ def test_a_slowdown_in_one_glance_of_many_taints() -> None:
         gpu.reasons = ("gpu_idle",)
         watch.poll()
     assert watch.conditions().clock_reasons == ("sw_power_cap", "hw_slowdown", "gpu_idle")
-    assert "throttled: hw_slowdown" in str(watch.conditions().contamination)
 
 
 def test_a_tenant_of_one_part_taints_the_whole() -> None:
@@ -60,29 +58,24 @@ def test_a_tenant_of_one_part_taints_the_whole() -> None:
     with watch:
         watch.poll()
     assert watch.conditions().foreign_bytes == 3 << 30
-    assert watch.conditions().contamination is not None
 
 
 def test_what_nvml_does_not_tell_is_null_and_taints_nothing() -> None:
     gpu = FakeGpu(clocks=[None], watts=None, celsius=None, reasons=(), pids=None, others=None)
     found = watched(gpu)
-    assert found.model_dump(exclude_defaults=True, exclude={"host_busy_share"}) == {
-        "sm_clock_max_mhz": 1980.0,
-        "memory_clock_mhz": 3201.0,
-    }
-    assert found.contamination is None
-    assert Watch(None, None).conditions() == Conditions()
+    assert replace(found, host_busy_share=None) == DeviceConditions(sm_clock_max_mhz=1980, memory_clock_mhz=3201)
+    assert Watch(None, None).conditions() == DeviceConditions()
 
 
 def test_glances_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "GLANCE_SECONDS", 100.0)
+    monkeypatch.setattr(device_monitor, "GLANCE_SECONDS", 100.0)
     gpu = FakeGpu()
     watched(gpu, polls=1000)
     assert gpu.polls == 1
 
 
 def test_a_slow_driver_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "GLANCE_SHARE", 0.05)
+    monkeypatch.setattr(device_monitor, "GLANCE_SHARE", 0.05)
 
     class SlowGpu(FakeGpu):
         def power_watts(self) -> float | None:
@@ -100,19 +93,18 @@ def test_a_slow_driver_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_cpu_time_of_others_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([(100.0, 40.0), (104.0, 43.0)])
-    monkeypatch.setattr(conditions, "_host_seconds", lambda: next(moments))
+    monkeypatch.setattr(device_monitor, "_host_seconds", lambda: next(moments))
     with DeviceMonitor().watch() as watch:
         pass
-    assert watch.conditions() == Conditions(host_busy_share=0.75)
-    assert watch.conditions().contamination is None
+    assert watch.conditions() == DeviceConditions(host_busy_share=0.75)
 
 
 def test_our_own_cpu_time_is_not_that_of_others() -> None:
-    (all_before, others_before), own = conditions._host_seconds(), time.process_time()
+    (all_before, others_before), own = device_monitor._host_seconds(), time.process_time()
     end = time.perf_counter() + 0.3
     while time.perf_counter() < end:
         pass
-    all_after, others_after = conditions._host_seconds()
+    all_after, others_after = device_monitor._host_seconds()
     assert all_after - all_before >= 0.25
     assert others_after - others_before <= all_after - all_before - (time.process_time() - own) + 0.05
 

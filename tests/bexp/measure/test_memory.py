@@ -5,11 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from bexp.measure.memory import ActivationBytes, measure_memory
-from bexp.measure.passes import BlockPasses
+from bexp.measure.passes import ModulePasses
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.spec.request import ExplorationRequest
 from tests.workers.profiler.samples import MODEL, REQUEST
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.passes import BlockPasses
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, WIDE = 32, 16, 48
@@ -30,7 +31,8 @@ class TwoMatrices(nn.Module):
 def measure_block_memory(
     block: nn.Module, x: Tensor, *, training: bool = True, gradient: torch.dtype = torch.float32
 ) -> ActivationBytes:
-    return measure_memory(BlockPasses(block, (x,), training=training, gradient_dtype=gradient), CPU)
+    x.requires_grad_()
+    return measure_memory(ModulePasses(block, (x,), training=training, gradient_dtype=gradient), CPU)
 
 
 def test_two_matrices_weigh_what_the_book_says() -> None:
@@ -50,7 +52,9 @@ def test_eval_leaves_the_output_alone() -> None:
 
 def test_weighing_repeats_exactly_and_leaves_gradients_finite() -> None:
     block = TwoMatrices()
-    passes = BlockPasses(block, (torch.randn(ROWS, WIDTH),), training=True, gradient_dtype=torch.float32)
+    passes = ModulePasses(
+        block, (torch.randn(ROWS, WIDTH, requires_grad=True),), training=True, gradient_dtype=torch.float32
+    )
     assert measure_memory(passes, CPU) == measure_memory(passes, CPU)
     assert block.a.grad is not None
     assert torch.isfinite(block.a.grad).all()
@@ -58,7 +62,9 @@ def test_weighing_repeats_exactly_and_leaves_gradients_finite() -> None:
 
 def test_gradients_in_another_format_are_freed_as_they_come() -> None:
     block = TwoMatrices().to(torch.bfloat16)
-    passes = BlockPasses(block, (torch.randn(ROWS, WIDTH).bfloat16(),), training=True, gradient_dtype=torch.float32)
+    passes = ModulePasses(
+        block, (torch.randn(ROWS, WIDTH).bfloat16().requires_grad_(),), training=True, gradient_dtype=torch.float32
+    )
     passes.prepare_forward()
     passes.forward()
     passes.prepare_backward()

@@ -6,8 +6,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from bexp.measure.nvml import CLOCK_REASONS, Gpu, open_gpu
-from workers.devices import discovery as devices
+from bexp.measure.nvml import CLOCK_REASONS, SLOWDOWNS, Gpu
 
 
 def refuse(*_: Any) -> Any:
@@ -46,19 +45,15 @@ def test_shares_are_means_of_the_samples_since_a_moment(monkeypatch: pytest.Monk
     assert shares == pytest.approx({1: 0.3, 2: 0.7})
 
 
-def test_a_gpu_is_found_by_its_uuid_whatever_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_opened_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(devices, "_gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
-    assert open_gpu("cuda:0", {"CUDA_VISIBLE_DEVICES": "2,0"}) is not None
-    assert open_gpu("cuda:1", {}) is not None
-    assert asked == ["GPU-c", "GPU-b"]
-    assert open_gpu("cuda:5", {}) is None
-    assert open_gpu("cpu", {}) is None
+    assert Gpu.open("GPU-b") is not None
+    assert asked == ["GPU-b"]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", refuse)
+    assert Gpu.open("GPU-b") is None
 
 
-def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_gpu_uuids", lambda: ["GPU-a"])
-    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
-    assert open_gpu("cuda:0", {}) is None
+def test_slowdowns_are_names_of_clock_reasons() -> None:
+    assert set(SLOWDOWNS) < set(CLOCK_REASONS.values())

@@ -183,7 +183,7 @@ def test_scoped_flags_decide_the_mode() -> None:
     ("document", "location", "part"),
     [
         (trainer(bta(max_tile=7)), ("GlobalFlags", "csx.debug.ini", "ws_opt_bta_max_tile"), "must divide"),
-        (trainer(bta(enable=False)), ("bta",), "no meaning"),
+        (trainer(bta(enable=False)), ("ws_opt_bta_max_tile",), "no meaning"),
         (trainer(bta(max_tile=0)), ("ws_opt_bta_max_tile",), "greater than or equal to 1"),
         (trainer({"GlobalFlags": {"csx.debug.ini.ws_opt_bta": 2}}), ("csx.debug.ini.ws_opt_bta",), "unknown BTA flag"),
         ({"trainer": {"init": {"callbacks": [bta()]}}}, ("trainer", "init", "model"), "missing"),

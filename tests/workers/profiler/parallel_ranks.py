@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from bexp.kernels.dtypes import torch_dtype
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
@@ -28,6 +27,7 @@ from workers.profiler.training.data_parallel import Alone, DataParallel
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import build_optimizer
+from workers.targets.reference.shapes import torch_dtype
 
 NUM_RANKS = 2
 MICRO_STEPS = 3

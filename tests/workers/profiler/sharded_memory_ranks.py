@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import FileStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bexp.kernels.dtypes import torch_dtype
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -32,6 +31,7 @@ from workers.profiler.training.choice import data_parallel
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import build_optimizer
+from workers.targets.reference.shapes import torch_dtype
 
 NUM_RANKS = 2
 LEAST_BYTES = 1 << 12  # of a storage that counts

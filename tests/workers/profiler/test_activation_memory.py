@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from bexp.measure.memory import ActivationBytes, measure_memory
-from bexp.measure.passes import BlockPasses
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.passes import BlockPasses
 
 CPU = torch.device("cpu")
 PLAIN = (BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)

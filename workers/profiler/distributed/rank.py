@@ -30,7 +30,7 @@ def main() -> int:
     from torch._C._distributed_c10d import PrefixStore  # noqa: PLC0415 - it brings torch, or comes after it
 
     from bexp.measure.device_monitor import DeviceMonitor  # noqa: PLC0415 - it brings torch, or comes after it
-    from bexp.measure.nvml import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
+    from workers.devices.gpu import open_gpu  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.distributed.message_queue import MessageQueue, join_store  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.distributed.process_groups import ProcessGroups  # noqa: PLC0415 - it brings torch, or comes after it
     from workers.profiler.hardware import used_bytes  # noqa: PLC0415 - it brings torch, or comes after it

@@ -7,7 +7,6 @@ import time
 import torch
 from torch import Tensor
 
-from bexp.kernels.dtypes import torch_dtype
 from bexp.measure.timestamps import Mark, mark_of
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
@@ -18,6 +17,7 @@ from workers.profiler.trials.ring import find_ring
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
+from workers.targets.reference.shapes import torch_dtype
 
 MICRO_STEPS = 2
 EXCHANGING_MICRO_STEPS = 3

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.kernels.dtypes import torch_dtype
 from bexp.measure.timestamps import mark_of
 from bexp.measure.timing import Timing, collector_paused
 from explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit
@@ -21,9 +20,11 @@ from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
+from workers.profiler.conditions import watched_conditions
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.trials.host_overhead import measure_host_overhead
+from workers.targets.reference.shapes import torch_dtype
 
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the traffic; no more than a sequence has."""
@@ -181,7 +182,7 @@ def measure_communication(
         forward_peak_bytes=0,
         backward_peak_bytes=0,
         slowdown=slowdown,
-        conditions=watch.conditions(),
+        conditions=watched_conditions(watch),
     )
 
 

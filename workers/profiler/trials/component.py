@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from bexp.kernels.dtypes import torch_dtype
 from bexp.measure.memory import measure_memory
-from bexp.measure.passes import BlockPasses
 from explorer.cost_model.components import Component
 from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
+from workers.profiler.conditions import watched_conditions
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.trials.ring import find_ring
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.passes import BlockPasses
+from workers.targets.reference.shapes import torch_dtype
 
 
 def measure_block(
@@ -47,5 +48,5 @@ def measure_block(
         saved_bytes=weight.saved,
         forward_peak_bytes=weight.forward_peak,
         backward_peak_bytes=weight.backward_peak,
-        conditions=watch.conditions(),
+        conditions=watched_conditions(watch),
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bexp.kernels.dtypes import torch_dtype
 from bexp.measure.device_monitor import Watch
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timing import Timing
@@ -19,10 +18,12 @@ from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
+from workers.profiler.conditions import watched_conditions
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.targets.reference.factory import build_block
 from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
+from workers.targets.reference.shapes import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def measure_optimizer(
         saved_bytes=0,
         forward_peak_bytes=transient,
         backward_peak_bytes=transient,
-        conditions=watch.conditions(),
+        conditions=watched_conditions(watch),
     )
 
 

@@ -6,6 +6,7 @@ from bexp.kernels.context_parallel.attention import ContextParallel, context_par
 from explorer.spec.model import ModelSpec
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
+from workers.targets.reference.shapes import attention_shape
 
 
 def find_ring(
@@ -22,7 +23,7 @@ def find_ring(
     elif layout is not None:
         assert backend is not None, "attention names its back end"
         try:
-            reason = context_parallel_reason(model, size, layout, backend, instruments.device)
+            reason = context_parallel_reason(attention_shape(model), size, layout, backend, instruments.device)
         except ValueError as error:
             reason = str(error)
     if reason is not None:

@@ -17,6 +17,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
+from workers.profiler.conditions import watched_conditions
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
@@ -113,5 +114,5 @@ def run_whole_model(
         reserved_bytes=reserved,
         repeats=num_steps,
         communication_seconds=max(0.0, statistics.median(once)) if training.exchanges else None,
-        conditions=watch.conditions(),
+        conditions=watched_conditions(watch),
     )

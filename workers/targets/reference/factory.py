@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from bexp.kernels.context_parallel.attention import ContextParallel
-from bexp.kernels.dtypes import torch_dtype
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -16,6 +15,7 @@ from workers.targets.reference.ffn_block import DenseFFN
 from workers.targets.reference.head import Head
 from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
+from workers.targets.reference.shapes import torch_dtype
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bexp.kernels.dtypes import torch_dtype
 from explorer.spec.model import DType
 from explorer.spec.training import OptimizerSpec
+from workers.targets.reference.shapes import torch_dtype
 
 BUCKET_BYTES = 256 << 20
 """What a step may allocate at most to convert one tensor list between formats."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bexp.kernels.dtypes import torch_dtype
 from explorer.spec.model import ModelSpec
+from workers.targets.reference.shapes import torch_dtype
 
 _BASE = 10_000.0
 

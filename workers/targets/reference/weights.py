@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bexp.kernels.dtypes import torch_dtype
 from explorer.spec.model import ModelSpec
+from workers.targets.reference.shapes import torch_dtype
 
 _STANDARD_DEVIATION = 0.02  # as GPT-2 and its successors draw theirs
 

@@ -15,13 +15,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation, activate
-from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.comparisons.block_topology import Topology, block_topology, blocked_rows
 from bexp.kernels.experts.rows import combine, dispatch
 from bexp.kernels.selective_recompute import recomputable
+from bexp.kernels.shapes import ExpertsShape
 from bexp.kernels.triton_support import launching_on, triton_failure, triton_reason
-from explorer.spec.model import ModelSpec
 
 BLOCK = 128
 _STEP = 64
@@ -196,24 +196,19 @@ def block_sparse_ffn(
     return combine(y_PD, rows, routes_TK.shape[1])
 
 
-def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
-    moe = model.moe
-    if moe is None:
-        return "the model has no experts"
-    dtype = torch_dtype(model.dtype)
+def _check(shape: ExpertsShape, device: torch.device) -> str | None:
+    dtype = shape.dtype
     if dtype not in _DTYPES:
-        return f"block_sparse multiplies bfloat16 and float16, not {model.dtype}"
-    if moe.expert_ffn_hidden_size % BLOCK:
-        return (
-            f"block_sparse needs expert_ffn_hidden_size to be a multiple of {BLOCK}, not {moe.expert_ffn_hidden_size}"
-        )
+        return f"block_sparse multiplies bfloat16 and float16, not {dtype_name(dtype)}"
+    if shape.ffn_hidden_size % BLOCK:
+        return f"block_sparse needs expert_ffn_hidden_size to be a multiple of {BLOCK}, not {shape.ffn_hidden_size}"
     reason = triton_reason(device)
     if reason is not None:
         return reason
 
     def run() -> Tensor:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=device, requires_grad=True)
 
         routes = torch.arange(16, device=device).view(16, 1) % 2
         w_in, w_out = normal(3, 64, 2 * BLOCK), normal(3, BLOCK, 64)
@@ -222,4 +217,4 @@ def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
     return triton_failure(run, device)
 
 
-BLOCK_SPARSE = ExpertBackend("block_sparse", False, _unsupported_reason, block_sparse_ffn)
+BLOCK_SPARSE = ExpertBackend("block_sparse", False, _check, block_sparse_ffn, only_when_named=True)

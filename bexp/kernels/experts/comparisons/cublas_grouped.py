@@ -24,13 +24,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.comparisons.cublas_library import OP_N, OP_T, CublasError, Product, library, multiply_all
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
 from bexp.kernels.experts.rows import Rows, sorted_rows
 from bexp.kernels.probe import failure_of
-from explorer.spec.model import ModelSpec
+from bexp.kernels.shapes import ExpertsShape
 
 _ALIGNMENT_BYTES = 16
 
@@ -108,25 +108,22 @@ def _forward(
     return grouped_ffn(x_TD, weights_TK, w_in, w_out, activation, rows, grouped_gemm)
 
 
-def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
-    moe = model.moe
-    if moe is None:
-        return "the model has no experts"
+def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "cuBLAS needs a CUDA device"
-    sizes = {"hidden_size": model.hidden_size, "expert_ffn_hidden_size": moe.expert_ffn_hidden_size}
+    sizes = {"hidden_size": shape.hidden_size, "expert_ffn_hidden_size": shape.ffn_hidden_size}
     for name, size in sizes.items():
-        if size * model.dtype.itemsize % _ALIGNMENT_BYTES:
-            multiple = _ALIGNMENT_BYTES // model.dtype.itemsize
-            return f"cuBLAS' grouped GEMM needs {name} to be a multiple of {multiple} in {model.dtype}, not {size}"
+        if size * shape.dtype.itemsize % _ALIGNMENT_BYTES:
+            multiple = _ALIGNMENT_BYTES // shape.dtype.itemsize
+            dtype = dtype_name(shape.dtype)
+            return f"cuBLAS' grouped GEMM needs {name} to be a multiple of {multiple} in {dtype}, not {size}"
     try:
         library()
     except CublasError as error:
         return str(error)
 
-    dtype = torch_dtype(model.dtype)
-    x = torch.randn(32, 64, dtype=dtype, device=device, requires_grad=True)
-    w = torch.randn(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
+    x = torch.randn(32, 64, dtype=shape.dtype, device=device, requires_grad=True)
+    w = torch.randn(4, 64, 64, dtype=shape.dtype, device=device, requires_grad=True)
     return failure_of(lambda: CublasGemm.apply(x, w, (8, 0, 16, 8)), device)  # type: ignore[no-untyped-call]
 
 
@@ -150,4 +147,4 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
-CUBLAS_GROUPED = ExpertBackend("cublas_grouped", False, _unsupported_reason, _forward)
+CUBLAS_GROUPED = ExpertBackend("cublas_grouped", False, _check, _forward, only_when_named=True)

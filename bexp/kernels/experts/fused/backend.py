@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.probe import failure_of
-from explorer.spec.model import DType, ModelSpec
+from bexp.kernels.shapes import ExpertsShape
 
-_DTYPES = (DType.BFLOAT16, DType.FLOAT16)
+_DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 8  # elements of two bytes in the 16 bytes that one load and one row of a tensor map are aligned to
 _MIN_CAPABILITY = (9, 0)
 _PROBED_TOKENS = (16, 512)
 """A few rows an expert and many, which other kernels serve."""
-_TRACEABLE = frozenset(torch_dtype(dtype) for dtype in _DTYPES)
+_TRACEABLE = frozenset(_DTYPES)
 
 
 def _forward(
@@ -36,10 +36,7 @@ def _forward(
     return fused_ffn(x_TD, routes_TK, weights_TK, w_in, w_out, activation)
 
 
-def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
-    moe = model.moe
-    if moe is None:
-        return "the model has no experts"
+def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the fused experts need a CUDA device, not {device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -47,15 +44,15 @@ def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return f"the fused experts need compute capability 9.0, not {capability[0]}.{capability[1]}"
-    if model.dtype not in _DTYPES:
-        return f"the fused experts take bfloat16 and float16, not {model.dtype}"
-    sizes = {"hidden_size": model.hidden_size, "expert_ffn_hidden_size": moe.expert_ffn_hidden_size}
+    if shape.dtype not in _DTYPES:
+        return f"the fused experts take bfloat16 and float16, not {dtype_name(shape.dtype)}"
+    sizes = {"hidden_size": shape.hidden_size, "expert_ffn_hidden_size": shape.ffn_hidden_size}
     for name, size in sizes.items():
         if size % _MULTIPLE:
             return f"the fused experts need {name} to be a multiple of {_MULTIPLE}, not {size}"
     try:
-        dtype = torch_dtype(model.dtype)
-        reasons = (failure_of(partial(_probe, num_tokens, dtype, device), device) for num_tokens in _PROBED_TOKENS)
+        probes = (partial(_probe, num_tokens, shape.dtype, device) for num_tokens in _PROBED_TOKENS)
+        reasons = (failure_of(probe, device) for probe in probes)
         return next((reason for reason in reasons if reason is not None), None)
     except Exception as error:  # noqa: BLE001 - Triton and the compilers that it calls raise errors of their own
         return f"Triton cannot build the kernels: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -70,4 +67,4 @@ def _probe(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return _forward(x, routes, torch.ones_like(routes, dtype=dtype), w_in, w_out, "silu")
 
 
-FUSED = ExpertBackend("fused", False, _unsupported_reason, _forward, _TRACEABLE)
+FUSED = ExpertBackend("fused", False, _check, _forward, _TRACEABLE)

@@ -12,9 +12,11 @@ from torch.autograd.function import once_differentiable
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused import gemms
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.hopper.tiles import HopperSum
 from bexp.kernels.experts.fused.layouts import Layout, Operand
-from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles
+from bexp.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
 from bexp.kernels.experts.fused.token_permutation import Order, gather_rows, gather_tiles, order_pairs, sum_pairs
+from bexp.kernels.experts.matrices import aligned_matrices, stored
 from bexp.kernels.selective_recompute import announce
 from bexp.kernels.triton_support import aligned, launched_where_it_lies
 
@@ -31,7 +33,8 @@ def fused_ffn(
     """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
 
     For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and four bytes times two a pair
-    for their order. `tiles` overrides the choice of tiles.
+    for their order. A weight may be the transpose of a contiguous tensor: it is read as it lies, and its gradient lies
+    the same way. `tiles` overrides the choice of tiles.
     """
     hidden_size = w_out.shape[1]
     gated = w_in.shape[2] == 2 * hidden_size
@@ -81,7 +84,7 @@ def run_forward(
     *,
     keep: bool,
 ) -> tuple[Tensor, Kept | None]:
-    """The output (T, D) and, with `keep`, what backward needs. Operands are contiguous."""
+    """The output (T, D) and, with `keep`, what backward needs. Operands lie as `gemms` wants them."""
     order = order_pairs(routes_TK, w_in.shape[0], tiles.heights(backward=keep))
     hidden, pre = gemms.project_in(
         _operand(x_TD, order, *tiles.project_in.gathers),
@@ -122,15 +125,22 @@ def run_backward(
     if needs_w_out:
         if tiles.grad_w_out.gathers != tiles.grad_hidden.gathers:
             grad = _operand(grad_TD, order, *tiles.grad_w_out.gathers)
-        grad_w_out = gemms.sum_outer_products(Operand(hidden, "rows"), grad, order, tiles.grad_w_out)
+        grad_w_out = _grad_weight(Operand(hidden, "rows"), grad, w_out, order, tiles.grad_w_out)
     del hidden, partial, grad
     if needs_w_in:
         x = _operand(x_TD, order, *tiles.grad_w_in.gathers)
-        grad_w_in = gemms.sum_outer_products(x, Operand(grad_pre, "rows"), order, tiles.grad_w_in)
+        grad_w_in = _grad_weight(x, Operand(grad_pre, "rows"), w_in, order, tiles.grad_w_in)
         del x
     if needs_x:
         grad_x = sum_pairs(gemms.project_back(grad_pre, w_in, order, tiles.grad_input, transposed=True), order.top_k)
     return Gradients(grad_x, grad_weights, grad_w_in, grad_w_out)
+
+
+def _grad_weight(a: Operand, b: Operand, w: Tensor, order: Order, tile: TileConfig | HopperSum) -> Tensor:
+    """The gradient of w (E, K, N), which lies as w does."""
+    if stored(w)[1]:
+        return gemms.sum_outer_products(b, a, order, tile).mT
+    return gemms.sum_outer_products(a, b, order, tile)
 
 
 class _FusedFFN(Function):
@@ -146,7 +156,8 @@ class _FusedFFN(Function):
         tiles: FusedTiles,
         keep: bool,
     ) -> Tensor:
-        x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (x_TD, weights_TK, w_in, w_out))
+        x_TD, weights_TK = aligned(x_TD), aligned(weights_TK)
+        w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
         out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
         if kept is not None:
             order = kept.order

@@ -1,4 +1,7 @@
-"""Launches of the grouped GEMMs. Tensors are contiguous, and shapes named as in `ExpertFFN`; R is T * K."""
+"""Launches of the grouped GEMMs. Shapes are named as in `ExpertFFN`; R is T * K.
+
+Tensors are contiguous; a weight may also be the transpose of a contiguous tensor.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from bexp.kernels.experts.fused.layouts import Operand
 from bexp.kernels.experts.fused.tiles import TileConfig
 from bexp.kernels.experts.fused.token_permutation import Order
 from bexp.kernels.experts.hopper.gemm import sum_over_rows
+from bexp.kernels.experts.matrices import stored
 
 _INTERPRETER_PROGRAMS = 3
 
@@ -41,9 +45,10 @@ def project_in(
     hidden = w_in.new_empty(num_pairs, hidden_size)
     pre = w_in.new_empty(num_pairs, width) if keep else None
     tiles = order.tiles[tile.block_m]
+    matrices, transposed = stored(w_in)
     project_in_kernel[_grid(tile, tiles.most, hidden_size, w_in.device)](
         _rows_of(x, tile),
-        _map(w_in, (1, tile.block_k, tile.block_n)) if tile.tma else w_in,
+        _matrices(matrices, tile, transposed=transposed),
         hidden if pre is None else pre,
         hidden,
         weights_TK,
@@ -58,6 +63,7 @@ def project_in(
         GATED=width == 2 * hidden_size,
         ACTIVATION=activation,
         KEEP=keep,
+        TRANSPOSED=transposed,
         PADDED=x.layout == "padded",
         EVEN_K=w_in.shape[1] % tile.block_k == 0,
         EVEN_N=hidden_size % tile.block_n == 0,
@@ -72,12 +78,13 @@ def project_back(
     """Rows (R, K) in the experts' order times w (E, K, N), or (E, N, K) transposed: (R, N) in the tokens' order."""
     num_pairs, k = rows.shape
     n = w.shape[1] if transposed else w.shape[2]
+    matrices, lies_transposed = stored(w)
+    transposed ^= lies_transposed
     out = rows.new_empty(num_pairs, n) if out is None else out
     tiles = order.tiles[tile.block_m]
-    w_block = (1, tile.block_n, tile.block_k) if transposed else (1, tile.block_k, tile.block_n)
     project_back_kernel[_grid(tile, tiles.most, n, rows.device)](
         _map(rows, (tile.block_m, tile.block_k)) if tile.tma else rows,
-        _map(w, w_block) if tile.tma else w,
+        _matrices(matrices, tile, transposed=transposed),
         out,
         order.pair_of_row,
         tiles.expert,
@@ -112,9 +119,10 @@ def differentiate_hidden(
     columns = -(-hidden_size // tile.block_n)
     partial = torch.empty(columns, num_pairs, dtype=torch.float32, device=pre.device)
     tiles = order.tiles[tile.block_m]
+    matrices, lies_transposed = stored(w_out)
     differentiate_hidden_kernel[_grid(tile, tiles.most, hidden_size, pre.device)](
         _rows_of(grad, tile),
-        _map(w_out, (1, tile.block_n, tile.block_k)) if tile.tma else w_out,
+        _matrices(matrices, tile, transposed=not lies_transposed),
         pre,
         grad_pre,
         hidden,
@@ -132,6 +140,7 @@ def differentiate_hidden(
         GATED=pre.shape[1] == 2 * hidden_size,
         ACTIVATION=activation,
         PARTS=tile.parts,
+        TRANSPOSED=not lies_transposed,
         PADDED=grad.layout == "padded",
         EVEN_K=w_out.shape[2] % tile.block_k == 0,
         EVEN_N=hidden_size % tile.block_n == 0,
@@ -199,6 +208,12 @@ def _summed(operand: Operand, tile: TileConfig, width: int) -> Any:
     if operand.layout == "padded" or (tile.tma and operand.layout == "rows"):
         return _map(operand.tensor, (tile.block_k, width))
     return operand.tensor
+
+
+def _matrices(matrices: Tensor, tile: TileConfig, *, transposed: bool) -> Any:
+    if not tile.tma:
+        return matrices
+    return _map(matrices, (1, tile.block_n, tile.block_k) if transposed else (1, tile.block_k, tile.block_n))
 
 
 def _map(tensor: Tensor, block: tuple[int, ...]) -> Any:

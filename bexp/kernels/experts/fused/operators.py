@@ -13,6 +13,7 @@ from torch import Tensor
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused.function import Kept, run_backward, run_forward, tiles_for
 from bexp.kernels.experts.fused.token_permutation import order_size
+from bexp.kernels.experts.matrices import aligned_matrices
 from bexp.kernels.triton_support import aligned
 
 
@@ -32,7 +33,8 @@ def fused_experts(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output (T, D) and, with `keep`, both parts of `Kept`; empty tensors without."""
-    x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (x_TD, weights_TK, w_in, w_out))
+    x_TD, weights_TK = aligned(x_TD), aligned(weights_TK)
+    w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
     tiles = tiles_for(routes_TK, w_in, w_out)
     out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
     if kept is None:
@@ -70,7 +72,8 @@ def fused_experts_backward(
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, the routing weights, w_in and w_out."""
-    grad_TD, x_TD, weights_TK, w_in, w_out = (aligned(t) for t in (grad_TD, x_TD, weights_TK, w_in, w_out))
+    grad_TD, x_TD, weights_TK = aligned(grad_TD), aligned(x_TD), aligned(weights_TK)
+    w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
     tiles = tiles_for(weights_TK, w_in, w_out)
     found = run_backward(grad_TD, x_TD, weights_TK, w_in, w_out, Kept(pre, order), activation, tiles)
     assert found.x is not None
@@ -91,8 +94,8 @@ def _(
     order: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, weights, first, second = (t.new_empty(t.shape) for t in (x_TD, weights_TK, w_in, w_out))
-    return x, weights, first, second
+    x, weights = (t.new_empty(t.shape) for t in (x_TD, weights_TK))
+    return x, weights, torch.empty_like(w_in), torch.empty_like(w_out)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.dtypes import torch_dtype
+from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
 from bexp.kernels.experts.hopper.gemm import ALIGNMENT, HopperGemm, grouped_gemm
 from bexp.kernels.experts.rows import sorted_rows
+from bexp.kernels.shapes import ExpertsShape
 from bexp.kernels.triton_support import triton_failure, triton_reason
-from explorer.spec.model import ModelSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _CAPABILITY = (9, 0)
@@ -34,13 +34,11 @@ def gluon_reason() -> str | None:
     return None
 
 
-def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
-    if model.moe is None:
-        return "the model has no experts"
-    dtype = torch_dtype(model.dtype)
+def _check(shape: ExpertsShape, device: torch.device) -> str | None:
+    dtype = shape.dtype
     if dtype not in _DTYPES:
-        return f"hopper_grouped multiplies bfloat16 and float16, not {model.dtype}"
-    sizes = (model.hidden_size, model.moe.expert_ffn_hidden_size)
+        return f"hopper_grouped multiplies bfloat16 and float16, not {dtype_name(dtype)}"
+    sizes = (shape.hidden_size, shape.ffn_hidden_size)
     if any(size % ALIGNMENT for size in sizes):
         return f"hopper_grouped wants hidden sizes that are multiples of {ALIGNMENT}, not {sizes[0]} and {sizes[1]}"
     reason = triton_reason(device)
@@ -58,4 +56,4 @@ def _unsupported_reason(model: ModelSpec, device: torch.device) -> str | None:
     return triton_failure(lambda: HopperGemm.apply(x, w, ends), device)  # type: ignore[no-untyped-call] # torch's apply
 
 
-HOPPER_GROUPED = ExpertBackend("hopper_grouped", False, _unsupported_reason, _forward)
+HOPPER_GROUPED = ExpertBackend("hopper_grouped", False, _check, _forward)

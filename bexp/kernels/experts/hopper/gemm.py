@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from bexp.kernels.experts.hopper.counter import tile_counter
 from bexp.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
+from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.triton_support import aligned, launching_on, num_multiprocessors
 
@@ -106,18 +107,22 @@ class HopperGemm(Function):
 
     @staticmethod
     def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-        """x (R, K), w (E, K, N), ends (E,) to (R, N)."""
+        """x (R, K), w (E, K, N), or the transpose of a contiguous tensor, ends (E,) to (R, N)."""
         ctx.save_for_backward(x_RK, w_EKN, ends)
-        return multiply_rows(x_RK, w_EKN, ends)
+        w, transposed = stored(w_EKN)
+        return multiply_rows(x_RK, w, ends, transposed=transposed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and w."""
+        """The gradients of x and w, the latter in the layout of w."""
         x_RK, w_EKN, ends = ctx.saved_tensors
+        w, transposed = stored(w_EKN)
         grad_RN = aligned(grad_RN)
-        grad_x = multiply_rows(grad_RN, w_EKN, ends, transposed=True) if ctx.needs_input_grad[0] else None
-        grad_w = sum_over_rows(x_RK, grad_RN, ends) if ctx.needs_input_grad[1] else None
+        grad_x = multiply_rows(grad_RN, w, ends, transposed=not transposed) if ctx.needs_input_grad[0] else None
+        grad_w = None
+        if ctx.needs_input_grad[1]:
+            grad_w = sum_over_rows(grad_RN, x_RK, ends).mT if transposed else sum_over_rows(x_RK, grad_RN, ends)
         return grad_x, grad_w, None
 
 

@@ -142,6 +142,7 @@ def differentiate_hidden_kernel(
     eighth_of_K: gl.tensor,
     eighth_of_H: gl.tensor,
     ACTIVATION: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     GATHERED: gl.constexpr,
     EVEN_K: gl.constexpr,
     GATES: gl.constexpr,
@@ -153,6 +154,7 @@ def differentiate_hidden_kernel(
     GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr,
     A_LAYOUT: gl.constexpr,
+    B_LAYOUT: gl.constexpr,
     SUMS_LAYOUT: gl.constexpr,
     FINISHER_WARPS: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
@@ -161,10 +163,10 @@ def differentiate_hidden_kernel(
 ) -> None:
     """As the Triton kernel of that name, with `partial` (H / COLUMNS, R).
 
-    grad is what `produce` calls x; w_desc is over w_out (E, H, K), pre_desc over (R, GATES * H).
+    grad is what `produce` calls x; w_desc is over w_out (E, 1, H, K), or over (E, K, 1, H) unless TRANSPOSED; pre_desc
+    is over (R, GATES * H).
     """
     CONSUMERS: gl.constexpr = 2
-    TRANSPOSED: gl.constexpr = True
     SUMMED: gl.constexpr = 1
     K = eighth_of_K * 8
     H = eighth_of_H * 8
@@ -173,8 +175,12 @@ def differentiate_hidden_kernel(
     parts = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [CONSUMERS * HALVES, ROWS, COLUMNS // HALVES], SUMS_LAYOUT)
     a = rows._reinterpret(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], A_LAYOUT)
-    b = parts._reinterpret(dtype, [STAGES, COLUMNS, BLOCK_K], A_LAYOUT)
-    b_halves = parts._reinterpret(dtype, [STAGES * HALVES, COLUMNS // HALVES, BLOCK_K], A_LAYOUT)
+    if TRANSPOSED:
+        b = parts._reinterpret(dtype, [STAGES, COLUMNS, BLOCK_K], A_LAYOUT)
+        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, COLUMNS // HALVES, BLOCK_K], A_LAYOUT)
+    else:
+        b = parts._reinterpret(dtype, [STAGES, BLOCK_K, COLUMNS], B_LAYOUT)
+        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, BLOCK_K, COLUMNS // HALVES], B_LAYOUT)
     pieces = sums._reinterpret(dtype, [CONSUMERS * ROWS // BAND * COLUMNS // STRIP, BAND, STRIP], SUMS_LAYOUT)
     buffers = gl.allocate_shared_memory(dtype, [AHEAD * GATES, BAND, STRIP], pre_desc.layout)
     arrived = make_barriers(AHEAD, 1)

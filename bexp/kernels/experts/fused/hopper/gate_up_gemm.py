@@ -93,6 +93,7 @@ def project_in_kernel(
     eighth_of_H: gl.tensor,
     ACTIVATION: gl.constexpr,
     KEEP: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     GATHERED: gl.constexpr,
     EVEN_K: gl.constexpr,
     GATES: gl.constexpr,
@@ -113,10 +114,9 @@ def project_in_kernel(
 ) -> None:
     """hidden[r] = weight[r] act(x[r] w_gate) * (x[r] w_up), and with KEEP both products to `pre` (R, 2H), or (R, H).
 
-    x as in `produce`; w_desc over (E, K, GATES, H). The activation is taken of the products rounded, as in backward.
+    x and w_desc as in `produce`, with N = H. The activation is taken of the products rounded, as in backward.
     """
     CONSUMERS: gl.constexpr = 2
-    TRANSPOSED: gl.constexpr = False
     BLOCK_N: gl.constexpr = GATES * COLUMNS
     K = eighth_of_K * 8
     H = eighth_of_H * 8
@@ -125,8 +125,12 @@ def project_in_kernel(
     parts = gl.allocate_shared_memory(dtype, [STAGES * GATES] + w_desc.block_type.shape, w_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [CONSUMERS * HALVES, ROWS, BLOCK_N // HALVES], SUMS_LAYOUT)
     a = rows._reinterpret(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], A_LAYOUT)
-    b = parts._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_N], B_LAYOUT)
-    b_halves = parts._reinterpret(dtype, [STAGES * HALVES, BLOCK_K, BLOCK_N // HALVES], B_LAYOUT)
+    if TRANSPOSED:
+        b = parts._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_K], A_LAYOUT)
+        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, BLOCK_N // HALVES, BLOCK_K], A_LAYOUT)
+    else:
+        b = parts._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_N], B_LAYOUT)
+        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, BLOCK_K, BLOCK_N // HALVES], B_LAYOUT)
     pieces = sums._reinterpret(dtype, [CONSUMERS * ROWS // BAND * BLOCK_N // STRIP, BAND, STRIP], SUMS_LAYOUT)
     full = make_barriers(STAGES, 2 if GATHERED else 1)
     empty = make_barriers(STAGES, CONSUMERS)

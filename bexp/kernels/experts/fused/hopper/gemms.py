@@ -1,4 +1,6 @@
-"""Launches of the fused FFN's Hopper kernels. Tensors are contiguous, and shapes named as in `ExpertFFN`; R is T * K.
+"""Launches of the fused FFN's Hopper kernels. Shapes are named as in `ExpertFFN`; R is T * K.
+
+Tensors are contiguous; a weight may also be the transpose of a contiguous tensor.
 
 The kernels are compiled by Triton's Gluon and imported when first used: not every machine has it.
 """
@@ -14,6 +16,7 @@ from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused.hopper.tiles import HopperTile
 from bexp.kernels.experts.fused.layouts import Operand
 from bexp.kernels.experts.fused.token_permutation import Order
+from bexp.kernels.experts.matrices import stored
 from bexp.kernels.triton_support import launching_on, num_multiprocessors
 
 _FEWEST_EXPERTS = 32
@@ -41,10 +44,11 @@ def project_in(
     columns = tile.BLOCK_N // gates
     hidden = w_in.new_empty(num_pairs, hidden_size)
     pre = w_in.new_empty(num_pairs, width) if keep else None
+    matrices, transposed = stored(w_in)
     with launching_on(w_in.device):
         project_in_kernel[_grid(num_pairs, w_in.shape[0], hidden_size, columns, tile, w_in.device)](
             _rows(x, tile),
-            _described(w_in.view(*w_in.shape[:2], gates, hidden_size), [1, tile.block_k, 1, columns]),
+            _matrices(matrices, gates, columns, tile, transposed=transposed),
             hidden if pre is None else pre,
             hidden,
             weights_TK,
@@ -59,7 +63,7 @@ def project_in(
             KEEP=keep,
             GATES=gates,
             COLUMNS=columns,
-            B_LAYOUT=_layout([tile.block_k, tile.BLOCK_N], w_in),
+            TRANSPOSED=transposed,
             **_options(tile, w_in, w_in.shape[1]),
         )
     return hidden, pre
@@ -84,10 +88,11 @@ def differentiate_hidden(
     grad_pre, hidden = torch.empty_like(pre), pre.new_empty(num_pairs, hidden_size)
     columns = tile.BLOCK_N
     partial = torch.empty(-(-hidden_size // columns), num_pairs, dtype=torch.float32, device=pre.device)
+    matrices, lies_transposed = stored(w_out)
     with launching_on(pre.device):
         differentiate_hidden_kernel[_grid(num_pairs, num_experts, hidden_size, columns, tile, pre.device)](
             _rows(grad, tile),
-            _described(w_out, [1, columns, tile.block_k]),
+            _matrices(matrices, 1, columns, tile, transposed=not lies_transposed),
             _described(pre, list(tile.PIECE)),
             grad_pre,
             hidden,
@@ -103,6 +108,7 @@ def differentiate_hidden(
             ACTIVATION=activation,
             GATES=pre.shape[1] // hidden_size,
             COLUMNS=columns,
+            TRANSPOSED=not lies_transposed,
             **_options(tile, w_out, k),
         )
     return grad_pre, hidden, partial
@@ -133,6 +139,7 @@ def _options(tile: HopperTile, w: Tensor, k: int) -> dict[str, Any]:
         "GROUP_M": tile.group,
         "EXPERTS": max(_FEWEST_EXPERTS, 1 << (w.shape[0] - 1).bit_length()),
         "A_LAYOUT": _layout([tile.block_m, tile.block_k], w),
+        "B_LAYOUT": _layout([tile.block_k, tile.BLOCK_N], w),
         "SUMS_LAYOUT": _layout([tile.ROWS, tile.BLOCK_N // 2], w),
         "FINISHER_WARPS": tile.finisher_warps,
         "PRODUCER_WARPS": tile.producer_warps,
@@ -141,6 +148,14 @@ def _options(tile: HopperTile, w: Tensor, k: int) -> dict[str, Any]:
         "num_warps": _WARPS_OF_A_GROUP,
         "maxnreg": tile.launch_registers,
     }
+
+
+def _matrices(matrices: Tensor, gates: int, columns: int, tile: HopperTile, *, transposed: bool) -> Any:
+    """A tensor map over (E, K, gates, N), or over (E, gates, N, K) where the matrices lie transposed."""
+    num_experts, first, second = matrices.shape
+    if transposed:
+        return _described(matrices.view(num_experts, gates, first // gates, second), [1, 1, columns, tile.block_k])
+    return _described(matrices.view(num_experts, first, gates, second // gates), [1, tile.block_k, 1, columns])
 
 
 def _described(tensor: Tensor, block: list[int]) -> Any:

@@ -87,6 +87,8 @@ def produce(
 ) -> None:
     """The producer. x is a descriptor over rows (R, K), or with GATHERED a pointer to tokens (T, K).
 
+    w_desc is over (E, K, GATES, N), or over (E, GATES, N, K) if TRANSPOSED.
+
     a (STAGES, rows, columns) and b (STAGES * GATES, ...) are its stages. Rows that follow the expert's are copied too.
     """
     BLOCK_M: gl.constexpr = a.shape[1]
@@ -119,10 +121,12 @@ def produce(
             mbarrier.wait(empty.index(stage), parity)
             arrived = full.index(stage)
             mbarrier.expect(arrived, W_BYTES + X_BYTES)
-            if TRANSPOSED:
-                tma.async_copy_global_to_shared(w_desc, [expert, col, k], arrived, b.index(stage))
-            else:
-                for gate in gl.static_range(GATES):
+            for gate in gl.static_range(GATES):
+                if TRANSPOSED:
+                    tma.async_copy_global_to_shared(
+                        w_desc, [expert, gate, col, k], arrived, b.index(stage * GATES + gate)
+                    )
+                else:
                     tma.async_copy_global_to_shared(
                         w_desc, [expert, k, gate, col], arrived, b.index(stage * GATES + gate)
                     )

@@ -101,6 +101,7 @@ def differentiate_hidden_kernel(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PARTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PADDED: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -116,7 +117,8 @@ def differentiate_hidden_kernel(
     When PADDED it was gathered before: grad_out is a descriptor over tiles of BLOCK_M rows.
 
     Writes grad_pre (R, 2H or H); hidden (R, H) as `project_in` did, computed from `pre` again; and partial
-    (H / BLOCK_N, R): each pair's gradient of its routing weight, one summand a tile of columns. w_out (E, H, D).
+    (H / BLOCK_N, R): each pair's gradient of its routing weight, one summand a tile of columns. w_out (E, H, D) when
+    TRANSPOSED, since its transpose is the factor, else (E, D, H).
     """
     W = 2 * H if GATED else H
     num_m = tl.load(num_tiles)
@@ -131,8 +133,14 @@ def differentiate_hidden_kernel(
         if not PADDED:
             grad_pointers = grad_out + (pairs // TOP_K).to(tl.int64)[:, None] * D + ks[None, :]
         w_pointers = ks
-        if not TMA:
-            w_pointers = w_out + expert.to(tl.int64) * H * D + columns[:, None] * D + ks[None, :]
+        if TRANSPOSED:
+            stride = 1
+            if not TMA:
+                w_pointers = w_out + expert.to(tl.int64) * H * D + columns[:, None] * D + ks[None, :]
+        else:
+            stride = H
+            if not TMA:
+                w_pointers = w_out + expert.to(tl.int64) * H * D + ks[:, None] * H + columns[None, :]
         grad = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, D, BLOCK_K):
             inner = ks < D - k
@@ -142,9 +150,23 @@ def differentiate_hidden_kernel(
                 g = tl.load(grad_pointers + k)
             else:
                 g = tl.load(grad_pointers + k, mask=inner[None, :], other=0.0)
-            mask = inner[None, :] & (columns < H)[:, None]
+            if TRANSPOSED:
+                mask = inner[None, :] & (columns < H)[:, None]
+            else:
+                mask = inner[:, None] & (columns < H)[None, :]
             b = load_weight(
-                w_out, w_pointers, expert, k, n * BLOCK_N, 1, mask, True, not (EVEN_K and EVEN_N), TMA, BLOCK_N, BLOCK_K
+                w_out,
+                w_pointers,
+                expert,
+                k,
+                n * BLOCK_N,
+                stride,
+                mask,
+                TRANSPOSED,
+                not (EVEN_K and EVEN_N),
+                TMA,
+                BLOCK_N,
+                BLOCK_K,
             )
             grad = tl.dot(g, b, grad, input_precision=PRECISION)
         weight = tl.load(weights + pairs, mask=live, other=0.0).to(tl.float32)

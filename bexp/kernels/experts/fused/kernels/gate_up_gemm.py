@@ -27,6 +27,7 @@ def project_in_kernel(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     KEEP: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PADDED: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -40,8 +41,8 @@ def project_in_kernel(
 ) -> None:
     """hidden[r] = weight[r] act(x[token] w_gate) * (x[token] w_up), the tokens gathered as the tiles are loaded.
 
-    With KEEP both products are written to `pre` (R, 2H) as well, for backward. x (T, D), w (E, D, 2H or H). When PADDED
-    the tokens were gathered before: x is a descriptor over tiles of BLOCK_M rows.
+    With KEEP both products are written to `pre` (R, 2H) as well, for backward. x (T, D), w (E, D, 2H or H), or (E, 2H or H, D)
+    when TRANSPOSED. When PADDED the tokens were gathered before: x is a descriptor over tiles of BLOCK_M rows.
     """
     W = 2 * H if GATED else H
     num_m = tl.load(num_tiles)
@@ -56,8 +57,17 @@ def project_in_kernel(
         if not PADDED:
             x_pointers = x + (pairs // TOP_K).to(tl.int64)[:, None] * D + ks[None, :]
         w_pointers = ks
-        if not TMA:
-            w_pointers = w + expert.to(tl.int64) * D * W + ks[:, None] * W + columns[None, :]
+        up_pointers = ks
+        if TRANSPOSED:
+            stride = 1
+            if not TMA:
+                w_pointers = w + expert.to(tl.int64) * D * W + columns[:, None] * D + ks[None, :]
+                up_pointers = w_pointers + H * D
+        else:
+            stride = W
+            if not TMA:
+                w_pointers = w + expert.to(tl.int64) * D * W + ks[:, None] * W + columns[None, :]
+                up_pointers = w_pointers + H
         gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, D, BLOCK_K):
@@ -67,21 +77,35 @@ def project_in_kernel(
                 a = tl.load(x_pointers + k)
             else:
                 a = tl.load(x_pointers + k, mask=(ks < D - k)[None, :], other=0.0)
-            mask = (ks < D - k)[:, None] & (columns < H)[None, :]
+            if TRANSPOSED:
+                mask = (ks < D - k)[None, :] & (columns < H)[:, None]
+            else:
+                mask = (ks < D - k)[:, None] & (columns < H)[None, :]
             b = load_weight(
-                w, w_pointers, expert, k, n * BLOCK_N, W, mask, False, not (EVEN_K and EVEN_N), TMA, BLOCK_N, BLOCK_K
+                w,
+                w_pointers,
+                expert,
+                k,
+                n * BLOCK_N,
+                stride,
+                mask,
+                TRANSPOSED,
+                not (EVEN_K and EVEN_N),
+                TMA,
+                BLOCK_N,
+                BLOCK_K,
             )
             gate = tl.dot(a, b, gate, input_precision=PRECISION)
             if GATED:
                 b = load_weight(
                     w,
-                    w_pointers + H,
+                    up_pointers,
                     expert,
                     k,
                     H + n * BLOCK_N,
-                    W,
+                    stride,
                     mask,
-                    False,
+                    TRANSPOSED,
                     not (EVEN_K and EVEN_N),
                     TMA,
                     BLOCK_N,

@@ -1,0 +1,26 @@
+"""How the experts' matrices lie in memory. Kernels read both layouts, so that no step copies a weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bexp.kernels.triton_support import aligned
+
+
+def stored(w: Tensor) -> tuple[Tensor, bool]:
+    """The contiguous tensor behind `w` (E, K, N), and whether it is stored transposed, as (E, N, K).
+
+    A `w` that is neither is copied.
+    """
+    if not w.is_contiguous() and w.mT.is_contiguous():
+        return w.mT, True
+    return w.contiguous(), False
+
+
+def aligned_matrices(w: Tensor) -> Tensor:
+    """`w` (E, K, N) in the layout that it has, copied only if its storage does not start at a multiple of 16 bytes."""
+    matrices, transposed = stored(w)
+    matrices = aligned(matrices)
+    if matrices.data_ptr() == w.data_ptr():
+        return w
+    return matrices.mT if transposed else matrices

@@ -1,0 +1,174 @@
+"""The attention implementation of a model: transformers' own by name, or torch's SDPA with one back end pinned."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from bexp.transformers.layers import configurations
+from bexp.transformers.settings import SettingsError
+from bexp.transformers.undo import Changes
+
+_LOGGER = logging.getLogger(__name__)
+_PINNED = {
+    "flash": ("fa", SDPBackend.FLASH_ATTENTION),
+    "cudnn": ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    "efficient": ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+    "math": ("math", SDPBackend.MATH),
+}
+"""How each back end is called in a registered name ("flash" in one makes transformers prepare masks for another
+package), and torch's name of it."""
+_MASKLESS = ("flash",)
+
+
+def set_attention(
+    module: nn.Module, attention: str | None, changes: Changes, *, recompute_core: bool = False, strict: bool = False
+) -> None:
+    """Set the implementation that `attention` names; `recompute_core` computes its core again in backward.
+
+    A pinned flash back end takes no mask. A call with one goes to torch's choice of back end, with one warning; with
+    `strict` it fails. Raises SettingsError if the model's class cannot have it.
+    """
+    if attention is None and not recompute_core:
+        return
+    configs = configurations(module)
+    if not configs:
+        raise SettingsError(f"{type(module).__name__} has no configuration to set its attention in")
+    asked = attention or configs[0]._attn_implementation
+    name = registered_name(asked, recompute_core=recompute_core, strict=strict)
+    for config in configs:
+        _restorable(config, "_attn_implementation_internal", changes)
+    setter = getattr(module, "set_attn_implementation", None)
+    if setter is None:
+        for config in configs:
+            config._attn_implementation_internal = name
+        return
+    if not module._can_set_attn_implementation():
+        raise SettingsError(f"{type(module).__name__} does not use transformers' attention interface")
+    _checked(module, asked.partition(":")[0])
+    try:
+        setter(name)
+    except (ValueError, ImportError, KeyError) as error:
+        raise SettingsError(f"attention '{asked}': {error}") from error
+    if module.config._attn_implementation != name:
+        raise SettingsError(f"{type(module).__name__} took '{module.config._attn_implementation}' for '{asked}'")
+
+
+def registered_name(attention: str, *, recompute_core: bool = False, strict: bool = False) -> str:
+    """The name under which transformers finds `attention`; registers it on first use."""
+    base, _, backend = attention.partition(":")
+    if not backend and not recompute_core:
+        return base
+    parts = ["bexp", base.replace("flash_attention", "fa"), _PINNED[backend][0] if backend else ""]
+    parts += ["recomputed" if recompute_core else "", "strict" if strict and backend in _MASKLESS else ""]
+    name = "_".join(part for part in parts if part)
+    _register(name, base, backend, recompute_core=recompute_core, strict=strict)
+    return name
+
+
+def _checked(module: nn.Module, base: str) -> None:
+    """Ask the library whether the class can have `base`, since it judges by names that it knows."""
+    if base == "eager":
+        return
+    try:
+        module._check_and_adjust_attn_implementation(base, is_init_check=False)  # type: ignore[operator]
+    except AttributeError:
+        return
+    except (ValueError, ImportError) as error:
+        raise SettingsError(f"attention '{base}': {error}") from error
+
+
+def _register(name: str, base: str, backend: str, *, recompute_core: bool, strict: bool) -> None:
+    from transformers import AttentionInterface  # noqa: PLC0415 - optional
+    from transformers.masking_utils import AttentionMaskInterface  # noqa: PLC0415 - optional
+
+    functions = AttentionInterface()
+    if name in functions:
+        return
+    if base == "eager":
+        raise SettingsError("the core of eager attention belongs to each model: it cannot be recomputed alone")
+    if base not in functions:
+        raise SettingsError(f"transformers knows no attention '{base}': {', '.join(sorted(functions.valid_keys()))}")
+    function: Callable[..., Any] = functions[base]
+    if backend:
+        function = _pinned(function, backend, strict=strict)
+    if recompute_core:
+        function = _recomputed(function)
+    AttentionInterface.register(name, function)
+    masks = AttentionMaskInterface()
+    if base in masks:
+        AttentionMaskInterface.register(name, masks[base])
+
+
+def _pinned(function: Callable[..., Any], backend: str, *, strict: bool) -> Callable[..., Any]:
+    kernel = _PINNED[backend][1]
+
+    @functools.wraps(function)
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Any:
+        if attention_mask is not None and backend in _MASKLESS and not strict:
+            _warn_of_masks(backend)
+            return function(module, query, key, value, attention_mask, **kwargs)
+        if query.device.type == "cpu" and backend != "math":  # the host has one fused kernel, and torch picks it
+            return function(module, query, key, value, attention_mask, **kwargs)
+        if torch.compiler.is_compiling():
+            with sdpa_kernel(kernel):
+                return function(module, query, key, value, attention_mask, **kwargs)
+        with _Only(backend):
+            return function(module, query, key, value, attention_mask, **kwargs)
+
+    return attend
+
+
+def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")), **kwargs
+        )
+
+    return attend
+
+
+@functools.cache
+def _warn_of_masks(backend: str) -> None:
+    _LOGGER.warning("sdpa:%s takes no mask: batches with one go to the back end that torch picks", backend)
+
+
+class _Only:
+    """Enables one back end of torch's SDPA. `sdpa_kernel` does the same, and takes as long as two kernel launches."""
+
+    _SWITCHES = (
+        ("flash", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+        ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+        ("math", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+        ("cudnn", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    )
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before = [enabled() for _, enabled, _ in self._SWITCHES]
+        for name, _, enable in self._SWITCHES:
+            enable(name == self._backend)
+
+    def __exit__(self, *_: object) -> None:
+        for (_, _, enable), before in zip(self._SWITCHES, self._before, strict=True):
+            enable(before)
+
+
+def _restorable(config: Any, name: str, changes: Changes) -> None:
+    before = getattr(config, name, None)
+    changes.on_undo(lambda: setattr(config, name, before))

@@ -1,0 +1,231 @@
+"""The experts implementation of a model: transformers' own by name, or our kernels under names of their own.
+
+transformers calls `function(module, hidden_states, top_k_index, top_k_weights)`, with the weights `gate_up_proj`
+(E, 2H, D) and `down_proj` (E, D, H), or transposed in some classes. Our kernels read both layouts as they lie.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bexp.kernels.activations import Activation
+from bexp.transformers.layers import configurations
+from bexp.transformers.settings import SettingsError
+from bexp.transformers.undo import Changes
+
+ExpertFFN = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Activation], Tensor]
+
+OURS = ("bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped")
+_ACTIVATIONS: dict[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "ReLU": "relu",
+}
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def expert_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules that call the implementation that is set."""
+    return [part for part in module.modules() if hasattr(part, "is_concatenated") and hasattr(part, "has_gate")]
+
+
+def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_operator: bool = False) -> None:
+    """Set the implementation that `experts` names.
+
+    `as_operator` calls the fused kernels as an operator of torch, which policies by operation can see. Raises
+    SettingsError, with the reason, if the model or the device cannot have it.
+    """
+    if experts is None:
+        return
+    modules = expert_modules(module)
+    if not modules:
+        raise SettingsError(f"{type(module).__name__} has no experts that transformers lets one choose")
+    if experts in OURS:
+        for part in modules:
+            reason = unsupported_reason(part, experts)
+            if reason is not None:
+                raise SettingsError(f"experts '{experts}': {reason}")
+        register()
+        for part in modules:
+            changes.set(part, "_bexp_as_operator", as_operator)
+    configs = _configs(modules)
+    for config in configs:
+        before = getattr(config, "_experts_implementation_internal", None)
+        changes.on_undo(lambda config=config, before=before: _set(config, before))  # type: ignore[misc]
+    setter = getattr(module, "set_experts_implementation", None)
+    if setter is not None:
+        try:
+            setter(experts)
+        except (ValueError, ImportError, KeyError) as error:
+            raise SettingsError(f"experts '{experts}': {error}") from error
+    for config in configs:
+        _set(config, experts)
+        if config._experts_implementation != experts:
+            raise SettingsError(f"{type(module).__name__} took '{config._experts_implementation}' for '{experts}'")
+
+
+def unsupported_reason(module: nn.Module, experts: str) -> str | None:
+    """Why our implementation `experts` does not serve this module of experts; null if it does."""
+    if not getattr(module, "is_concatenated", True):
+        return "gate and up projections are interleaved; our kernels want them one behind the other"
+    if getattr(module, "has_bias", False):
+        return "these experts have biases; our kernels have none"
+    if getattr(module, "has_post_expert_norm", False):
+        return "these experts end in a norm; our kernels have none"
+    if getattr(module, "_is_expert_parallel", False):
+        return "these experts are spread over devices"
+    if not _default_gate(module):
+        return f"{type(module).__name__} gates its experts in a way of its own"
+    if _activation(module) is None:
+        return f"our kernels know no activation {type(getattr(module, 'act_fn', None)).__name__}"
+    weight = _first_weight(module)
+    if not isinstance(weight, Tensor) or weight.ndim != 3:
+        return "the experts' weights are not stored in one tensor"
+    return _device_reason(experts, weight)
+
+
+def register() -> None:
+    """Make our implementations known to transformers. Each name is registered once."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - optional
+
+    for name in OURS:
+        if name not in ALL_EXPERTS_FUNCTIONS:
+            ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(_run, name))
+
+
+def _run(name: str, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """One expert FFN: tokens (T, D), routes (T, K) and their weights to (T, D)."""
+    first = _first_weight(module)
+    second: Tensor = module.down_proj  # type: ignore[assignment]
+    if not module.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    dtype = _compute_dtype(hidden_states, first)
+    activation = _activation(module)
+    assert activation is not None, "checked when the implementation was set"
+    ffn = _implementation(name, hidden_states.device.type, as_operator=getattr(module, "_bexp_as_operator", False))
+    if name != "bexp_fused":  # which reads routing weights of any format
+        top_k_weights = top_k_weights.to(dtype)
+    out = ffn(hidden_states.to(dtype), top_k_index, top_k_weights, first.to(dtype), second.to(dtype), activation)
+    return out.to(hidden_states.dtype)
+
+
+def _implementation(name: str, device_type: str, *, as_operator: bool) -> ExpertFFN:
+    if device_type != "cuda":
+        return _reference
+    if name == "bexp_fused":
+        return _fused_operator if as_operator or torch.compiler.is_compiling() else _fused
+    return _triton_grouped if name == "bexp_triton_grouped" else _hopper_grouped
+
+
+def _fused(x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation) -> Tensor:
+    from bexp.kernels.experts.fused.function import fused_ffn  # noqa: PLC0415 - needs Triton
+
+    return fused_ffn(x, routes, weights, w_in, w_out, activation)
+
+
+def _fused_operator(
+    x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    from bexp.kernels.experts.fused.operators import fused_experts  # noqa: PLC0415 - needs Triton
+
+    if routes.numel() == 0:
+        return x * 0.0
+    out: Tensor = fused_experts(x, routes, weights, w_in, w_out, activation, torch.is_grad_enabled())[0]
+    return out
+
+
+def _triton_grouped(
+    x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - with what needs Triton
+    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415
+    from bexp.kernels.experts.triton_gemm import grouped_gemm  # noqa: PLC0415
+
+    rows = sorted_rows(routes, w_in.shape[0], count=False)
+    return grouped_ffn(x, weights, w_in, w_out, activation, rows, grouped_gemm)
+
+
+def _hopper_grouped(
+    x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - with what needs Triton
+    from bexp.kernels.experts.hopper.gemm import grouped_gemm  # noqa: PLC0415
+    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415
+
+    rows = sorted_rows(routes, w_in.shape[0], count=False)
+    return grouped_ffn(x, weights, w_in, w_out, activation, rows, grouped_gemm)
+
+
+def _reference(
+    x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    """The same with one product an expert, for devices without our kernels."""
+    from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - kept light
+    from bexp.kernels.experts.loop import grouped_gemm  # noqa: PLC0415
+    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415
+
+    rows = sorted_rows(routes, w_in.shape[0], count=True)
+    return grouped_ffn(x, weights.to(x.dtype), w_in, w_out, activation, rows, grouped_gemm)
+
+
+def _device_reason(experts: str, weight: Tensor) -> str | None:
+    """Why the kernels do not run where the weights are. On the host a plain loop stands in for them."""
+    if weight.device.type != "cuda":
+        return None
+    from bexp.kernels.triton_support import triton_reason  # noqa: PLC0415 - kept light
+
+    reason = triton_reason(weight.device)
+    if reason is not None:
+        return reason
+    capability = torch.cuda.get_device_capability(weight.device)
+    if experts == "bexp_hopper_grouped" and capability != (9, 0):
+        return f"it needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+    if experts == "bexp_fused" and capability < (9, 0):
+        return f"it needs compute capability 9.0 or later, not {capability[0]}.{capability[1]}"
+    if any(size % 8 for size in weight.shape[1:]):
+        return f"it needs sizes that are multiples of 8, not {tuple(weight.shape[1:])}"
+    return None
+
+
+def _compute_dtype(hidden_states: Tensor, weight: Tensor) -> torch.dtype:
+    """What the products run in: autocast's format where it is on, as for any matrix product, else the weights'."""
+    device_type = hidden_states.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    if device_type == "cuda" and weight.dtype not in _HALF:
+        raise SettingsError(f"our expert kernels multiply bfloat16 and float16, not {weight.dtype}: use autocast")
+    return weight.dtype
+
+
+def _activation(module: nn.Module) -> Activation | None:
+    function = getattr(module, "act_fn", None)
+    if isinstance(function, nn.GELU):
+        return "gelu" if function.approximate == "none" else None
+    return _ACTIVATIONS.get(type(function).__name__)
+
+
+def _first_weight(module: nn.Module) -> Any:
+    return getattr(module, "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", None)
+
+
+def _default_gate(module: nn.Module) -> bool:
+    from transformers.integrations import moe  # noqa: PLC0415 - optional
+
+    if not getattr(module, "has_gate", True):
+        return True
+    return getattr(type(module), "_apply_gate", None) is getattr(moe, "_default_apply_gate", None)
+
+
+def _configs(modules: list[nn.Module]) -> list[Any]:
+    found = {id(config): config for module in modules for config in configurations(module)}
+    return list(found.values())
+
+
+def _set(config: Any, experts: str | None) -> None:
+    config._experts_implementation_internal = experts

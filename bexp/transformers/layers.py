@@ -1,0 +1,77 @@
+"""Where a model's decoder layers are, and what mixes the tokens in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_MIXERS = (
+    "self_attn",
+    "attention",
+    "attn",
+    "self_attention",
+    "linear_attn",
+    "mixer",
+    "temporal_block",
+    "mamba",
+    "conv",
+)
+"""Names that transformers gives to the part of a layer that mixes tokens."""
+
+
+def configurations(module: nn.Module) -> list[Any]:
+    """The different configuration objects of the modules in `module`, each once."""
+    found: dict[int, Any] = {}
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            found.setdefault(id(config), config)
+            text = config.get_text_config() if hasattr(config, "get_text_config") else config
+            found.setdefault(id(text), text)
+    return list(found.values())
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model in order; `module` itself if it is one layer.
+
+    They are the outermost list of as many modules as the configuration has layers, that with most parameters if there
+    are several; else the outermost modules that transformers can checkpoint. Empty if there is neither.
+    """
+    if is_layer(module):
+        return [module]
+    wanted = {getattr(config, "num_hidden_layers", None) for config in configurations(module)}
+    lists = [found for found in _outermost_lists(module) if len(found) in wanted]
+    if lists:
+        return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
+    return list(_outermost_layers(module))
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether transformers treats `module` as one layer."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415 - optional
+
+    return isinstance(module, GradientCheckpointingLayer)
+
+
+def token_mixers(layer: nn.Module) -> list[nn.Module]:
+    """The parts of a layer that mix the tokens of a sequence: attention, or what a recurrent layer has instead."""
+    named = [child for name, child in layer.named_children() if name in _MIXERS]
+    return named or [child for child in layer.children() if "Attention" in type(child).__name__]
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if is_layer(child):
+            yield child
+        else:
+            yield from _outermost_layers(child)

@@ -1,0 +1,102 @@
+"""The loss of a causal language model without all its logits in memory.
+
+The head returns lazy logits while it trains, and the loss takes them apart: the product with the vocabulary moves into
+the chunks of the loss. What the model does to the logits in between (scaling, capping) moves along.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bexp.kernels.causal_loss import causal_cross_entropy
+from bexp.transformers.lazy_logits import LazyLogits
+from bexp.transformers.settings import SettingsError
+from bexp.transformers.undo import Changes
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def set_loss(model: nn.Module, changes: Changes, *, chunk: int | None = None) -> None:
+    """Chunk the loss of a causal language model. SettingsError, with the reason, if its class cannot have that."""
+    from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415 - optional
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    name = type(model).__name__
+    if head is None or not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise SettingsError(f"the loss of {name} cannot be chunked: its head is no plain linear layer")
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        raise SettingsError(f"the loss of {name} cannot be chunked: it is not transformers' causal language model loss")
+    changes.set(head, "forward", _lazy_forward(head))
+    changes.set(model, "_loss_function", _chunked_loss(model.loss_function, chunk))
+
+
+def _lazy_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
+    plain = head.forward
+
+    @functools.wraps(plain)
+    def forward(hidden: Tensor) -> Tensor:
+        if not (head.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return plain(hidden)
+        if _is_sharded_alone(head):
+            _warn_of_sharded_head()
+            return plain(hidden)
+        weight, bias = head.weight, head.bias
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return LazyLogits(hidden, weight, bias)
+
+    return forward
+
+
+def _chunked_loss(library: Callable[..., Tensor], chunk: int | None) -> Callable[..., Tensor]:
+    @functools.wraps(library)
+    def loss_function(
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not isinstance(logits, LazyLogits) or logits.shape[-1] != vocab_size:
+            logits = logits.compute() if isinstance(logits, LazyLogits) else logits
+            return library(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        if shift_labels is None:
+            assert labels is not None, "the loss is asked for with labels or with shifted ones"
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        hidden, weight, bias = logits.parts
+        targets = shift_labels.reshape(-1).to(hidden.device)
+        total = causal_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            bias,
+            targets,
+            transform=logits.transform,
+            ignore_index=ignore_index,
+            chunk=chunk,
+        )
+        if num_items_in_batch is None:
+            return total / (targets != ignore_index).sum()
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+    return loss_function
+
+
+def _is_sharded_alone(head: nn.Module) -> bool:
+    """Whether fully_shard was called on the head itself, so that its weight is gone again when the loss runs."""
+    return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
+
+
+@functools.cache
+def _warn_of_sharded_head() -> None:
+    _LOGGER.warning("the head is sharded on its own, so the loss is not chunked: shard it together with the model")

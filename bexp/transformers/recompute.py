@@ -1,0 +1,112 @@
+"""Which activations of a model are computed again in backward (Chen et al., 2016, arXiv:1604.06174).
+
+Layers are recomputed by transformers' own mechanism: every decoder layer has a flag and a function that runs it. The
+policies by operation use the same function with a rule for each operator's result (torch's selective checkpointing).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from bexp.transformers.experts import expert_modules
+from bexp.transformers.layers import decoder_layers
+from bexp.transformers.settings import LAYER_SHARES, OPERATION_POLICIES, Settings, SettingsError
+from bexp.transformers.undo import Changes
+
+_ATTENTION_OPERATORS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm")
+
+
+def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> None:
+    """Set the policy on a model, or on one decoder layer alone.
+
+    A layer alone is recomputed by any policy by layer. Raises SettingsError if the class cannot be checkpointed.
+    """
+    policy = settings.recompute
+    if policy in {"none", "selective"}:  # the attention core is recomputed by the attention function itself
+        return
+    layers = decoder_layers(module)
+    if not layers:
+        raise SettingsError(f"{type(module).__name__} has no decoder layers that can be recomputed")
+    if policy == "experts":
+        _recompute_experts(module, changes)
+        return
+    run = functools.partial(checkpoint, use_reentrant=False)
+    if policy in OPERATION_POLICIES:
+        kept = _kept_operators(products=policy == "activations")
+        run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, _rule(kept)))
+        chosen = set(range(len(layers)))
+    else:
+        chosen = chosen_layers(settings, len(layers)) if len(layers) > 1 or layers[0] is not module else {0}
+    flags = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
+    if not any(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        if policy != "full" or not flags:
+            raise SettingsError(f"{type(module).__name__} cannot recompute some of its layers only")
+        chosen_parts = flags
+    else:
+        chosen_parts = [layer for i, layer in enumerate(layers) if i in chosen]
+    wanted = {id(part) for part in chosen_parts}
+    for part in flags:
+        changes.set(part, "gradient_checkpointing", id(part) in wanted)
+    for part in chosen_parts:
+        changes.set(part, "_gradient_checkpointing_func", run)
+
+
+def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
+    """The indices of the layers that a policy by layer recomputes; a share is spread evenly over the model.
+
+    Raises SettingsError if the policy names more layers than there are.
+    """
+    first = settings.first_layers
+    if first is not None:
+        if first > num_layers:
+            raise SettingsError(f"'{settings.recompute}' names more layers than the {num_layers} of the model")
+        return set(range(first))
+    count = max(1, round(LAYER_SHARES[settings.recompute] * num_layers))
+    return {i * num_layers // count for i in range(count)}
+
+
+def _kept_operators(*, products: bool) -> frozenset[Any]:
+    names = _ATTENTION_OPERATORS + (_PRODUCT_OPERATORS if products else ())
+    found = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+    if products and hasattr(torch.ops.bexp, "fused_experts"):
+        found.add(torch.ops.bexp.fused_experts.default)
+    return frozenset(found)
+
+
+def _rule(kept: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
+    def rule(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return rule
+
+
+def _recompute_experts(module: nn.Module, changes: Changes) -> None:
+    parts = expert_modules(module)
+    if not parts:
+        raise SettingsError(f"{type(module).__name__} has no experts to recompute")
+    for part in parts:
+        changes.set(part, "forward", _recomputed(part.forward))
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run

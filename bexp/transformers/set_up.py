@@ -1,0 +1,103 @@
+"""Setting a model up, and taking that back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from bexp.transformers.attention import set_attention
+from bexp.transformers.experts import set_experts
+from bexp.transformers.layers import configurations, decoder_layers, is_layer
+from bexp.transformers.loss import set_loss
+from bexp.transformers.recompute import set_recompute
+from bexp.transformers.settings import OPERATION_POLICIES, Settings
+from bexp.transformers.tiling import set_tile
+from bexp.transformers.undo import Changes
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was set on a model. `undo` takes it back; what was wrapped since must have been unwrapped before."""
+
+    settings: Settings
+    done: tuple[str, ...]
+    _changes: Changes = field(repr=False)
+
+    def undo(self) -> None:
+        """Leave the model as it was. A second call does nothing."""
+        self._changes.undo()
+
+    def __str__(self) -> str:
+        """One line for each setting."""
+        return "\n".join(self.done) or "nothing had to be set"
+
+
+def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk: int | None = None) -> Applied:
+    """Set `settings` on a model of transformers, or on one decoder layer alone.
+
+    A layer alone has no loss: `loss` is left out there. Weights keep their names, shapes and places. The allocator is
+    the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned attention back end fails where
+    it would leave a call to another. `chunk` is the number of tokens of a chunk of the loss. A configuration's
+    `use_cache` is set to false, since training has no use for a cache.
+
+    Raises `SettingsError` if the model cannot have a setting; the model is then as it was.
+    """
+    changes = Changes()
+    done: list[str] = []
+    try:
+        for text, apply in _steps(module, settings, changes, strict=strict, chunk=chunk):
+            apply()
+            done.append(text)
+    except Exception:
+        changes.undo()
+        raise
+    return Applied(settings, tuple(done), changes)
+
+
+def _steps(
+    module: nn.Module, settings: Settings, changes: Changes, *, strict: bool, chunk: int | None
+) -> list[tuple[str, Callable[[], None]]]:
+    """Each setting that differs from the library's, in words, and what sets it. Inner modules come first."""
+    steps: list[tuple[str, Callable[[], None]]] = []
+    core = settings.recompute == "selective"
+    by_operation = settings.recompute in OPERATION_POLICIES
+    if settings.attention is not None or core:
+        text = f"attention: {settings.attention or 'unchanged'}{', its core recomputed' if core else ''}"
+        steps.append(
+            (text, lambda: set_attention(module, settings.attention, changes, recompute_core=core, strict=strict))
+        )
+    if settings.experts is not None:
+        steps.append(
+            (
+                f"experts: {settings.experts}",
+                lambda: set_experts(module, settings.experts, changes, as_operator=by_operation),
+            )
+        )
+    if settings.bta_tile is not None:
+        steps.append(
+            (f"attention tiles of {settings.bta_tile} sequences", lambda: set_tile(module, settings.bta_tile, changes))
+        )
+    if settings.recompute != "none" and not core:
+        steps.append((f"recomputation: {settings.recompute}", lambda: set_recompute(module, settings, changes)))
+    if settings.loss == "chunked" and not is_layer(module):
+        steps.append(("loss: chunked", lambda: set_loss(module, changes, chunk=chunk)))
+    if settings.compile:
+        steps.append(("every decoder layer compiled", lambda: _compile(module, changes)))
+    if not is_layer(module) and steps:
+        steps.append(("no cache of keys and values in training", lambda: _without_cache(module, changes)))
+    return steps
+
+
+def _compile(module: nn.Module, changes: Changes) -> None:
+    for layer in decoder_layers(module):
+        before = getattr(layer, "_compiled_call_impl", None)
+        changes.on_undo(lambda layer=layer, before=before: setattr(layer, "_compiled_call_impl", before))  # type: ignore[misc]
+        layer.compile()
+
+
+def _without_cache(module: nn.Module, changes: Changes) -> None:
+    for config in configurations(module):
+        if getattr(config, "use_cache", None):
+            changes.set(config, "use_cache", False)

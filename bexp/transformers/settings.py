@@ -1,0 +1,88 @@
+"""What can be set on a model: one value for each dimension that a recommendation decides."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
+
+Loss = Literal["library", "chunked"]
+Allocator = Literal["default", "expandable_segments"]
+
+LAYER_SHARES = {"partial_25": 0.25, "partial_50": 0.5, "partial_75": 0.75, "full": 1.0}
+"""Recomputation policies by layer, and the share of the layers that each recomputes as a whole."""
+OPERATION_POLICIES = ("activations", "projections")
+"""Policies that keep the results of some operators in every layer and recompute the others."""
+MODULE_POLICIES = ("selective", "experts")
+"""Policies that recompute one part of every layer: the attention core, or the expert FFN."""
+_FIRST_LAYERS = re.compile(r"first_([1-9][0-9]*)")
+_ATTENTION = re.compile(r"[a-z][a-z0-9_]*(:(flash|cudnn|efficient|math))?")
+_EXPERTS = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class SettingsError(ValueError):
+    """A setting that does not exist, or that this model or this device cannot have; the message says why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is set on a model. Each default leaves the model as the library has it.
+
+    `attention`: null for the model's own, a name that transformers knows (`eager`, `sdpa`, `flex_attention`,
+    `flash_attention_2`), or `sdpa:flash`, `sdpa:cudnn`, `sdpa:efficient`, `sdpa:math` for one pinned back end of torch.
+    `experts`: null for the model's own, a name that transformers knows (`eager`, `batched_mm`, `grouped_mm`), or one of
+    ours (`bexp_fused`, `bexp_triton_grouped`, `bexp_hopper_grouped`).
+    `recompute`: `none`; by layer `full`, `first_N` or `partial_25`, `partial_50`, `partial_75`; by operation
+    `activations` (keeps the results of matrix products and attention) and `projections` (keeps those of attention);
+    by part `selective` (recomputes the attention core) and `experts`.
+    `bta_tile`: sequences of an attention tile, null for no tiling.
+    `loss`: `chunked` never holds all logits. `compile` compiles every decoder layer.
+    """
+
+    attention: str | None = None
+    experts: str | None = None
+    recompute: str = "none"
+    bta_tile: int | None = None
+    loss: Loss = "library"
+    compile: bool = False
+    allocator: Allocator = "default"
+
+    def __post_init__(self) -> None:
+        """Raise `SettingsError` for a value that no model can have."""
+        if self.attention is not None and not _ATTENTION.fullmatch(self.attention):
+            raise SettingsError(f"'{self.attention}' is no name of an attention implementation")
+        if self.attention is not None and ":" in self.attention and not self.attention.startswith("sdpa:"):
+            raise SettingsError(f"only sdpa has back ends to pin, not '{self.attention}'")
+        if self.experts is not None and not _EXPERTS.fullmatch(self.experts):
+            raise SettingsError(f"'{self.experts}' is no name of an experts implementation")
+        if not self._known_policy():
+            known = ", ".join(("none", *LAYER_SHARES, "first_N", *OPERATION_POLICIES, *MODULE_POLICIES))
+            raise SettingsError(f"'{self.recompute}' is no recomputation policy of a transformers model: {known}")
+        if self.bta_tile is not None and self.bta_tile < 1:
+            raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
+        if self.loss not in {"library", "chunked"}:
+            raise SettingsError(f"the loss is 'library' or 'chunked', not '{self.loss}'")
+        if self.allocator not in {"default", "expandable_segments"}:
+            raise SettingsError(f"the allocator is 'default' or 'expandable_segments', not '{self.allocator}'")
+
+    @property
+    def first_layers(self) -> int | None:
+        """N of `first_N`; null for another policy."""
+        found = _FIRST_LAYERS.fullmatch(self.recompute)
+        return int(found.group(1)) if found else None
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The settings in a JSON object. SettingsError for a name that does not exist."""
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise SettingsError(f"unknown settings: {', '.join(unknown)}")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as a JSON object."""
+        return asdict(self)
+
+    def _known_policy(self) -> bool:
+        named = ("none", *LAYER_SHARES, *OPERATION_POLICIES, *MODULE_POLICIES)
+        return self.recompute in named or self.first_layers is not None

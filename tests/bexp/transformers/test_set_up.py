@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from bexp.transformers.layers import decoder_layers
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings, SettingsError
+from tests.bexp.transformers import models
+
+DENSE = [
+    Settings(attention="eager"),
+    Settings(attention="sdpa:math"),
+    Settings(attention="sdpa:flash"),
+    Settings(recompute="full"),
+    Settings(recompute="first_1"),
+    Settings(recompute="partial_50"),
+    Settings(recompute="activations"),
+    Settings(recompute="projections"),
+    Settings(bta_tile=1),
+    Settings(bta_tile=3),
+    Settings(bta_tile=2, recompute="full"),
+    Settings(loss="chunked"),
+    Settings(recompute="full", bta_tile=2, loss="chunked"),
+    Settings(recompute="activations", bta_tile=2, loss="chunked", attention="eager"),
+]
+SPARSE = [
+    Settings(experts="eager"),
+    Settings(experts="batched_mm"),
+    Settings(experts="grouped_mm"),
+    Settings(experts="bexp_fused"),
+    Settings(experts="bexp_triton_grouped"),
+    Settings(experts="bexp_hopper_grouped"),
+    Settings(experts="bexp_fused", recompute="experts"),
+    Settings(experts="bexp_fused", recompute="activations"),
+    Settings(attention="sdpa:math", experts="bexp_fused", recompute="first_1", bta_tile=2, loss="chunked"),
+]
+
+
+def name(settings: Settings) -> str:
+    default = Settings().to_json()
+    return "-".join(f"{k}={v}" for k, v in settings.to_json().items() if v != default[k])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "olmoe", "qwen3_moe", "gpt2", "gemma2"])
+def test_every_setting_keeps_the_loss_and_every_gradient(model_type: str) -> None:
+    model = models.tiny(model_type)
+    inputs = [models.batch(padded=True), models.batch(size=5)]
+    wanted = [models.step(model, batch) for batch in inputs]
+    before = models.snapshot(model)
+    names = [n for n, _ in model.named_parameters()]
+    for settings in DENSE + (SPARSE if model_type in models.MIXTURES else []):
+        if model_type == "gemma2" and (settings.attention or "").startswith("sdpa"):
+            continue  # the library itself refuses sdpa there, because of soft-capping
+        applied = set_up(model, settings, chunk=7)
+        assert [n for n, _ in model.named_parameters()] == names
+        for batch, expected in zip(inputs, wanted, strict=True):
+            models.assert_same(models.step(model, batch), expected)
+        applied.undo()
+        assert models.snapshot(model) == before, name(settings)
+    models.assert_same(models.step(model, inputs[0]), wanted[0], tolerance=0.0)
+
+
+def test_settings_change_what_runs() -> None:
+    """Otherwise the test above would pass for settings that do nothing."""
+    model = models.tiny("olmoe")
+    calls: list[str] = []
+    attention = decoder_layers(model)[0].self_attn.forward
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append("attention")
+        return attention(*args, **kwargs)
+
+    decoder_layers(model)[0].self_attn.forward = counted
+    batch = models.batch()
+    for settings, count in [
+        (Settings(), 1),
+        (Settings(recompute="full"), 2),
+        (Settings(recompute="first_1"), 2),
+        (Settings(bta_tile=1), 8),
+        (Settings(bta_tile=2), 4),
+        (Settings(recompute="experts", experts="grouped_mm"), 1),
+    ]:
+        calls.clear()
+        applied = set_up(model, settings)
+        models.step(model, batch)
+        applied.undo()
+        assert len(calls) == count, settings
+
+
+def test_the_logits_are_never_there_as_a_whole_unless_asked_for() -> None:
+    model = models.tiny("gemma2")
+    batch = models.batch()
+    plain = model(**batch)
+    set_up(model, Settings(loss="chunked"), chunk=5)
+    out = model(**batch)
+    assert out.logits._computed is None
+    assert out.logits.shape == plain.logits.shape
+    assert out.logits._computed is None
+    torch.testing.assert_close(out.logits + 0, plain.logits)
+    assert out.logits._computed is not None
+
+
+def test_a_loss_of_the_callers_own_works_on_lazy_logits() -> None:
+    model = models.tiny("llama")
+    tokens = models.batch()["input_ids"]
+
+    def own_loss() -> torch.Tensor:
+        logits = model(input_ids=tokens).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    wanted = torch.autograd.grad(own_loss(), list(model.parameters()))
+    set_up(model, Settings(loss="chunked"))
+    for actual, expected in zip(torch.autograd.grad(own_loss(), list(model.parameters())), wanted, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_the_number_of_items_divides_the_chunked_loss() -> None:
+    model = models.tiny("llama")
+    batch = models.batch()
+    wanted = models.step(model, batch, num_items_in_batch=torch.tensor(77))
+    set_up(model, Settings(loss="chunked"), chunk=5)
+    models.assert_same(models.step(model, batch, num_items_in_batch=torch.tensor(77)), wanted)
+    models.assert_same(models.step(model, batch, num_items_in_batch=77), wanted)
+
+
+def test_evaluation_returns_plain_logits() -> None:
+    model = models.tiny("llama").eval()
+    batch = models.batch()
+    wanted = model(**batch)
+    set_up(model, Settings(loss="chunked", bta_tile=2, recompute="full"))
+    with torch.no_grad():
+        out = model(**batch)
+    assert type(out.logits) is torch.Tensor
+    torch.testing.assert_close(out.logits, wanted.logits)
+    torch.testing.assert_close(out.loss, wanted.loss)
+
+
+def test_generation_works_on_a_model_that_is_set_up() -> None:
+    model = models.tiny("llama").eval()
+    tokens = models.batch()["input_ids"]
+    wanted = model.generate(tokens, max_new_tokens=4, do_sample=False)
+    set_up(model, Settings(loss="chunked", bta_tile=2, recompute="full", attention="sdpa:math"))
+    assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), wanted)
+
+
+def test_one_layer_alone_is_set_up_like_the_model() -> None:
+    model = models.tiny("olmoe")
+    layer = decoder_layers(model)[1]
+    captured: dict[str, object] = {}
+
+    def capture(_module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        captured.update(args=args, kwargs=kwargs)
+
+    handle = layer.register_forward_pre_hook(capture, with_kwargs=True)
+    model(**models.batch(), use_cache=False)
+    handle.remove()
+    x = captured["args"][0].detach()  # type: ignore[index]
+
+    def run() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf, *captured["args"][1:], **captured["kwargs"])  # type: ignore[index, arg-type]
+        out = out[0] if isinstance(out, tuple) else out
+        return [out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])]
+
+    wanted = run()
+    for settings in [*DENSE, *SPARSE]:
+        applied = set_up(layer, settings)
+        for actual, expected in zip(run(), wanted, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        applied.undo()
+
+
+def test_the_expert_kernels_copy_no_weight() -> None:
+    model = models.tiny("olmoe")
+    set_up(model, Settings(experts="bexp_fused"))
+    experts = decoder_layers(model)[0].mlp.experts
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**models.batch()).loss
+    assert experts.gate_up_proj.untyped_storage().data_ptr() in kept
+    assert experts.down_proj.untyped_storage().data_ptr() in kept
+    loss.backward()
+    assert experts.gate_up_proj.grad.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("gpt_oss", Settings(experts="bexp_fused"), "interleaved"),
+        ("llama", Settings(experts="grouped_mm"), "has no experts"),
+        ("llama", Settings(attention="no_such"), "no_such"),
+        ("olmoe", Settings(experts="no_such"), "no_such"),
+        ("llama", Settings(recompute="first_9"), "more layers than the 2"),
+        ("gemma2", Settings(attention="sdpa:flash"), "sdpa"),
+        ("llama", Settings(recompute="experts"), "no experts"),
+    ],
+)
+def test_what_a_model_cannot_have_is_refused_with_the_reason(model_type: str, settings: Settings, reason: str) -> None:
+    model = models.tiny(model_type)
+    before = models.snapshot(model)
+    with pytest.raises(SettingsError, match=reason):
+        set_up(model, settings)
+    assert models.snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attention": "eager:flash"},
+        {"recompute": "qkv"},
+        {"bta_tile": 0},
+        {"loss": "other"},
+        {"allocator": "other"},
+        {"experts": "../x"},
+        {"no_such": 1},
+    ],
+)
+def test_what_no_model_can_have_is_refused(values: dict[str, object]) -> None:
+    with pytest.raises(SettingsError):
+        Settings.from_json(values)
+
+
+def test_checkpoints_and_optimizer_states_are_the_same(tmp_path: Path) -> None:
+    """A run that is set up can save, and a plain one can go on from there."""
+    settings = Settings(experts="bexp_fused", recompute="full", bta_tile=2, loss="chunked", attention="sdpa:math")
+    plain = models.tiny("olmoe")
+    tuned = copy.deepcopy(plain)
+    set_up(tuned, settings, chunk=5)
+    batch = models.batch()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, tuned)]
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    for _ in range(3):
+        losses = [train(m, o) for m, o in zip((plain, tuned), optimizers, strict=True)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    tuned.save_pretrained(tmp_path / "model")
+    torch.save(optimizers[1].state_dict(), tmp_path / "optimizer.pt")
+    loaded = type(plain).from_pretrained(tmp_path / "model").train()
+    assert set(loaded.state_dict()) == set(plain.state_dict())
+    resumed = torch.optim.AdamW(loaded.parameters(), lr=1e-3)
+    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    after = [train(m, o) for m, o in zip((plain, loaded), (optimizers[0], resumed), strict=True)]
+    assert after[0] == pytest.approx(after[1], rel=1e-4)

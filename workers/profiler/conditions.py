@@ -1,0 +1,13 @@
+"""The conditions of a timing, as they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from bexp.measure.device_monitor import Watch
+from explorer.records.measurement import Conditions
+
+
+def watched_conditions(watch: Watch) -> Conditions:
+    """What `watch` read off the device, as a record."""
+    return Conditions(**asdict(watch.conditions()))

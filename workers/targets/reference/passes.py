@@ -1,0 +1,51 @@
+"""The passes of a block of the reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from bexp.measure.passes import ModulePasses
+from explorer.cost_model.components import BlockRecompute
+from workers.targets.reference.block import ResidualBlock
+
+
+class BlockPasses(ModulePasses):
+    """A block with its inputs, of which those in floating point are hidden states.
+
+    The output of a residual block is shaped like its input, so that such blocks can run in a row.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        inputs: tuple[Tensor, ...],
+        *,
+        training: bool,
+        gradient_dtype: torch.dtype,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(
+            block,
+            tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs),
+            training=training,
+            gradient_dtype=gradient_dtype,
+            chained=0 if isinstance(block, ResidualBlock) else None,
+            meet=meet,
+        )
+
+    @contextmanager
+    def without_recomputation(self) -> Iterator[None]:
+        """The block without recomputation of the whole of it; its tiles and its single operations keep theirs."""
+        block = self.module
+        if not isinstance(block, ResidualBlock) or block.recompute is not BlockRecompute.FULL:
+            yield
+            return
+        block.recompute = BlockRecompute.NONE
+        try:
+            yield
+        finally:
+            block.recompute = BlockRecompute.FULL
