@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from benchmarks.readme.results import load
 from torch import Tensor
 
 from benchmarks import gemm_runs
@@ -16,7 +17,6 @@ from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, UNEVEN, Case, split_at_
 from benchmarks.gemm_contenders import BASELINES, OURS, Operands, Problem
 from benchmarks.gemm_runs import Run, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
-from benchmarks.readme.results import load
 from benchmarks.variable_gemm import DTYPES, LIMIT_BYTES, main, remaining, summary, tasks
 from explorer.spec.model import DType
 
