@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
-from benchmarks.docs.results import ROOT, Row, facts, goal_table, load, percent
+from benchmarks.docs.results import ROOT, Row, facts, find, goal_table, percent
 from benchmarks.docs.search import with_interval
 from benchmarks.replay import summary as limits
 from benchmarks.replay.calibration import CONFIDENT
@@ -30,13 +30,13 @@ def goals() -> str:
         ("h200-explorations", of_explorations),
         ("h200-recorded-fidelity", of_fidelity),
     )
-    rows = [row for name, render in sources if (found := load(name)) is not None for row in render(found)]
+    rows = [row for name, render in sources if (found := find(name)) is not None for row in render(found)]
     return goal_table(rows) if rows else ""
 
 
 def in_short() -> str:
     """The figures that a person who has one minute reads."""
-    replay, gains, runs = load("h200-replay"), load("h200-gains"), load("h200-explorations")
+    replay, gains, runs = find("h200-replay"), find("h200-gains"), find("h200-explorations")
     if replay is None or gains is None or runs is None:
         return ""
     ours, calibration = replay["summary"]["strategies"][OURS], replay["summary"]["calibration"]

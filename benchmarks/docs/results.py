@@ -18,10 +18,15 @@ Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Any], Any]]
 
 
-def load(name: str) -> Row | None:
+def load(name: str) -> Row:
+    """A recorded run."""
+    found: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def find(name: str) -> Row | None:
     """A recorded run; null if there is none of this name."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return load(name) if (RESULTS / f"{name}.json").exists() else None
 
 
 def table(rows: Iterable[Any], columns: Columns) -> str:

@@ -16,7 +16,7 @@ CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
 
 def of_result(render: Callable[[Row], str], *names: str) -> str:
     """What all of these results that exist say; nothing if none does."""
-    return "\n".join(render(found) for name in names if (found := results.load(name)) is not None)
+    return "\n".join(render(found) for name in names if (found := results.find(name)) is not None)
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

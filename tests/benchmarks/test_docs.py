@@ -22,12 +22,6 @@ def _recorded(name: str) -> dict[str, Any]:
     return found
 
 
-def _stored(name: str) -> dict[str, Any]:
-    found = load(name)
-    assert found is not None
-    return found
-
-
 def _cells(text: str, label: str) -> list[list[str]]:
     """The cells of each table row that begins with this label."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
@@ -168,7 +162,7 @@ def test_the_choice_of_attention_says_how_far_the_picks_are() -> None:
 
 
 def test_recomputation_has_a_column_for_each_model_and_back_end() -> None:
-    found = _stored("h200-recomputation")
+    found = load("h200-recomputation")
     row = next(
         row
         for row in found["rows"]
@@ -180,7 +174,7 @@ def test_recomputation_has_a_column_for_each_model_and_back_end() -> None:
 
 
 def test_a_margin_within_the_spread_reads_level() -> None:
-    found = _stored("h200x4-context-parallel")
+    found = load("h200x4-context-parallel")
     text = context_parallel.attention(found)
     length = found["summary"]["ours_over_peers"][0]["seq_length"]
     margins = {line[0]: line for line in (_cells(text, str(length))[-1:])}
@@ -192,7 +186,7 @@ def test_a_margin_within_the_spread_reads_level() -> None:
 
 
 def test_steps_show_layouts_their_runs_and_what_was_chosen() -> None:
-    found = _stored("h200x4-context-parallel-step")
+    found = load("h200x4-context-parallel-step")
     cell = found["cells"][0]
     row = next(row for row in cell["layouts"] if row["layout"] == "striped")
     row |= {"num_runs": 2, "spread": 0.034, "contaminated": True}
@@ -233,7 +227,7 @@ def test_replayed_searches_are_held_to_their_goals() -> None:
 
 
 def test_time_to_confidence_is_held_to_the_limit_of_the_model() -> None:
-    found = _stored("h200-explorations")
+    found = load("h200-explorations")
     run = next(r for r in found["runs"] if r["name"] == "olmoe-1b-7b") | {"submit_to_confidence_90_seconds": 31.0}
     assert _goal(goals.of_explorations({"runs": [run]}), "submit") == (True, "olmoe-1b-7b 31 s")
     late = deepcopy(run) | {"submit_to_confidence_90_seconds": None}
@@ -257,7 +251,7 @@ def test_fidelity_needs_enough_configurations() -> None:
 
 
 def test_a_gain_over_a_predicted_candidate_is_marked() -> None:
-    (run,) = _stored("h200-olmoe-fused")["runs"]
+    (run,) = load("h200-olmoe-fused")["runs"]
     assert models.compared(run, "stock") == "1.24x (predicted in part)"
     assert models.compared(run, "largest_without_recompute") == "1.00x"
     del run["comparisons"]

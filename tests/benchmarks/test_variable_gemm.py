@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from benchmarks.readme.results import load
 from torch import Tensor
 
 from benchmarks import gemm_runs
+from benchmarks.docs.results import load
 from benchmarks.environment import write_results
 from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, UNEVEN, Case, split_at_random
 from benchmarks.gemm_contenders import BASELINES, OURS, Operands, Problem
