@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import gemm_runs
+from benchmarks.docs.results import load
 from benchmarks.environment import write_results
 from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, UNEVEN, Case, split_at_random
 from benchmarks.gemm_contenders import BASELINES, OURS, Operands, Problem
 from benchmarks.gemm_runs import Run, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
-from benchmarks.readme.results import load
 from benchmarks.variable_gemm import DTYPES, LIMIT_BYTES, main, remaining, summary, tasks
 from explorer.spec.model import DType
 
