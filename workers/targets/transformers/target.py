@@ -33,7 +33,8 @@ PROBE_LENGTH = 128
 """Tokens of the sequence on which settings are tried before a job."""
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
-PINNED = ("flash", "cudnn", "efficient", "math")
+PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
+"""Back ends of torch's attention that a device has more than one of."""
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
 LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
@@ -164,7 +165,7 @@ class TransformersTarget:
         """The library's choice, each back end of torch that can be pinned, and what is tried when it is named."""
         names = [self._default_attention]
         if self._default_attention == "sdpa":
-            names += [f"sdpa:{name}" for name in PINNED]
+            names += [f"sdpa:{name}" for name in PINNED[self._device.type]]
         installed = [name for name, why in self._resolved.attention_implementations.items() if why is None]
         return list(dict.fromkeys([*names, *installed]))
 
