@@ -10,7 +10,7 @@ import pytest
 from explorer.search import acquisition
 from explorer.search.acquisition import MOST_RUNS, NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
 from explorer.search.search_state import SearchState
-from explorer.search.suggestion import measuring_seconds
+from explorer.search.suggestion import Suggestion, measuring_seconds
 from tests.explorer.search.small import candidate, know, measure, small_state
 
 
@@ -130,12 +130,12 @@ def test_components_that_tell_half_as_much_are_run_with_the_one_that_tells_most(
     assert set(found.components) == {state.table.components[columns[p]] for p in used[:2]}
 
 
-def test_no_component_is_run_more_than_four_times() -> None:
+def test_no_component_is_run_more_than_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOST_RUNS == 4
     assert RIVALS == 3
     state = rival_pair((100.0, 99.0), 0.3)
     counts: dict[object, int] = {}
-    state.count_attempts = lambda c: counts.get(c, 3)  # type: ignore[method-assign]
+    monkeypatch.setattr(state, "count_attempts", lambda component: counts.get(component, 3))
     assert suggest_measurement(state) is not None
     counts.update(dict.fromkeys(state.table.components, 4))
     assert suggest_measurement(state) is None
@@ -146,7 +146,7 @@ def test_no_component_is_run_more_than_four_times() -> None:
 def test_the_option_with_the_higher_gain_a_second_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     state = small_state()
     know(state, candidate(1))
-    first, second = (acquisition.Suggestion(row, ()) for row in (0, 1))
+    first, second = (Suggestion(row, ()) for row in (0, 1))
     monkeypatch.setattr(acquisition, "_new_candidate", lambda *_: acquisition._Option(2.0, first))
     for rate, expected in ((1.0, first), (3.0, second)):
         monkeypatch.setattr(acquisition, "_repeated_run", lambda *_, r=rate: acquisition._Option(r, second))

@@ -34,10 +34,10 @@ def test_each_trial_of_a_study_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -
     study = study_of(state, measure(state, state.missing(row), candidate(1)))
     state.learn_study(study)
     assert state.is_known(row)
-    fits = []
+    fits: list[object] = []
     monkeypatch.setattr(state.surrogate, "fit", fits.append)
     read: list[object] = []
-    monkeypatch.setattr("explorer.search.search_state.read_measurement", lambda t: read.append(t.number) or None)
+    monkeypatch.setattr("explorer.search.search_state.read_measurement", read.append)
     state.learn_study(study)
     assert (fits, read) == ([], [])
 

@@ -23,7 +23,9 @@ def level(*components: Component) -> np.ndarray[Any, Any]:
 def fixed(first: float, second: float | None = None) -> float:
     """The part of fixed costs, as a share of n sequences."""
     second = first if second is None else second
-    return sum(std**2 * np.log1p(r / first) * np.log1p(r / second) for r, std in ((0.1, 0.3), (0.5, 0.3), (3.0, 0.1)))
+    return float(
+        sum(std**2 * np.log1p(r / first) * np.log1p(r / second) for r, std in ((0.1, 0.3), (0.5, 0.3), (3.0, 0.1)))
+    )
 
 
 def test_a_component_varies_by_kind_back_end_mode_and_fixed_costs() -> None:

@@ -39,7 +39,7 @@ def observations(component: Component = SEEN, **changes: Any) -> dict[Component,
 
 def host(found: dict[Component, ComponentObservations], device: float = 1.0) -> list[float]:
     predicted = np.array([0.01, 0.01, 0.03, 0.01])
-    return estimate_host_seconds(COMPONENTS, predicted, np.full(4, device), found).tolist()
+    return [float(s) for s in estimate_host_seconds(COMPONENTS, predicted, np.full(4, device), found)]
 
 
 def test_host_seconds_follow_what_similar_components_took_over_their_prediction() -> None:
@@ -79,7 +79,8 @@ def test_forward_passes_take_a_third_unless_measured_and_a_quarter_with_recomput
     shares = estimate_forward_shares(table, {})
     for component, share in zip(table.components, shares, strict=True):
         assert share == (0.25 if component.recompute is BlockRecompute.FULL else pytest.approx(1 / 3))
-    measured = table.decompositions[table.row[candidate(1)]].layers[0].attention
+    components = table.decompositions[table.row[candidate(1)]].components
+    measured = next(c for c in components if c.kind is ComponentKind.ATTENTION)
     shares = estimate_forward_shares(table, observations(measured))
     for component, share in zip(table.components, shares, strict=True):
         alike = (component.kind, component.recompute) == (measured.kind, measured.recompute)
