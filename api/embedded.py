@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from api.child_process import module_command, safe_environment
 from api.client import Client, ServiceError
 
 START_SECONDS = 60.0
@@ -31,7 +31,7 @@ VERBOSE = ("Traceback (most recent call last)", "usage: ")
 
 def child_environment(database_url: str) -> dict[str, str]:
     """Return this environment with the database's URL; other users could read its password on a command line."""
-    return {**os.environ, "BEXP_DATABASE_URL": database_url}
+    return safe_environment({**os.environ, "BEXP_DATABASE_URL": database_url})
 
 
 class ChildEndedError(ServiceError):
@@ -191,11 +191,11 @@ class EmbeddedService:
     def _start(self) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            command = [sys.executable, "-m", "api.embedded_api", str(listener.fileno())]
+            command = module_command("api.embedded_api", str(listener.fileno()))
             command += ["with-worker"] if self._with_worker else []
             self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
         if self._with_worker:
-            command = [sys.executable, "-m", "workers", "--jobs-from-stdin", *self._worker_options]
+            command = module_command("workers", "--jobs-from-stdin", *self._worker_options)
             self._children.append(self._child("worker", command))
         self._await_api()
 

@@ -35,8 +35,8 @@ from explorer.search.feasibility import at_least
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
-from workers.process.interface import DeviceProfiler
-from workers.process.profiler import Profiler, ProfilerError
+from workers.process.interface import DeviceProfiler, ProfilerError
+from workers.process.profiler import Profiler
 from workers.replay.profiler import mismatch
 from workers.replay.recording import Recording, RecordingError, RecordingFile
 from workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from api.child_process import module_command
 from api.cli import options
 from api.cli.administration import database_errors
 from api.cli.connection import environment
@@ -76,5 +77,5 @@ def doctor(as_json: options.AsJson = False) -> None:
 
 def _become_workers(*arguments: str) -> NoReturn:
     """Replace this process by the worker, so that signals and exit codes are the worker's."""
-    command = [sys.executable, "-m", "workers", *arguments]
+    command = module_command("workers", *arguments)
     os.execve(sys.executable, command, child_environment(environment().database_url))  # noqa: S606

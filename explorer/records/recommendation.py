@@ -132,6 +132,11 @@ class VariantAnswer(Frozen):
     reason: str | None = None
     remedies: tuple[Relaxation, ...] = ()
 
+    @classmethod
+    def without_model(cls, reason: str) -> VariantAnswer:
+        """The outcome for a model that cannot be built here."""
+        return cls(num_query_groups=1, num_parameters=0, recommendation=None, reason=reason)
+
 
 class Answer(Frozen):
     """What a job ends with. Variants are separate models and are not ranked; their order is that of the request."""

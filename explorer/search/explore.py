@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from optuna.study import Study
 
 from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.search_space import EmptySpaceError
+from explorer.cost_model.search_space import EmptySpaceError, explored_models
 from explorer.cost_model.step import memory_limit
 from explorer.records.event import Progress
 from explorer.records.recommendation import Answer, VariantAnswer
@@ -51,7 +51,11 @@ def explore(
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
         prune: enumerates a variant's space; a caller who explores one space many times may keep the result.
     """
-    models, executor = request.variants(), executor_of(measure)
+    if report.refusal is not None:
+        answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
+        yield Progress(events=(end_event(answer),), answer=answer)
+        return
+    models, executor = explored_models(request, report), executor_of(measure)
     trial_history = TrialHistory(history, request.budget, len(models))
     answers = []
     for index, model in enumerate(models):

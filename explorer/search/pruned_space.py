@@ -11,7 +11,7 @@ from explorer.cost_model.search_space import LegalSpace, base_candidates, enumer
 from explorer.cost_model.step import memory_limit
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 
 OPTIMISTIC_ACTIVATIONS = 0.7
@@ -33,10 +33,10 @@ class PrunedSpace:
     table: SpaceTable | None
 
 
-PruneSpace = Callable[[ModelSpec, ExplorationRequest, DeviceReport], PrunedSpace]
+PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
 
 
-def prune_space(model: ModelSpec, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
+def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
     """Enumerate the space of a variant and drop the candidates that are predicted not to fit.
 
     Raises:

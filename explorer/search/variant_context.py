@@ -10,7 +10,7 @@ from explorer.search.candidate_study import CopyStudy
 from explorer.search.history import TrialHistory
 from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 
 
@@ -19,7 +19,7 @@ class VariantContext:
     """One variant of a job. `index` counts the job's variants; 0 is the main one, whose model is the request's own."""
 
     index: int
-    model: ModelSpec
+    model: ExploredModel
     request: ExplorationRequest
     report: DeviceReport
     executor: TrialExecutor

@@ -91,6 +91,13 @@ class DeviceReport(Frozen):
     default_experts: str | None = None
     parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")
 
+    refusal: str | None = Field(None, description="Why the target cannot measure this model here.")
+
+    @classmethod
+    def refused(cls, hardware: HardwareSpec, reason: str) -> DeviceReport:
+        """The report of a target that cannot measure the request's model."""
+        return cls(hardware=hardware, attention_backends=(), default_attention="none", refusal=reason)
+
     def is_stock(self, attention: str, experts: str | None) -> bool:
         """Return whether an ordinary framework has both back ends."""
         stock = {b.name for b in (*self.attention_backends, *self.expert_backends) if b.stock}

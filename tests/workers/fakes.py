@@ -13,7 +13,7 @@ from explorer.search.candidate_study import CopyStudy
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.process.interface import ProfilerError, ProfilerInterruptedError
 
 NUM_TRIALS = 3
 
@@ -65,6 +65,9 @@ class FakeProfiler:
     def interrupt(self) -> None:
         self.calls.append("interrupt")
         self._interrupted.set()
+
+    def finish_job(self) -> None:
+        self.calls.append("finish_job")
 
     def close(self) -> None:
         self.calls.append("close")

@@ -304,7 +304,9 @@ class TransformersTarget:
     def _optimizer(self, parameters: Callable[[PartsBuilder], list[nn.Parameter]]) -> Callable[[], TrainerOptimizer]:
         def build() -> TrainerOptimizer:
             found = [p for p in parameters(self._parts()) if p.requires_grad]
-            return TrainerOptimizer(found, self._request.training.optimizer.name)
+            for parameter in found:
+                parameter.grad = torch.zeros_like(parameter)
+            return TrainerOptimizer(found, self._request.training.optimizer.name, keeps_gradients=True)
 
         return build
 

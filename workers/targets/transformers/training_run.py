@@ -19,11 +19,13 @@ MAX_GRADIENT_NORM = 1.0
 class TrainerOptimizer:
     """The Trainer's default: gradients are clipped by their norm, then fused AdamW (or SGD) steps.
 
-    States have the format of the parameters, and there are no master weights. Gradients are dropped after each step.
+    States have the format of the parameters, and there are no master weights. Gradients are dropped after each step,
+    unless `keeps_gradients`: then they wait to be filled anew.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], name: str) -> None:
+    def __init__(self, parameters: list[nn.Parameter], name: str, *, keeps_gradients: bool = False) -> None:
         self._parameters = parameters
+        self._keeps_gradients = keeps_gradients
         fused = all(p.is_cuda or p.device.type == "cpu" for p in parameters)
         self._optimizer: torch.optim.Optimizer = (
             torch.optim.AdamW(parameters, fused=fused)
@@ -42,8 +44,9 @@ class TrainerOptimizer:
         self._optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self._optimizer.zero_grad()
+        """Drop the gradients, unless they are kept."""
+        if not self._keeps_gradients:
+            self._optimizer.zero_grad()
 
 
 class TransformersTrainingRun:
