@@ -1,7 +1,7 @@
-"""Back ends of causal attention, each pinned: none falls back to another in silence.
+"""Back ends of causal attention. Each is pinned: none silently falls back to another.
 
-The fused ones are called through the operators that `scaled_dot_product_attention` dispatches to, since entering
-`sdpa_kernel` for every call costs the host as much as two kernel launches.
+The fused ones call the operators that `scaled_dot_product_attention` dispatches to, because entering `sdpa_kernel` for
+every call costs the host as much as two kernel launches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AttentionBackend:
     """One implementation of causal attention.
 
     `run` takes q (B, H, S, D) and k, v (B, G, S, D), G a divisor of H, in any strides with a dense last axis, and
-    returns (B, H, S, D). `unsupported_reason` is null where the back end serves the shape on the device.
+    returns (B, H, S, D). `unsupported_reason` returns why the back end cannot serve a shape on a device, or null.
     """
 
     name: str
@@ -56,7 +56,8 @@ def attention_support(shape: AttentionShape, device: torch.device) -> tuple[Supp
 def default_attention_backend(shape: AttentionShape, device: torch.device) -> str:
     """The back end that torch's scaled_dot_product_attention picks unasked.
 
-    Where torch does not say, or says one that does not serve the shape, it is the first that does, in torch's order.
+    If torch does not say, or picks one that does not serve the shape, the first usable one in torch's order is
+    returned.
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
     if choose is not None:
@@ -100,7 +101,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Memory-efficient attention (Rabe and Staats, 2021, arXiv:2112.05682), from xFormers.
 
-    It knows no groups: keys and values are expanded to one for each query head, in memory that counts.
+    It has no grouped heads: keys and values are expanded to one for each query head, which takes memory.
     """
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(

@@ -21,7 +21,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """The same mean, with the logits of `chunk_tokens` tokens in memory at a time.
 
-    With gradients enabled, each chunk's gradients are computed right after its logits, while they are there, and kept
+    If gradients are enabled, each chunk's gradients are computed right after its logits, while these exist, and kept
     until backward: (T, D) for the hidden states and one accumulated gradient of the projection (as Liger Kernel's
     fused linear cross entropy does, Hsu et al., 2024, arXiv:2410.10989). Backward only scales them. Without
     gradients only the loss is computed.

@@ -1,4 +1,4 @@
-"""Finding out whether a kernel runs: by running it."""
+"""Finds out whether a kernel runs by running it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def failure_of(run: Callable[[], torch.Tensor], device: torch.device) -> str | None:
     """Run a small forward and backward; null if both work, else why not, in one line.
 
-    torch warns about every reason for which it refuses a fused kernel: the last of these says more than the error.
+    torch warns of every reason for which it refuses a fused kernel, and the last warning says more than the error.
     """
     with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
         warnings.simplefilter("always")

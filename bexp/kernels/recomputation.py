@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor, early_stop: bool = True) -> Tensor:
     """`function(*inputs)`, keeping only the inputs; without gradients it is a plain call.
 
-    The recomputation ends with the last tensor that backward needs. `early_stop` false runs it to its end, which is
-    what happens to all but the last block of a layer that is recomputed as a whole.
+    The recomputation stops at the last tensor that backward needs. If `early_stop` is false it runs to its end, as all
+    but the last block of a layer do if the layer is recomputed as a whole.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)

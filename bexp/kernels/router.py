@@ -1,7 +1,7 @@
-"""From router scores to routes and routing weights: softmax, top-k and gather, in one kernel where it can be.
+"""Router scores become routes and routing weights: softmax, top-k and gather, in one kernel if Triton runs here.
 
-Written out in torch these are eight kernels forward and backward that each read or write a float for every token and
-expert; for many experts, few of them a token, that costs a layer more than the experts' activation does.
+In plain torch these are eight kernels, forward and backward, and each reads or writes a float for every token and
+expert. If there are many experts and few of them a token, that costs more than the activation of the experts.
 """
 
 from __future__ import annotations

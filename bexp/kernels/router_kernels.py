@@ -130,7 +130,9 @@ def _route_backward(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of the softmax: p (g - sum(p g)), g being the gradient of a token's probabilities, zero but for its routes.
+    """The backward of the softmax: p (g - sum(p g)), where g is the gradient of a token's probabilities p.
+
+    g is zero except for the token's routes.
 
     A share of 0 means that the weights are the probabilities themselves. Else they were divided by it, and g is what
     the quotient makes of the gradient of the weights: less its mean over the weights, over the share.

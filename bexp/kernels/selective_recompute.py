@@ -1,11 +1,13 @@
-"""Results that forward discards after their last use, and backward computes again, operation by operation.
+"""Selective recomputation: forward discards some results after their last use, and backward computes them again.
 
-What an operation keeps for backward passes through `torch.autograd.graph.saved_tensors_hooks`. A result that was
-announced as cheap is replaced there by a recipe: the function, and the tensors or recipes that it starts from. That is
-the output-selective_recompute recomputation of Megatron-Core, on top of autograd. torch's selective checkpointing
-(`create_selective_checkpoint_contexts`) asks a policy at every dispatched operator, in Python and in both passes, which
-costs the host several times what the hooks do; it sees no operator inside an autograd Function such as a Triton
-kernel's; and it does not see that a kept projection was rotated in place since, and rotates it twice.
+What an operation keeps for backward passes through `torch.autograd.graph.saved_tensors_hooks`. If a result was
+announced as recomputable, the hook keeps a recipe instead: the function, and the tensors or recipes that it starts
+from. Megatron-Core's output-discarding recomputation has the same effect; this one is built on autograd's hooks.
+
+torch's selective checkpointing (`create_selective_checkpoint_contexts`) does not serve here. It asks a policy in Python
+at every dispatched operator in both passes, which costs the host several times what the hooks cost. It sees no operator
+inside an autograd Function, such as a Triton kernel. And it does not notice that a kept projection has been rotated in
+place since, and rotates it twice.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 @contextmanager
 def selective_recompute(*, products: bool) -> Iterator[None]:
-    """What `recomputable` returns within is not kept for backward; matrix products only if `products`.
+    """Within the context, results of `recomputable` are not kept for backward; matrix products only if `products`.
 
     A result that was changed in place since it was announced is kept after all; a change to what a recipe starts from
     is an error in backward, as it is for what autograd keeps. Gradients are those of the same kernels on the same
@@ -58,11 +60,11 @@ def announce(
     *inputs: Tensor,
     product: bool = False,
 ) -> None:
-    """As `recomputable`, for results that exist already: without a gradient, `function(*inputs)` equals them.
+    """As `recomputable`, for results that exist already: `function(*inputs)` without gradients must equal them.
 
-    Results that share a storage are told of once.
+    If several results share a storage, the first of them stands for it.
     """
-    if torch.compiler.is_compiling():  # which chooses by itself what to keep
+    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep
         return
     announced = _ANNOUNCED.get()
     if announced is not None and (announced.products or not product):
@@ -70,7 +72,7 @@ def announce(
 
 
 class _Recipe:
-    """How results come about again. They are held from the first request until every saved tensor was fetched."""
+    """How to compute results again. They are held from the first request until every saved tensor has been fetched."""
 
     def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: tuple[_Packed, ...]) -> None:
         self._function = function
@@ -86,7 +88,7 @@ class _Recipe:
         self._num_left += 1
 
     def results(self) -> tuple[Tensor, ...]:
-        """All results, computed unless they are held."""
+        """All results; they are computed unless they are held."""
         if self._results is not None:
             return self._results
         for packed, version in zip(self._inputs, self._versions, strict=True):
@@ -100,7 +102,7 @@ class _Recipe:
         return results
 
     def fetch(self) -> None:
-        """One saved tensor less is still to come."""
+        """One saved tensor has been fetched; after the last one the results are let go."""
         self._num_left -= 1
         if self._num_left == 0:
             self._results, self._num_left = None, self._num_saved
@@ -121,7 +123,7 @@ _Packed = Tensor | _Discarded
 
 
 class _Announced:
-    """The recipes by storage, for as long as the storages live: an address may be given out again."""
+    """The recipes by storage. A recipe is valid as long as its storage lives, because an address may be reused."""
 
     def __init__(self, products: bool) -> None:
         self.products = products
@@ -133,7 +135,7 @@ class _Announced:
         function: Callable[..., Tensor | tuple[Tensor, ...]],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Remember how `results` come about."""
+        """Remember how to compute `results` again."""
         recipe = _Recipe(function, tuple(self._packed(x) for x in inputs))
         fresh = set()
         for i, result in enumerate(results):

@@ -46,7 +46,7 @@ def triton_failure(run: Callable[[], torch.Tensor], device: torch.device) -> str
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 1 where Triton's interpreter runs on the host."""
+    """The multiprocessors of a CUDA device; 1 for the CPU, where Triton's interpreter runs."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 

@@ -1,4 +1,4 @@
-"""Bytes that tensors hold on the CPU, where no allocator counts them."""
+"""How many bytes tensors hold on the CPU, where no allocator counts them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the storages that operations create under it, until each is freed, through backward as well.
+    """Counts the storages that operations create under it until each is freed, in backward as well.
 
-    What existed before is not counted, once `ignore` has been told of it. Buffers that live within one operation are
-    not seen. The counts depend on shapes alone, so they repeat exactly.
+    Storages that exist before are not counted if their tensors are given as `ignore`. Buffers that live within one
+    operation are not seen. The counts depend on shapes alone, so they repeat exactly.
     """
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:

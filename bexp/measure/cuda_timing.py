@@ -1,4 +1,4 @@
-"""Times blocks on a CUDA device with events, apart from the host that issues them."""
+"""Times modules on a CUDA device with events, separately from the host that issues them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from bexp.measure.timing import (
 )
 
 MAX_QUEUED_LAUNCHES = 800
-"""The driver blocks the host at about 1024 queued launches; stay below."""
+"""The driver blocks the host at about 1024 queued launches; a batch stays below that."""
 FASTEST_LAUNCH_SECONDS = 2.5e-6
-"""No host issues an eager operation faster, so issue time over this bounds the number of launches."""
+"""No host issues an eager operation faster. Issue seconds divided by this bound the number of launches."""
 SLEEP_MARGIN = 1.5
 DEVICE_BOUND = 1.2
-"""Device over issue time from which on the host stays ahead by itself."""
+"""If the device takes this many times as long as the issue, the host stays ahead by itself."""
 CLEARLY_AHEAD = 0.1
-"""Host over device time below which a block neither waits for the device nor depends on the host."""
+"""If the host takes at most this share of the device's time, a module neither waits for the device nor for the host."""
 HEAT_SECONDS = 0.15
-"""How long a block runs before it is timed: power limits act within a tenth of a second."""
+"""How long a module runs before it is timed: power limits act within a tenth of a second."""
 CHAIN_LENGTHS = (16, 4)
-"""Blocks in a row for the host's time, fewer if so many do not fit.
+"""How many times a module runs in a row when the host is timed: 16, or 4 if 16 do not fit the memory.
 
-A block alone takes the host about one and a half times as long as one of 16 in a row, one of 4 mostly 5 to 50% longer;
-those of 16 agree with what a further layer adds to a model (benchmarks/LOG.md).
+A layer alone takes the host about 1.5 times as long as one of 16 in a row, and one of 4 in a row mostly 5 to 50%
+longer. One of 16 agrees with what a further layer adds to a model (benchmarks/LOG.md).
 """
 HOST_REPEATS = 5
 BLOCKED_SHARE = 0.9
-"""A host that needed this share of the device's sleep to issue a repeat was waiting for the device."""
+"""If issuing a repeat took the host this share of the device's sleep, the host was waiting for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,18 @@ class _Events:
 
 
 class CudaTimer:
-    """Times the passes of a block back to back.
+    """Times the passes of a module back to back.
 
-    A block that keeps the device busy for longer than the host needs to issue it is run without a pause, and timed once
-    it has run for a while: a device at its power limit runs slower than one that has just rested, and in training it
-    never rests. For a block that the host cannot issue fast enough, the device is first put to sleep, so that launches
-    are queued: events then give the device's own time. The host's time is that of several blocks in a row, as a model
-    has them. A block that waits for the device (a loop over experts that reads their counts, say) cannot be told apart
-    from its host; both times are what passed on the device.
+    If a module keeps the device busy for longer than the host needs to issue it, it runs without a pause, and is timed
+    once it has run for a while: a device at its power limit is slower than one that has just rested, and in training
+    the device never rests. If the host cannot issue a module fast enough, the device first sleeps while launches are
+    queued, so that events give the device's own time. The host's time is then that of several modules in a row, as a
+    model has them. If a module waits for the device (for example a loop over experts that reads their counts), device
+    and host cannot be told apart, and both times are what passed on the device.
 
-    Before each pass the second-level cache is overwritten, since in a model the weights and saved activations of one
-    layer are long gone from it when their turn comes; then the pass's input is written once more, since that is what
-    the neighbouring layer did last. Neither is in the time.
+    Before each pass the second-level cache is overwritten, because in a model the weights and saved activations of a
+    layer are long gone from the cache when their turn comes. Then the input of the pass is written once more, because
+    the neighbouring layer wrote it last. Neither is in the time.
     """
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.6)
@@ -79,9 +79,9 @@ class CudaTimer:
         self._engine_seconds = self._measure_engine()
 
     def warm_up(self, passes: Passes) -> None:
-        """Run until two successive runs agree within 5%: autotuning, plans and allocations are done then.
+        """Run until two successive runs agree within 5%: autotuning, plans and allocations are done by then.
 
-        A long block is run once: what a first run adds is a small part of it, and weighing runs it a second time.
+        A long module runs once: a first run adds little to it, and the measurement of memory runs it again.
         """
         started = time.perf_counter()
         previous = None
@@ -123,8 +123,8 @@ class CudaTimer:
     def _time_running(self, passes: Passes, first: PassSample) -> list[PassSample]:
         """Repeats without a pause of the device.
 
-        The first of a batch counts only where the host's lead does not matter: it may not be ahead yet. There `first`
-        counts as well if it ran for long enough to heat the device by itself.
+        The host may not be ahead yet in the first repeat of a batch, which counts only if the host's lead does not
+        matter. `first` then counts as well, if it ran for long enough to heat the device by itself.
         """
         heat = int(HEAT_SECONDS / first.device)
         if heat:
@@ -148,7 +148,7 @@ class CudaTimer:
         return samples
 
     def _time_host(self, passes: Passes, issue_seconds: float) -> float:
-        """Host seconds of one block within a row of them; of a block that cannot be in a row, of it alone."""
+        """Host seconds of one module in a row of them, or of the module alone if it cannot run in a row."""
         for length in CHAIN_LENGTHS if passes.is_chainable else ():
             try:
                 return min(issue_seconds, self._time_chain(passes, length))
@@ -157,7 +157,7 @@ class CudaTimer:
         return issue_seconds
 
     def _time_chain(self, passes: Passes, length: int) -> float:
-        """Host seconds of one of `length` blocks in a row; the first row, which allocates, is not counted."""
+        """Host seconds of one of `length` modules in a row; the first row allocates and is not counted."""
         seconds = []
         for _ in range(HOST_REPEATS + 1):
             passes.prepare_forward()
@@ -171,12 +171,12 @@ class CudaTimer:
         return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
 
     def _run_once(self, passes: Passes, *, sleep_seconds: float) -> PassSample:
-        """One repeat, as slow as on the slowest device: what comes next is decided on it."""
+        """One repeat, as slow as on the slowest device of all processes: they decide on it what comes next."""
         (own,) = self._run(passes, repeats=1, sleep_seconds=sleep_seconds)
         return PassSample(*self.reducer.all_reduce_max(own.forward, own.backward, own.host))
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
-        """Issue `repeats` after a sleep of the device, then wait for them all."""
+        """Issue `repeats` repeats after a sleep of the device, then wait for all of them."""
         torch.cuda.synchronize(self._device)
         if sleep_seconds > 0:
             torch.cuda._sleep(int(sleep_seconds * self._cycles_per_second))
@@ -211,7 +211,7 @@ class CudaTimer:
         return events, host
 
     def _measure_clock(self) -> float:
-        """Cycles of `_sleep` a second."""
+        """How many cycles of `torch.cuda._sleep` the device passes in a second."""
         cycles = 2_000_000
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(cycles)

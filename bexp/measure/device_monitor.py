@@ -1,4 +1,4 @@
-"""Watches the device while something is timed on it: clocks, power, heat, and who else is there."""
+"""Watches the device while something is timed on it: clocks, power, temperature, other processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psutil
 from bexp.measure.gpu_processes import ForeignProcesses, GpuProcessMonitor
 from bexp.measure.nvml import SLOWDOWNS, Gpu
 
-GLANCE_SECONDS = 0.05
-GLANCE_SHARE = 0.05
-"""Of the time, at most, for polls: where NVML is slow, fewer are taken."""
+POLL_SECONDS = 0.05
+POLL_SHARE = 0.05
+"""Polls take at most this share of the time: if NVML is slow, there are fewer of them."""
 LEAST_HOST_SECONDS = 0.1
-"""The kernel counts CPU time in hundredths of a second: of a shorter timing it says too little."""
+"""The kernel counts CPU time in hundredths of a second, too coarse for a timing shorter than this."""
 CALM_POLL_SECONDS = 0.25
 
 
@@ -46,22 +46,22 @@ class DeviceConditions:
 
 
 class DeviceMonitor:
-    """The device around the trials of a process; without a `gpu` only the host is looked at."""
+    """Watches the device around the trials of a process; without a `gpu` it looks at the host alone."""
 
     def __init__(self, gpu: Gpu | None = None, foreign_processes: GpuProcessMonitor | None = None) -> None:
         self._gpu = gpu
         self._foreign = foreign_processes
 
     def begin(self, others_bytes: int | None) -> int | None:
-        """A job begins; as `GpuProcessMonitor.begin`."""
+        """A job begins; see `GpuProcessMonitor.begin`."""
         return self._foreign.begin(others_bytes) if self._foreign is not None else None
 
     def watch(self) -> Watch:
-        """Of one measurement."""
+        """A watch for one measurement."""
         return Watch(self._gpu, self._foreign)
 
     def wait_until_calm(self, seconds: float) -> bool:
-        """Wait, at most so long, until the device is neither throttled nor shared; returns whether it is calm."""
+        """Wait at most `seconds` until the device is neither throttled nor shared; returns whether it is calm."""
         ends_at = time.monotonic() + seconds
         while not self._is_calm():
             if time.monotonic() >= ends_at:
@@ -137,10 +137,10 @@ class Watch:
         if self._foreign is not None:
             self._foreign.look()
         now = time.monotonic()
-        self._next_poll = now + max(GLANCE_SECONDS, (now - started) / GLANCE_SHARE)
+        self._next_poll = now + max(POLL_SECONDS, (now - started) / POLL_SHARE)
 
     def conditions(self) -> DeviceConditions:
-        """Of everything that was watched."""
+        """The conditions of everything that was watched."""
         samples, found = self._samples, self._found
         elapsed, others = self._host
         return DeviceConditions(
@@ -159,7 +159,7 @@ class Watch:
 
 
 def _host_seconds() -> tuple[float, float]:
-    """Seconds that all CPUs have had, and those of them that others used; of the host, also within a container."""
+    """Seconds that all CPUs of the host have had, and those that other processes used, also within a container."""
     times, own = psutil.cpu_times(), time.process_time()
     idle = times.idle + getattr(times, "iowait", 0.0)
     busy = times.user + times.system + times.nice + getattr(times, "steal", 0.0)

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 MEMORY_SHARE = 0.6
-"""Of the memory that is available when the profiler starts: what a job on the CPU may use by default."""
+"""The share of the memory available when the profiler starts that a job on the CPU may use by default."""
 DATA_SLACK_BYTES = 64 << 20
-"""For the interpreter itself, on top of a job's limit."""
+"""What the interpreter itself may take on top of a job's limit."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -32,27 +32,27 @@ def processor_name() -> str:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may run on, within its CPU quota; at least 1."""
+    """The physical cores that this process may run on, within its CPU quota; at least 1."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_siblings(cpu) for cpu in allowed}
     return max(1, min(len(cores), math.floor(_cpu_quota())))
 
 
 def total_bytes() -> int:
-    """RAM of the host, or the share of it that the control group may use."""
+    """The RAM of the host, or less if a control group limits it."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups())])
 
 
 def available_bytes() -> int:
-    """RAM that can be used now without swapping."""
+    """The RAM that can be used now without swapping."""
     return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _memory_groups())]))
 
 
 def limit_data(limit_bytes: int) -> None:
-    """Let this process's data grow by `limit_bytes` from now on: beyond it, allocation fails as out of memory.
+    """Let this process's data grow by `limit_bytes` from now on; allocations beyond that fail as out of memory.
 
-    The limit is RLIMIT_DATA; under RLIMIT_AS torch would not even start its threads. It does nothing where the
-    platform does not count data.
+    The limit is RLIMIT_DATA, because torch does not even start its threads under RLIMIT_AS. On a platform that does
+    not count data this does nothing.
     """
     data = _data_bytes()
     if data is not None:

@@ -14,7 +14,7 @@ from bexp.measure.cpu_storages import LiveStorages
 
 
 class ByteMeter(Protocol):
-    """Counts while it is entered. `reset_peak` begins a new peak at the present level."""
+    """Counts bytes within its context. `reset_peak` begins a new peak at the present level."""
 
     def __enter__(self) -> Self: ...
 
@@ -33,7 +33,7 @@ class ByteMeter(Protocol):
 
 
 class CudaMeter:
-    """The caching allocator's own counts; reading them costs the device nothing."""
+    """Reads the counts of the caching allocator, which costs the device nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,10 +60,10 @@ class CudaMeter:
 
 
 class HostMeter:
-    """The storages that operations create, beside those that exist already.
+    """Counts the storages that operations create, but not those that exist already.
 
-    Compiled code allocates without telling, and torch gives up compiling for good what it has once met under a
-    dispatch mode: while the meter runs, everything runs eagerly. What the compiler saves by fusing is not seen.
+    Everything runs eagerly within the context: compiled code allocates without telling, and torch never again compiles
+    what it has once met under a dispatch mode. The meter does not see what the compiler saves by fusing.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
@@ -96,5 +96,5 @@ class HostMeter:
 
 
 def byte_meter(device: torch.device, existing: Iterable[torch.Tensor]) -> ByteMeter:
-    """The meter of a device; `existing` tensors are not counted."""
+    """The meter of `device`; it does not count `existing` tensors."""
     return CudaMeter(device) if device.type == "cuda" else HostMeter(existing)

@@ -1,4 +1,4 @@
-"""One GPU as NVML sees it. What it does not tell, for want of a driver, a right or a feature, is null."""
+"""One GPU as NVML sees it. A query returns null if the driver, a right or a feature is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ The software power cap is none of them: a large GPU under load runs at it all th
 
 
 class Gpu:
-    """Read-only queries of one GPU, each some ten microseconds to some milliseconds; none makes a context."""
+    """Read-only queries of one GPU. Each takes tens of microseconds to milliseconds; none makes a context."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -44,45 +44,45 @@ class Gpu:
             return None
 
     def sm_clock_mhz(self) -> int | None:
-        """Of the streaming multiprocessors, now."""
+        """The clock of the streaming multiprocessors, now."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM)))
 
     def sm_clock_max_mhz(self) -> int | None:
-        """The highest that the device has."""
+        """The highest clock that the multiprocessors have."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(self._handle, pynvml.NVML_CLOCK_SM)))
 
     def memory_clock_mhz(self) -> int | None:
-        """Of the memory, now."""
+        """The clock of the memory, now."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_MEM)))
 
     def power_watts(self) -> float | None:
-        """Drawn by the board."""
+        """The power that the board draws."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3)
 
     def temperature_celsius(self) -> int | None:
-        """Of the chip."""
+        """The temperature of the chip."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU)))
 
     def clock_reasons(self) -> tuple[str, ...]:
-        """Why the clocks are what they are, in the order of NVML's bits."""
+        """The reasons for the present clocks, in the order of NVML's bits."""
         bits = _ask(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
         if bits is None:
             bits = _ask(lambda: int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
         return tuple(name for bit, name in CLOCK_REASONS.items() if (bits or 0) & bit)
 
     def used_bytes(self) -> int | None:
-        """Memory in use by anyone."""
+        """Memory in use, by whomever."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used))
 
     def processes(self) -> frozenset[int] | None:
-        """Ids of the processes with a context, of whatever process namespace the driver shows.
+        """Ids of the processes with a context, in whatever process namespace the driver shows.
 
-        Within a container these may be all, the container's own, or none.
+        Within a container these may be all processes, the container's own, or none.
         """
         return _ask(lambda: frozenset(int(p.pid) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
 
     def busy_shares(self, since_microseconds: int) -> dict[int, float] | None:
-        """Share of the device's time by process, the mean of the driver's samples since a moment of the epoch."""
+        """The share (0..1) of the device's time of each process: the mean of the driver's samples since that moment."""
 
         def query() -> dict[int, float]:
             shares: dict[int, list[float]] = {}

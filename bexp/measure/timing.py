@@ -1,4 +1,4 @@
-"""Times the passes of a block: repeats until the median is known well enough, or the time is up."""
+"""Times the passes of a module: repeats them until the median is known well enough, or the time is up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bexp.measure.passes import Passes
 
 @dataclass(frozen=True, slots=True)
 class TimingBudget:
-    """When to stop: at a relative standard error of the median, or at a number of repeats or seconds."""
+    """When to stop: when the relative standard error of the median is small, or repeats or seconds are spent."""
 
     min_repeats: int
     max_repeats: int
@@ -31,7 +31,7 @@ class TimingBudget:
         return wanting == 0.0
 
     def is_spent(self, samples: list[float], elapsed_seconds: float) -> bool:
-        """Whether to stop; two repeats are made in any case."""
+        """Whether to stop; it asks for at least two repeats."""
         if len(samples) < 2:
             return False
         if len(samples) >= self.max_repeats or elapsed_seconds >= 2 * self.seconds:
@@ -45,7 +45,7 @@ class TimingBudget:
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
-    """Seconds of one repeat: of the forward and the backward on the device, and of the host that issued them."""
+    """Seconds of one repeat: the forward and the backward on the device, and the host that issued both."""
 
     forward: float
     backward: float
@@ -53,7 +53,7 @@ class PassSample:
 
     @property
     def device(self) -> float:
-        """Both passes."""
+        """Forward and backward together."""
         return self.forward + self.backward
 
 
@@ -69,14 +69,14 @@ class Timing:
 
 
 class Reducer(Protocol):
-    """How processes that time together come to the same number of repeats: they decide on the same figures."""
+    """Lets processes that time together decide on the same figures, so that all make the same number of repeats."""
 
     def all_reduce_max(self, *values: float) -> tuple[float, ...]:
-        """The largest of each value over the processes; every one must ask, in the same order."""
+        """Return the largest of each value over the processes; all of them must call this, in the same order."""
 
 
 class LocalReducer:
-    """Of a process that times alone."""
+    """The reducer of a process that times alone."""
 
     def all_reduce_max(self, *values: float) -> tuple[float, ...]:
         """The values."""
@@ -84,27 +84,27 @@ class LocalReducer:
 
 
 class BlockTimer(Protocol):
-    """How a device times the passes of a block.
+    """How a device times the passes of a module.
 
-    All decisions are taken on figures that `reducer` has passed, so that processes which communicate within the
-    passes run them equally often. What is measured is each process's own.
+    All decisions are made on figures from `reducer`, so that processes that communicate within the passes run them
+    equally often. The seconds that a process returns are its own.
     """
 
     reducer: Reducer
 
     def warm_up(self, passes: Passes) -> None:
-        """Run until the passes are as fast as they get."""
+        """Run the passes until they are as fast as they get."""
 
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
-        """Repeat the passes and time them; `poll` may look at the device whenever that disturbs nothing."""
+        """Repeat the passes and time them; `poll` is called when a look at the device disturbs nothing."""
 
 
 def standard_error(samples: list[float]) -> float:
-    """Of the median, from the median absolute deviation, which a few disturbed repeats do not move.
+    """The standard error of the median, from the median absolute deviation: a few disturbed repeats do not move it.
 
-    For normal samples the median's standard error is sqrt(pi / 2) sigma / sqrt(n), and sigma 1.4826 deviations
-    (Rousseeuw and Croux, 1993). With fewer than five samples the sample deviation stands in for the absolute one,
-    which would be zero too easily.
+    For normal samples the standard error of the median is sqrt(pi / 2) sigma / sqrt(n), and sigma is 1.4826 times the
+    median absolute deviation (Rousseeuw and Croux, 1993). With fewer than five samples that deviation is zero too
+    easily, and the sample standard deviation is used for sigma.
     """
     if len(samples) < 2:
         return samples[0] if samples else 0.0
@@ -117,7 +117,7 @@ def standard_error(samples: list[float]) -> float:
 
 
 def summarize(samples: list[PassSample]) -> Timing:
-    """Medians of the repeats."""
+    """The medians of the repeats."""
     device = [sample.device for sample in samples]
     return Timing(
         device_seconds=float(np.median(device)),
@@ -130,7 +130,7 @@ def summarize(samples: list[PassSample]) -> Timing:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection while timing; what there was is collected before."""
+    """Keep the garbage collector off within the context; garbage from before is collected first."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -142,10 +142,10 @@ def collector_paused() -> Iterator[None]:
 
 
 class HostTimer:
-    """Times blocks on the CPU by the wall clock; the device is the host there, so both have the same seconds.
+    """Times modules on the CPU by the wall clock. The device is the host there, so both have the same seconds.
 
-    Caches are left as the repeats leave them: the blocks of a model follow each other through the same caches, and
-    whether its weights stay there is a matter of their size, which repeats show as well.
+    Caches stay as the repeats leave them: the layers of a model follow each other through the same caches, and whether
+    weights stay in them depends on their size, which repeats show as well.
     """
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.5)
@@ -155,7 +155,7 @@ class HostTimer:
         self.reducer: Reducer = LocalReducer()
 
     def warm_up(self, passes: Passes) -> None:
-        """One run, and another if it was short: threads, caches and oneDNN's primitives are there after it."""
+        """Run once, and again if that was short: threads, caches and oneDNN's primitives exist afterwards."""
         started = time.perf_counter()
         _time_once(passes)
         (seconds,) = self.reducer.all_reduce_max(time.perf_counter() - started)

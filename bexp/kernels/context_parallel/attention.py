@@ -75,8 +75,8 @@ class ContextParallel:
         """Softmax attention of this rank's queries to the keys of all ranks; every rank must call it alike.
 
         q (B, H, S / N, D) and k, v (B, G, S / N, D), G a divisor of H, in any strides with a dense last axis; returns
-        (B, H, S / N, D). `scale` is 1 / sqrt(D) by default. With `bta_tile`, a divisor of B, so many sequences go
-        around the ring at a time (BTA), with buffers and accumulators for as many.
+        (B, H, S / N, D). `scale` is 1 / sqrt(D) by default. `bta_tile`, a divisor of B, is the number of
+        sequences that go around the ring at a time (BTA); buffers and accumulators hold as many.
 
         ValueError for shapes, dtypes and back ends that are not served, with the reason.
         """

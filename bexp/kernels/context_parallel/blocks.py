@@ -1,4 +1,4 @@
-"""Attention of some queries to a block of keys, with what it takes to merge blocks: the logarithm of the sum.
+"""Attention of some queries to a block of keys, and the log-sum-exp that merging blocks takes.
 
 The fused kernels are torch's operators. Their backward passes serve a block of a larger softmax as they are: given the
 output and log-sum-exp of *all* blocks they return this block's share of the gradients (Dao, 2023, arXiv:2307.08691,
@@ -65,7 +65,7 @@ def _flash_backward(
             grad, q, _expand(q, k), _expand(q, v), out, lse, 0.0, causal, scale=scale
         )
         return dq, _shrink(dk, k), _shrink(dv, v)
-    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a generator that dropout alone would ask
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # a random state, which only dropout would read
     grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward.default(
         grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
     )
@@ -83,7 +83,7 @@ def _cudnn_backward(
     lse = lse.contiguous()
     if _cudnn_keeps_last_axis(q.device):
         lse = lse.unsqueeze(-1)
-    state = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that dropout alone would ask
+    state = torch.empty((), dtype=torch.int64, device=q.device)  # a random state, which only dropout would read
     grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward.default(
         _laid_out_as(grad, q),
         q,
@@ -128,7 +128,7 @@ def _laid_out_as(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """With all scores in memory, in at least float32."""
+    """Plain attention: all scores are in memory, in at least float32."""
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ _grouped(v, v)

@@ -1,7 +1,7 @@
-"""From tokens to rows sorted by expert, and back.
+"""Tokens are gathered into rows sorted by expert, and rows are summed into tokens again.
 
-A token-expert pair is one row. Which rows belong together is found by sorting the routes; tokens are gathered into rows
-and rows are summed into tokens by index, in both directions without atomics, so that results are reproducible.
+Each token-expert pair is one row. Sorting the routes tells which rows belong together. Both directions go by index and
+use no atomics, so that results are reproducible.
 """
 
 from __future__ import annotations

@@ -61,3 +61,14 @@ def test_a_level_survives_leaving_the_mode() -> None:
         a = kib(4)
     del a
     assert storages.allocated_bytes == 0
+
+
+def test_freeing_what_existed_before_changes_no_count() -> None:
+    before = kib(8)
+    with LiveStorages([before]) as storages:
+        assert (storages.allocated_bytes, storages.peak_bytes) == (0, 0)
+        del before
+        assert (storages.allocated_bytes, storages.peak_bytes) == (0, 0)
+        after = kib(1)
+        assert (storages.allocated_bytes, storages.peak_bytes) == (KIB, KIB)
+        del after

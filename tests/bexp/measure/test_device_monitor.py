@@ -14,8 +14,8 @@ from tests.workers.profiler.fakes import FakeGpu
 
 @pytest.fixture(autouse=True)
 def eager_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "GLANCE_SECONDS", 0.0)
-    monkeypatch.setattr(device_monitor, "GLANCE_SHARE", float("inf"))
+    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(device_monitor, "POLL_SHARE", float("inf"))
 
 
 def watched(gpu: FakeGpu, polls: int = 3) -> DeviceConditions:
@@ -26,7 +26,7 @@ def watched(gpu: FakeGpu, polls: int = 3) -> DeviceConditions:
     return watch.conditions()
 
 
-def test_conditions_are_those_of_all_glances() -> None:
+def test_conditions_summarize_all_polls() -> None:
     found = watched(FakeGpu(clocks=[1980, 1500, 1400]))
     assert found.sm_clock_mhz == 1500
     assert found.sm_clock_min_mhz == 1400
@@ -37,7 +37,7 @@ def test_conditions_are_those_of_all_glances() -> None:
     assert found.clock_reasons == ("sw_power_cap",)
 
 
-def test_a_slowdown_in_one_glance_of_many_taints() -> None:
+def test_clock_reasons_of_every_poll_are_kept_in_their_order() -> None:
     gpu = FakeGpu()
     watch = DeviceMonitor(gpu, gpu.foreign_processes()).watch()
     with watch:
@@ -49,7 +49,7 @@ def test_a_slowdown_in_one_glance_of_many_taints() -> None:
     assert watch.conditions().clock_reasons == ("sw_power_cap", "hw_slowdown", "gpu_idle")
 
 
-def test_a_tenant_of_one_part_taints_the_whole() -> None:
+def test_memory_that_others_took_in_one_part_counts_for_the_whole() -> None:
     gpu = FakeGpu()
     foreign_processes = gpu.foreign_processes()
     watch = DeviceMonitor(gpu, foreign_processes).watch()
@@ -62,22 +62,22 @@ def test_a_tenant_of_one_part_taints_the_whole() -> None:
     assert watch.conditions().foreign_bytes == 3 << 30
 
 
-def test_what_nvml_does_not_tell_is_null_and_taints_nothing() -> None:
+def test_what_nvml_does_not_tell_is_null() -> None:
     gpu = FakeGpu(clocks=[None], watts=None, celsius=None, reasons=(), pids=None, others=None)
     found = watched(gpu)
     assert replace(found, host_busy_share=None) == DeviceConditions(sm_clock_max_mhz=1980, memory_clock_mhz=3201)
     assert Watch(None, None).conditions() == DeviceConditions()
 
 
-def test_glances_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "GLANCE_SECONDS", 100.0)
+def test_polls_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 100.0)
     gpu = FakeGpu()
     watched(gpu, polls=1000)
     assert gpu.polls == 1
 
 
 def test_a_slow_driver_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "GLANCE_SHARE", 0.05)
+    monkeypatch.setattr(device_monitor, "POLL_SHARE", 0.05)
 
     class SlowGpu(FakeGpu):
         def power_watts(self) -> float | None:
@@ -204,8 +204,8 @@ def test_a_shared_device_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_next_poll_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "GLANCE_SECONDS", 0.05)
-    monkeypatch.setattr(device_monitor, "GLANCE_SHARE", 0.05)
+    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(device_monitor, "POLL_SHARE", 0.05)
     gpu = FakeGpu()
     watch = Watch(gpu, None)
     for moments, polls in (([1.0, 1.001], 1), ([1.0499], 1), ([1.0511, 1.0611], 2), ([1.2610], 2), ([1.2612, 1.3], 3)):

@@ -17,7 +17,7 @@ def timed(watch: GpuProcessMonitor) -> ForeignProcesses:
     return watch.find()
 
 
-def test_our_own_memory_is_no_tenant() -> None:
+def test_our_own_memory_is_not_foreign() -> None:
     gpu = FakeGpu()
     watch = begun(gpu)
     for gib in (10, 120, 0):
@@ -28,7 +28,7 @@ def test_our_own_memory_is_no_tenant() -> None:
         assert not timed(watch)
 
 
-def test_who_was_there_before_the_job_is_no_tenant() -> None:
+def test_a_process_from_before_the_job_is_not_foreign() -> None:
     gpu = FakeGpu(others=20 << 30, pids=frozenset({7, 99}))
     watch = gpu.foreign_processes(used_before=20 << 30)
     assert watch.begin(None) == 20 << 30
@@ -36,10 +36,10 @@ def test_who_was_there_before_the_job_is_no_tenant() -> None:
     gpu.others = 0
     assert not timed(watch)
     gpu.others = 20 << 30
-    assert timed(watch), "but one who comes back is"
+    assert timed(watch), "but one that comes back is"
 
 
-def test_memory_that_grows_within_a_timing_is_a_tenants_until_it_is_free_again() -> None:
+def test_memory_that_grows_within_a_timing_is_foreign_until_it_is_free_again() -> None:
     gpu = FakeGpu()
     watch = begun(gpu)
     watch.start()
@@ -57,7 +57,7 @@ def test_memory_that_grows_within_a_timing_is_a_tenants_until_it_is_free_again()
     assert not timed(watch)
 
 
-def test_a_large_tenant_between_two_timings_is_noticed() -> None:
+def test_a_large_process_that_comes_between_two_timings_is_noticed() -> None:
     gpu = FakeGpu()
     watch = begun(gpu)
     assert not timed(watch)
@@ -67,7 +67,7 @@ def test_a_large_tenant_between_two_timings_is_noticed() -> None:
     assert not timed(watch)
 
 
-def test_a_process_that_was_not_there_is_a_tenant_however_small() -> None:
+def test_a_new_process_is_foreign_however_small() -> None:
     gpu = FakeGpu()
     watch = begun(gpu)
     gpu.pids = frozenset({7, 8})

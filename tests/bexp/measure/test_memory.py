@@ -1,4 +1,4 @@
-"""Weights of blocks whose bytes are known by hand."""
+"""Bytes of modules that can be counted by hand."""
 
 import pytest
 import torch
@@ -35,22 +35,22 @@ def measure_block_memory(
     return measure_memory(ModulePasses(block, (x,), training=training, gradient_dtype=gradient), CPU)
 
 
-def test_two_matrices_weigh_what_the_book_says() -> None:
-    weight = measure_block_memory(TwoMatrices(), torch.randn(ROWS, WIDTH))
+def test_two_matrices_hold_the_bytes_counted_by_hand() -> None:
+    measured = measure_block_memory(TwoMatrices(), torch.randn(ROWS, WIDTH))
     wide, out = ROWS * WIDE * 4, ROWS * WIDTH * 4
     matrix = WIDTH * WIDE * 4
-    assert weight.saved == wide + out, "the relu's result and the output, which is the next block's input"
-    assert weight.forward_peak == 2 * wide, "relu's argument and result, before the second product"
+    assert measured.saved == wide + out, "the relu's result and the output, which is the next block's input"
+    assert measured.forward_peak == 2 * wide, "relu's argument and result, before the second product"
     # In backward the level starts at the relu's result; on top come at most the gradients of both matrices' products.
-    assert wide + matrix < weight.backward_peak < 3 * wide + 2 * matrix + out
+    assert wide + matrix < measured.backward_peak < 3 * wide + 2 * matrix + out
 
 
 def test_eval_leaves_the_output_alone() -> None:
-    weight = measure_block_memory(TwoMatrices().requires_grad_(False), torch.randn(ROWS, WIDTH), training=False)
-    assert weight == ActivationBytes(saved=ROWS * WIDTH * 4, forward_peak=2 * ROWS * WIDE * 4, backward_peak=0)
+    measured = measure_block_memory(TwoMatrices().requires_grad_(False), torch.randn(ROWS, WIDTH), training=False)
+    assert measured == ActivationBytes(saved=ROWS * WIDTH * 4, forward_peak=2 * ROWS * WIDE * 4, backward_peak=0)
 
 
-def test_weighing_repeats_exactly_and_leaves_gradients_finite() -> None:
+def test_measuring_repeats_exactly_and_leaves_gradients_finite() -> None:
     block = TwoMatrices()
     passes = ModulePasses(
         block, (torch.randn(ROWS, WIDTH, requires_grad=True),), training=True, gradient_dtype=torch.float32
@@ -74,7 +74,7 @@ def test_gradients_in_another_format_are_freed_as_they_come() -> None:
 
 
 @pytest.mark.parametrize("kind", [ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN])
-def test_a_block_recomputed_as_a_whole_is_weighed_without_it(kind: ComponentKind) -> None:
+def test_a_block_recomputed_as_a_whole_is_measured_without_that(kind: ComponentKind) -> None:
     backend = {ComponentKind.ATTENTION: "flash", ComponentKind.MOE_FFN: "grouped_mm"}.get(kind)
     plain = Component(kind=kind, micro_batch_size=2, backend=backend)
     again = plain.model_copy(update={"recompute": BlockRecompute.FULL})

@@ -85,7 +85,7 @@ def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyP
     assert gpu.power_watts() == 650.4
     assert gpu.temperature_celsius() == 61
     assert gpu.used_bytes() == 5 << 30
-    assert gpu.processes() == {3, 4}
+    assert gpu.processes() == frozenset({3, 4})
     assert gpu.clock_reasons() == ("sw_power_cap",)
 
 

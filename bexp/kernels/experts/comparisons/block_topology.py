@@ -1,8 +1,8 @@
 """Which blocks of the experts' hidden activations exist, and rows padded so that a block has one expert.
 
-With the rows of expert e beside the columns of expert e, the activations of all experts are a block-diagonal matrix of
-(rows, E * width), whose blocks differ in height: sparse, in blocks of a fixed size (Gale et al., 2023, MegaBlocks,
-MLSys).
+If the rows of expert e meet only the columns of expert e, the activations of all experts are a block-diagonal matrix of
+(rows, E * width) whose blocks differ in height. It is stored as a sparse matrix of blocks of a fixed size (Gale et al.,
+2023, MegaBlocks, MLSys).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ its matrix and G (m, n) the gradient of Y = X W, all row-major:
     dX = G W^T      dX^T (k, m) = W G^T       W, n    T of (n, k)      G, n    N: (n, m)        k   m   n   dX, k
     dW = X^T G      dW^T (n, k) = G^T X       G, n    N: (n, m)        X, k    T of (k, m)      n   k   m   dW, n
 
-An expert without rows is left out: a group with a size of 0 is an error in the first two, and in the third its
-gradient, a sum over nothing, has to be written as zeros.
+An expert without rows is left out: a group of size 0 is an error in the first two products. In the third its gradient
+is a sum over nothing, and zeros are written for it.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def fused_ffn(
 ) -> Tensor:
     """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
 
-    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and eight bytes a pair
-    for the permutation. A weight may be the transpose of a contiguous tensor: it is read as it lies, and its gradient
-    lies the same way. `tiles` overrides the choice of tiles.
+    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and eight bytes a pair for
+    the permutation. A weight may be the transpose of a contiguous tensor: it is read as it lies, and its gradient lies
+    the same way. `tiles` overrides the choice of tiles.
     """
     hidden_size = w_out.shape[1]
     gated = w_in.shape[2] == 2 * hidden_size
@@ -70,7 +70,7 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of x, the routing weights, w_in and w_out; null where none was asked for."""
+    """The gradients of x, the routing weights, w_in and w_out; null if nobody asked for one."""
 
     x: Tensor | None
     weights: Tensor | None

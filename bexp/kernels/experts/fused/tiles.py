@@ -9,9 +9,9 @@ from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, H
 from bexp.kernels.experts.fused.layouts import Layout
 
 HOPPER_ROWS = 96
-"""Rows an expert from which on the Hopper kernels of the projections are taken; its sums always are."""
+"""From this many rows an expert the GEMMs with epilogues use Hopper's kernels; the sums over rows always use them."""
 HOPPER_EXPERTS = 512
-"""More experts' bounds do not fit the registers of the search for a tile."""
+"""The bounds of more experts than this do not fit the registers of the search for a tile."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TileConfig:
 
     @property
     def gathers(self) -> tuple[Layout, int]:
-        """How the tokens lie that the GEMM reads, and the height of their tiles."""
+        """How the tokens that the GEMM reads lie, and the height of their tiles."""
         return ("padded", self.copy) if self.copy else ("tokens", 1)
 
 
@@ -55,7 +55,7 @@ class FusedTiles:
     grad_w_out: TileConfig | HopperSum
 
     def heights(self, *, backward: bool) -> tuple[int, ...]:
-        """Of the tiles of rows that the GEMMs take, and of those that tokens are gathered into."""
+        """The heights of the tiles of rows that the GEMMs take, and of the tiles that tokens are gathered into."""
         gemms: list[TileConfig | HopperTile] = [self.gate_up_gemm, self.down_gemm]
         if backward:
             gemms += [self.grad_hidden, self.grad_input]
@@ -64,16 +64,16 @@ class FusedTiles:
         return tuple(sorted(heights | {tile.copy for tile in summed if isinstance(tile, TileConfig) and tile.copy}))
 
     def replaced(self, **tiles: TileConfig | HopperTile | HopperSum) -> FusedTiles:
-        """With other tiles for some of the GEMMs."""
+        """A copy that has other tiles for some of the GEMMs."""
         return replace(self, **tiles)  # type: ignore[arg-type] # a field's type is that of its name
 
 
 @lru_cache(maxsize=256)
 def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int, on_hopper: bool = False) -> FusedTiles:
-    """The tiles for so many pairs over so many experts, from what the host knows: their mean.
+    """The tiles for `num_pairs` pairs over `num_experts` experts, chosen by the mean of rows, which the host knows.
 
-    Of the Triton kernels those that were fastest on an H200 at 1024, 128, 64 and 16 rows an expert. `on_hopper` allows
-    its own kernels: faster at 64 and 128 rows, level from 1024 on.
+    The tiles of the Triton kernels are those that were fastest on an H200 at 1024, 128, 64 and 16 rows an expert.
+    `on_hopper` allows Hopper's own kernels: they are faster at 64 and 128 rows, and level from 1024 rows on.
     """
     mean = num_pairs / num_experts
     if itemsize > 2:
@@ -87,7 +87,7 @@ def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int, 
 
 
 def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True) -> FusedTiles:
-    """`tiles` with the sums over rows on Hopper's own kernels, and the projections that have epilogues."""
+    """`tiles` with the sums over rows on Hopper's own kernels, and with `projections` the GEMMs that have epilogues."""
     tiles = tiles.replaced(grad_w_in=HopperSum(), grad_w_out=HopperSum())
     if projections:
         return tiles.replaced(gate_up_gemm=GATE_UP_GEMM, grad_hidden=GRAD_HIDDEN)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-"""By device and stream."""
+"""The counters by device and stream."""
 
 
 def tile_counter(device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MOST_ORDERED_EXPERTS = 512
-"""How many experts a warp puts in order in its registers."""
+"""A warp can sort at most this many experts in its registers."""
 _REGISTERS = 65536
 _THREADS_OF_A_GROUP = 128
 _MOST_REGISTERS = 248
@@ -14,7 +14,7 @@ _WIDEST_INSTRUCTION_REGISTERS = 154
 """What ptxas asks for to hold 64 x 256 sums of a warpgroup; with fewer at the start it refuses the instruction."""
 _MANY_EXPERTS = 256
 _SEARCH_REGISTERS, _MANY_EXPERTS_REGISTERS = 56, 104
-"""Of the producer, which holds the bounds of all experts, up to so many of them and beyond."""
+"""Registers a thread of the producer, which holds the bounds of all experts: up to `_MANY_EXPERTS`, and beyond."""
 _BARRIER_BYTES = 1024
 _SHARED_BYTES = 227 * 1024
 
@@ -93,8 +93,8 @@ _CYCLE_LOADED_BYTES = 48
 _CYCLE_MEMORY_BYTES = 2600
 _TILE_CYCLES = 1000
 _MANY_ROWS = 1024
-"""Of an H200: what a multiprocessor multiplies and loads a cycle, what all read of memory, and a tile's overhead; and
-rows an expert from which on a tile's end is best hidden by a second buffer on the way out."""
+"""Measured on an H200: FLOPs and loaded bytes a cycle of one multiprocessor, bytes a cycle that all of them read from
+memory, and the overhead of a tile in cycles. From `_MANY_ROWS` rows an expert a second output buffer is faster."""
 
 
 def rows_tiles(num_rows: int, num_experts: int, k: int, n: int, multiprocessors: int) -> HopperTiles:

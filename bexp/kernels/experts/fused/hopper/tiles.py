@@ -20,7 +20,7 @@ _SHARED_BYTES = 227 * 1024
 class HopperTile:
     """A tile of 128 rows and 256 columns, those of gate and up together, by steps of `block_k`.
 
-    Two warpgroups multiply 64 rows each. With `gathered` the producer gathers the tokens itself, else they are gathered
+    Two warpgroups multiply 64 rows each. If `gathered`, the producer gathers the tokens itself; else they are gathered
     beforehand. `other_registers` are those of a thread of epilogue and producer, which share a warpgroup's.
     """
 
@@ -43,7 +43,7 @@ class HopperTile:
 
     @property
     def gathers(self) -> tuple[Layout, int]:
-        """How the tokens lie that the GEMM reads."""
+        """How the tokens that the GEMM reads lie."""
         return ("tokens" if self.gathered else "rows"), 1
 
     @property
@@ -82,7 +82,7 @@ class HopperSum:
 
     @property
     def gathers(self) -> tuple[Layout, int]:
-        """How the tokens lie that the GEMM reads."""
+        """How the tokens that the GEMM reads lie."""
         return "rows", 1
 
 

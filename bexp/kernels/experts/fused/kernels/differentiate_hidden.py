@@ -150,7 +150,7 @@ def differentiate_hidden_kernel(
                 g = tl.load(grad_pointers + k)
             else:
                 g = tl.load(grad_pointers + k, mask=inner[None, :], other=0.0)
-            if TRANSPOSED:  # noqa: SIM108 - a ternary would compile both shapes
+            if TRANSPOSED:  # noqa: SIM108 - the two have different shapes
                 mask = inner[None, :] & (columns < H)[:, None]
             else:
                 mask = inner[:, None] & (columns < H)[None, :]

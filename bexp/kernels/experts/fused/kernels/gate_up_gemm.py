@@ -10,7 +10,7 @@ from bexp.kernels.jit import kernel
 
 
 @kernel
-def gate_up_gemm_kernel(  # noqa: PLR0915 - one kernel, and each branch is decided when it is compiled
+def gate_up_gemm_kernel(  # noqa: PLR0915 - a GPU kernel
     x: tl.tensor,
     w: tl.tensor,
     pre: tl.tensor,
@@ -41,9 +41,9 @@ def gate_up_gemm_kernel(  # noqa: PLR0915 - one kernel, and each branch is decid
 ) -> None:
     """hidden[r] = weight[r] act(x[token] w_gate) * (x[token] w_up), the tokens gathered as the tiles are loaded.
 
-    With KEEP both products are written to `pre` (R, 2H) as well, for backward. x (T, D), w (E, D, 2H or H), or when
-    TRANSPOSED (E, 2H or H, D). When PADDED the tokens were gathered before: x is a descriptor over tiles of BLOCK_M
-    rows.
+    With KEEP both products are written to `pre` (R, 2H) as well, for backward. x (T, D), w (E, D, 2H or H), or
+    (E, 2H or H, D) when TRANSPOSED. When PADDED the tokens were gathered before: x is a descriptor over tiles
+    of BLOCK_M rows.
     """
     W = 2 * H if GATED else H
     num_m = tl.load(num_tiles)
