@@ -145,7 +145,7 @@ def _rank(rank: int, port: int, answers: Any) -> None:
 def test_what_one_process_meets_counts_for_all() -> None:
     with multiprocessing.Manager() as manager:
         answers = manager.dict()
-        spawn(_rank, args=(free_port(), answers), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(_rank, args=(free_port(), answers), nprocs=2)
         assert dict(answers)[0] == dict(answers)[1]
         assert dict(answers)[0][1] == ("ok", "ok", "out_of_memory")
 
