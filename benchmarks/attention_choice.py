@@ -32,6 +32,7 @@ from explorer.records.trial import Measure, TrialPlan
 from explorer.search.explore import explore
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 from workers.process.profiler import Profiler
 
@@ -188,8 +189,9 @@ class SharedMeasure:
         return found.model_copy(update={"components": tuple(components)})
 
     @staticmethod
-    def _key(model: ModelSpec, component: Component) -> tuple[ComponentKind, int, int]:
+    def _key(model: ExploredModel, component: Component) -> tuple[ComponentKind, int, int]:
         """Of the parts around attention; only the optimizer sees how many parameters attention has."""
+        assert isinstance(model, ModelSpec), "reference layers"
         groups = model.query_groups if component.kind is ComponentKind.OPTIMIZER else 0
         return component.kind, model.hidden_size, groups
 

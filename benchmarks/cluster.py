@@ -24,7 +24,7 @@ from explorer.cost_model.components import Component
 from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.measurement import Outcome
 from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from workers.ray.pool import RayDevicePool
@@ -115,7 +115,7 @@ def tiny_plans(table: SpaceTable, number: int) -> list[TrialPlan]:
     """One component each, the dearest kinds of the space in turn."""
     found: list[tuple[Candidate, Component]] = []
     for candidate, decomposition in zip(table.candidates, table.decompositions, strict=True):
-        found += [(candidate, group.ffn) for group in decomposition.layers]
+        found += [(candidate, group.blocks[1]) for group in decomposition.layers]
     return [
         TrialPlan(
             number=i,

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, peer, torchs
+from benchmarks.context_parallel_margins import summarize
 from benchmarks.context_parallel_peers import PEERS, describe_peer
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
@@ -222,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
             cell |= {"timed": timed, **compare(timed, problem, bench.size)}
             found["cells"] = sorted((*found["cells"], cell), key=lambda cell: (cell["backend"], cell["seq_length"]))
             if dist.get_rank() == 0:
-                write_results(options.out, found)
+                write_results(options.out, found | {"summary": summarize(found["cells"])})
                 print_cell(cell)
     dist.barrier()
     dist.destroy_process_group()

@@ -23,9 +23,11 @@ from benchmarks.environment import describe_environment, write_results
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.records.event import Event, EventCode, render_line
+from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind
 from explorer.spec.request import ExplorationRequest
 
+COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90
 """A confidence that runs with different targets can be compared at."""
 
@@ -82,6 +84,7 @@ def explore(service: EmbeddedService, client: Client, name: str, request: Explor
                 sure = seconds
     seconds = time.perf_counter() - started
     job, result, trials = client.get(job.id), client.recommendation(job.id), client.trials(job.id)
+    answer = result.answer if result else None
     return {
         "name": name,
         "request": request.model_dump(mode="json"),
@@ -93,9 +96,18 @@ def explore(service: EmbeddedService, client: Client, name: str, request: Explor
         f"submit_to_confidence_{SURE}_seconds": sure,
         "overheads": overheads(job, result, trials),
         "lines": lines,
-        "answer": result.answer.model_dump(mode="json") if result and result.answer else None,
+        "answer": answer.model_dump(mode="json") if answer else None,
+        "comparisons": comparisons(answer.variants[0].recommendation) if answer else None,
         "trials": [trial.model_dump(mode="json") for trial in trials],
     }
+
+
+def comparisons(found: Recommendation | None) -> dict[str, Any] | None:
+    """What the recommended candidate gains over each alternative, and whether a part of that is predicted."""
+    if found is None:
+        return None
+    alternatives = {name: getattr(found, name) for name in COMPARED}
+    return {name: None if other is None else other.model_dump(mode="json") for name, other in alternatives.items()}
 
 
 def overheads(job: Job, result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ is one of an instant, before the power limit acts; a second roofline takes what 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 import warnings
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, Problem, errors, problem
+from benchmarks.gemm_summary import summarize
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
 from bexp.measure.cuda_timing import CudaTimer
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         cell["sustained_roofline_seconds"] = roofline_seconds(cell["counts"], sustained["flops_per_second"], bandwidth)
     found |= {"matmul_flops_per_second": peak, "bandwidth_bytes_per_second": bandwidth, "sustained": sustained}
     found["cells"] = cells
-    found["summary"] = summary(cells)
+    found["summary"] = summarize(cells)
     write_results(options.out, found)
     print_table(found)
     return 0 if all(run["outcome"] != "wrong" for cell in cells for run in cell["runs"]) else 1
@@ -195,33 +195,6 @@ def roofline_seconds(counts: tuple[int, ...], peak: float, bandwidth: float) -> 
     operands = rows * K + rows * N
     sizes = (operands + used * K * N, operands + used * K * N, operands + len(counts) * K * N)
     return sum(max(2 * rows * K * N / peak, 2 * size / bandwidth) for size in sizes)
-
-
-def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Best of ours against best of the others over the cells, and the share of the roofline."""
-    ratios, shares, sustained = [], [], []
-    for cell in cells:
-        seconds = {run["name"]: run["seconds"] for run in cell["runs"] if run["outcome"] == "ok"}
-        ours, others = ([seconds[name] for name in names if name in seconds] for names in (OURS, BASELINES))
-        if ours and others:
-            cell["ratio"] = min(others) / min(ours)
-            ratios.append(cell["ratio"])
-        if ours:
-            cell["roofline_share"] = cell["roofline_seconds"] / min(ours)
-            if cell["roofline_seconds"] > 2e-4:
-                goal = 0.85 if cell["tokens"] >= 512 else 0.7
-                shares.append(cell["roofline_share"] >= goal)
-                sustained.append(cell["sustained_roofline_seconds"] / min(ours) >= goal)
-    return {
-        "cells": len(cells),
-        "cells_timed": len(ratios),
-        "worst_ratio": min(ratios, default=None),
-        "geometric_mean_ratio": math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
-        "cells_at_least_0.99": sum(ratio >= 0.99 for ratio in ratios),
-        "roofline_cells": len(shares),
-        "roofline_cells_reached": sum(shares),
-        "sustained_roofline_cells_reached": sum(sustained),
-    }
 
 
 def time_variants(device: torch.device, timer: KernelTimer, deadline: float) -> list[dict[str, Any]]:

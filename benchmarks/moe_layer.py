@@ -37,6 +37,7 @@ from benchmarks.moe_contenders import (
     layer_block,
     layer_model,
 )
+from benchmarks.moe_summary import CLOCKS, compare_with_dense
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.memory import measure_memory
 from bexp.measure.passes import ModulePasses
@@ -197,10 +198,7 @@ class Bench:
                 done = {row["backend"] for row in self._rows(cell)}
                 if not any(compiled_name(name) in done for name in names):
                     self._add(cell, compiled_name(min(eager, key=eager.__getitem__)))
-            dense = self._seconds(cell, DENSE)
-            for row in self._rows(cell):
-                if "seconds" in row and dense:
-                    row["relative_to_dense"] = min(dense.values()) / row["seconds"]
+            compare_with_dense(self.rows)
             hopeless |= {name for name, seconds in eager.items() if seconds > HOPELESS * min(eager.values())}
             for row in self.rows[start:]:
                 print(describe(row), flush=True)
@@ -215,7 +213,7 @@ class Bench:
             block = {key: value for key, value in cell.items() if key != "num_experts"}
             for row in rows:
                 if block.items() <= row.items():
-                    self.rows.append({key: value for key, value in row.items() if key != "relative_to_dense"} | cell)
+                    self.rows.append({key: value for key, value in row.items() if key not in CLOCKS} | cell)
                     return
         if self.expired:
             self.left_out.append(cell | {"backend": name})
@@ -284,7 +282,8 @@ def describe(row: dict[str, Any]) -> str:
     return (
         f"{head}{row['device_seconds'] * 1e3:9.3f} ms (forward {row['forward_device_seconds'] * 1e3:8.3f}, "
         f"host {row['host_seconds'] * 1e3:7.3f}) {row['expert_flops_per_second'] / 1e12:6.1f} TFLOP/s "
-        f"x{row.get('relative_to_dense', math.nan):.3f} of dense, saved {row['saved_bytes'] / gib:6.2f} GiB, "
+        f"x{row.get('device_relative_to_dense', math.nan):.3f} of dense on the device, "
+        f"x{row.get('relative_to_dense', math.nan):.3f} with the host, saved {row['saved_bytes'] / gib:6.2f} GiB, "
         f"peak {max(row['forward_peak_bytes'], row['backward_peak_bytes']) / gib:6.2f} GiB"
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.candidate_table import SpaceTable, output_bytes_per_token
 from explorer.cost_model.components import Component, ComponentKind, Decomposition
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
@@ -162,10 +162,11 @@ def compose(
 def layer_bytes(parts: Decomposition, measured: dict[Component, ComponentMeasurement], table: SpaceTable) -> float:
     """What a layer keeps for backward, on average; a layer that is recomputed as a whole keeps its output."""
     model = table.model
-    output = parts.embedding.micro_batch_size * model.seq_length * model.hidden_size * model.dtype.itemsize
+    assert parts.embedding is not None
+    output = parts.embedding.micro_batch_size * model.seq_length * output_bytes_per_token(model)
     kept = 0
     for group in parts.layers:
-        inside = measured[group.attention].saved_bytes + measured[group.ffn].saved_bytes
+        inside = sum(measured[block].saved_bytes for block in group.blocks)
         kept += group.count * (output if group.recomputed else inside)
     return kept / model.num_layers
 
@@ -173,7 +174,7 @@ def layer_bytes(parts: Decomposition, measured: dict[Component, ComponentMeasure
 def blocks(parts: Decomposition, measured: dict[Component, ComponentMeasurement]) -> dict[str, dict[str, float]]:
     """Seconds and bytes of the blocks of a layer, by the component's key."""
     found = {}
-    for component in dict.fromkeys(c for group in parts.layers for c in (group.attention, group.ffn)):
+    for component in dict.fromkeys(c for group in parts.layers for c in group.blocks):
         result = measured[component]
         found[component.key] = {
             "device_seconds": result.device_seconds,

@@ -16,7 +16,7 @@ from explorer.cost_model.components import BlockRecompute, Component, ComponentK
 from explorer.cost_model.roofline import predict_component_seconds
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 
 ATTENTION = {"cudnn": 0.62, "flash": 0.5, "efficient": 0.28, "math": 0.4}
@@ -47,7 +47,7 @@ class SmoothDevice:
         self._seed = seed
         self._composition_bias = 1 + COMPOSITION_SHARED_STD * self._normal("composition")
 
-    def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
+    def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """Device and host seconds without noise."""
         predicted = predict_component_seconds(component, model, self._request, self._hardware)
         if component.kind is ComponentKind.OPTIMIZER:
@@ -66,7 +66,7 @@ class SmoothDevice:
         device = predicted.device / efficiency * np.exp(wave + own + (mode if recomputes else 0.0))
         return float(device), predicted.host * 1.4 * float(np.exp(0.2 * self._normal(f"host:{sort}")))
 
-    def sizes(self, component: Component, model: ModelSpec) -> tuple[int, int, int]:
+    def sizes(self, component: Component, model: ExploredModel) -> tuple[int, int, int]:
         """Saved, forward-peak and backward-peak bytes."""
         predicted = predict_component_bytes(component, model, self._request)
         similar = f"{component.kind}:{component.backend}:{component.recompute}:{component.bta_tile is None}"
@@ -110,7 +110,7 @@ class JaggedDevice(SmoothDevice):
         self._run_scale = float(0.002 * 10 ** self._uniform("run scale"))
         self._drift_scale = 0.5 * self._run_scale
 
-    def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
+    def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """Device and host seconds without noise."""
         predicted = predict_component_seconds(component, model, self._request, self._hardware)
         if component.kind is ComponentKind.OPTIMIZER:
@@ -160,7 +160,7 @@ class LumpyDevice(SmoothDevice):
     own, 0.1 to 1.5%, and one run in twenty is disturbed by another 5%. Composition errors depend on the back ends.
     """
 
-    def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
+    def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """Device and host seconds without noise."""
         predicted = predict_component_seconds(component, model, self._request, self._hardware)
         sort = f"{component.kind}:{component.backend}"

@@ -49,7 +49,8 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec, OptimizerSpec, TrainingSpec
-from workers.process.profiler import CHILD_DEFAULTS, Profiler
+from workers.process.environment import CHILD_DEFAULTS
+from workers.process.profiler import Profiler
 from workers.targets.reference.routes import device_routes
 
 CONFIGS = (Path("examples/llama-3.2-1b.yaml"), Path("examples/olmoe-1b-7b.yaml"))

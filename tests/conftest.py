@@ -1,8 +1,10 @@
-"""Databases for tests: a fresh one each test, SQLite or a PostgreSQL that the session carries."""
+"""What all tests share: a temporary directory of each test process's own, and a fresh database each test."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
 import uuid
 import warnings
@@ -14,6 +16,27 @@ import sqlalchemy as sa
 
 from storage.database import Database, open_database
 from storage.schema import upgrade
+
+TEMPORARY_DIRECTORY = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep test processes that run in parallel apart, and their children like those of a person's terminal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background commands so, and children inherit it: they would not hear of Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # The host-wide locks of devices lie in the temporary directory: tests of two processes never share a device.
+        folder = Path(tempfile.mkdtemp(prefix="bexp-tests-"))
+        folder.chmod(0o711)  # PostgreSQL runs as a user of its own and has its data below
+        config.stash[TEMPORARY_DIRECTORY] = folder
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the temporary directory."""
+    if (folder := config.stash.get(TEMPORARY_DIRECTORY, None)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`bexp doctor`: which devices and back ends are usable here, and why the others are not."""
+"""`bexp doctor`: the devices and back ends that are usable here, and the reason for each that is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
 from workers.devices.discovery import visible_devices, why_no_gpu
 from workers.devices.lock import DeviceBusyError
-from workers.process.profiler import Profiler, ProfilerError
+from workers.process.interface import ProfilerError
+from workers.process.profiler import Profiler
 from workers.profiler.compilation import missing_compiler
 
 LOCK_TIMEOUT_SECONDS = 2.0
@@ -36,9 +37,9 @@ MOE = DENSE.model_copy(
 
 
 class DeviceDiagnosis(Frozen):
-    """One device. `report` is null where the device cannot be used now, and `reason` says why.
+    """One device. `report` is null if the device cannot be used now; `reason` then says why.
 
-    `compile_reason` says why torch.compile cannot be used; null if it can.
+    `compile_reason` says why torch.compile cannot be used, and is null if it can.
     """
 
     device: str
@@ -75,7 +76,9 @@ def diagnose(environment: Mapping[str, str]) -> Diagnosis:
 
 def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagnosis:
     try:
-        with Profiler(device, environment=environment, lock_timeout_seconds=LOCK_TIMEOUT_SECONDS) as profiler:
+        with Profiler(
+            device, environment=environment, lock_timeout_seconds=LOCK_TIMEOUT_SECONDS, start_pauses_seconds=()
+        ) as profiler:
             report = profiler.begin(ExplorationRequest(model=MOE))
     except (ProfilerError, DeviceBusyError) as error:
         return DeviceDiagnosis(device=device, usable=False, reason=str(error))

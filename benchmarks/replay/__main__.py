@@ -4,7 +4,8 @@
     python -m benchmarks.replay tables/*.jsonl --out results/in-flight.json --in-flight 4 [--seeds 100]
 
 Every strategy sees the recorded runs of a component, drawn with the run's seed, and pays the recorded seconds; equal
-components of different candidates are paid once, whoever asks. `gp` is slow and runs on `--gp-seeds` seeds. With
+components of different candidates are paid once, whoever asks. Optuna's samplers run through the product's search, so
+they stop by the same confidence. `gp` is slow and runs on `--gp-seeds` seeds. With
 `--in-flight` the product's search is compared with itself instead: one trial at a time, and several on as many devices.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.replay.in_flight import compare_in_flight, print_in_flight
 from benchmarks.replay.report import print_summary
-from benchmarks.replay.runs import NUM_SEEDLESS, OURS, SEEDLESS, STRATEGIES, read_truth, run_all
+from benchmarks.replay.runs import NUM_SEEDLESS, SAMPLERS, SEEDLESS, STRATEGIES, read_truth, run_all
 from benchmarks.replay.summary import summarize
 from workers.replay.recording import RecordingError
 
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--gp-seeds", type=int, default=GP_SEEDS)
-    parser.add_argument("--strategies", nargs="+", choices=(OURS, *STRATEGIES), default=[OURS, *STRATEGIES])
+    parser.add_argument("--strategies", nargs="+", choices=(*SAMPLERS, *STRATEGIES), default=[*SAMPLERS, *STRATEGIES])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--in-flight", type=int, metavar="N", help="compare N trials in flight with one")
     parser.add_argument("--full", action="store_true", help="write every run with its path and lines too")

@@ -13,7 +13,7 @@ from explorer.cost_model.candidate_table import Floats, SpaceTable
 from explorer.cost_model.components import Component
 from explorer.cost_model.step import combine_seconds
 from explorer.records.measurement import Outcome
-from explorer.search.setup import PrunedSpace
+from explorer.search.pruned_space import PrunedSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.runs import Run, read_truth, run_ours
+from benchmarks.replay.runs import Run, read_truth, run_search
 
 ELAPSED_SHARE = 0.4
 """Of the time with one trial in flight: the goal for four."""
@@ -98,4 +98,4 @@ def _pairs(paths: Sequence[Path], in_flight: int, seeds: int, processes: int) ->
 
 def _run_task(path: Path, in_flight: int, seeds: tuple[int, ...]) -> list[tuple[Run, Run]]:
     truth = read_truth(path)
-    return [(run_ours(truth, seed), run_ours(truth, seed, in_flight)) for seed in seeds]
+    return [(run_search(truth, seed), run_search(truth, seed, in_flight)) for seed in seeds]

@@ -11,7 +11,7 @@ from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.replay import samplers, strategies
+from benchmarks.replay import strategies
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.strategies import Strategy
@@ -20,17 +20,17 @@ from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Measure, TrialKind
 from explorer.search.explore import explore
+from explorer.search.stock_sampler import STOCK_SAMPLERS
 from explorer.spec.candidate import Candidate
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.devices import RecordedDevices
 
 OURS = "bexp"
+SAMPLERS = (OURS, *STOCK_SAMPLERS)
+"""What a request can name as its sampler: all of them run through the product's search."""
 STRATEGIES: Mapping[str, Strategy] = {
-    "tpe": samplers.tpe,
-    "gp": samplers.gaussian_process,
-    "random": samplers.random,
     "powers of two": strategies.powers_of_two,
-    "halving from the top": strategies.halving_from_the_top,
+    "backing off from the top": strategies.backing_off_from_the_top,
     "largest that fits": strategies.largest_that_fits,
     "deepspeed fast": strategies.deepspeed_fast,
     "exhaustive": strategies.exhaustive,
@@ -75,9 +75,9 @@ class Run:
     elapsed_seconds: float = 0.0
 
 
-def run_ours(truth: GroundTruth, seed: int, in_flight: int = 1) -> Run:
+def run_search(truth: GroundTruth, seed: int, in_flight: int = 1, sampler: str = OURS) -> Run:
     """The product's search, in virtual time, on as many recorded devices as it may have trials in flight."""
-    request = truth.request.model_copy(update={"seed": seed})
+    request = truth.request.model_copy(update={"seed": seed, "sampler": sampler})
     clock = VirtualClock()
     device: Measure = (
         RecordedDevice(truth.recording, seed=seed, clock=clock)
@@ -106,7 +106,7 @@ def run_ours(truth: GroundTruth, seed: int, in_flight: int = 1) -> Run:
     searched = [t for t in trials if t.kind is TrialKind.COMPONENTS]
     return Run(
         table=truth.name,
-        strategy=OURS,
+        strategy=sampler,
         seed=seed,
         regret=truth.regret(found.candidate if found else None),
         num_trials=len(searched),
@@ -166,7 +166,9 @@ def run_all(paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int
 
 def _run_task(path: Path, name: str, seeds: tuple[int, ...]) -> list[Run]:
     truth = read_truth(path)
-    return [run_ours(truth, seed) if name == OURS else run_strategy(truth, name, seed) for seed in seeds]
+    if name in SAMPLERS:
+        return [run_search(truth, seed, sampler=name) for seed in seeds]
+    return [run_strategy(truth, name, seed) for seed in seeds]
 
 
 @lru_cache(maxsize=16)

@@ -18,6 +18,7 @@ from explorer.spec.candidate import Candidate, Recompute
 Strategy = Callable[[TrialBench, int], Candidate | None]
 """Tries candidates on a bench with a seed; returns the one that it would train with."""
 
+BACK_OFF = 0.9  # of accelerate.utils.find_executable_batch_size
 DEEPSPEED_NUM_SIZES = 3  # num_tuning_micro_batch_sizes of DeepSpeed's autotuner
 
 
@@ -32,15 +33,19 @@ def powers_of_two(bench: TrialBench, _: int) -> Candidate | None:
     return found
 
 
-def halving_from_the_top(bench: TrialBench, _: int) -> Candidate | None:
-    """Halve from the largest micro-batch until one fits (Accelerate's find_executable_batch_size)."""
+def backing_off_from_the_top(bench: TrialBench, _: int) -> Candidate | None:
+    """Start at the largest micro-batch and back off by a factor of 0.9 until one fits.
+
+    This is what Accelerate's find_executable_batch_size has done since July 2025. A size that is not legal stands for
+    the next smaller legal one.
+    """
     sizes = _sizes(bench.truth)
     size = sizes[-1]
     while True:
         candidate = _plain(bench.truth, size)
         if _try(bench, candidate) is not None:
             return candidate
-        smaller = [m for m in sizes if m <= size // 2]
+        smaller = [m for m in sizes if m <= int(BACK_OFF * size)]
         if not smaller:
             return None
         size = smaller[-1]

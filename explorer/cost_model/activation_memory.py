@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
+from explorer.cost_model.part_costs import predict_part_bytes
+from explorer.cost_model.work import ComponentBytes
 from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 
 FLOAT32_BYTES = 4
@@ -20,17 +23,10 @@ SPARSE_BLOCK = 128  # rows of a block of `block_sparse`
 OPTIMIZER_BUCKET_BYTES = 256 << 20  # the optimizer converts at most this much at a time
 
 
-@dataclass(frozen=True, slots=True)
-class ComponentBytes:
-    """Bytes over the level before the component's forward, as `ComponentMeasurement` defines them."""
-
-    saved: int
-    forward_peak: int
-    backward_peak: int
-
-
-def predict_component_bytes(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
+def predict_component_bytes(component: Component, model: ExploredModel, request: ExplorationRequest) -> ComponentBytes:
     """Activation bytes of one component. Parameters, gradients and optimizer states are not in it."""
+    if isinstance(model, ModelParts):
+        return predict_part_bytes(component, model, request)
     if component.kind is ComponentKind.OPTIMIZER:
         return ComponentBytes(0, 0, _optimizer_transient(model, request.sharded(component.sharding)))
     if component.kind is ComponentKind.COMMUNICATION:  # `explorer.cost_model.step.gathered_bytes` has what it holds

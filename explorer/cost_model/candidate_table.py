@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,15 +10,30 @@ import numpy.typing as npt
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.collectives import Exchange, Overlap
 from explorer.cost_model.components import Component, Decomposer, Decomposition
+from explorer.cost_model.part_costs import PartsDecomposer
 from explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+
+
+def decomposer_of(
+    model: ExploredModel, *, training: bool, exchanges: bool = False
+) -> Callable[[Candidate], Decomposition]:
+    """What splits the steps of the model's candidates into components."""
+    if isinstance(model, ModelParts):
+        return PartsDecomposer(model, training=training)
+    return Decomposer(model, training=training, exchanges=exchanges)
+
+
+def output_bytes_per_token(model: ExploredModel) -> int:
+    """What one layer hands to the next."""
+    return model.output_bytes_per_token if isinstance(model, ModelParts) else model.hidden_size * model.dtype.itemsize
 
 
 class SpaceTable:
@@ -33,7 +48,7 @@ class SpaceTable:
     def __init__(
         self,
         candidates: Sequence[Candidate],
-        model: ModelSpec,
+        model: ExploredModel,
         request: ExplorationRequest,
         *,
         exchanges: bool = False,
@@ -42,7 +57,7 @@ class SpaceTable:
         self.model = model
         self.request = request
         self.training = request.mode == "train"
-        decomposer = Decomposer(model, training=self.training, exchanges=exchanges)
+        decomposer = decomposer_of(model, training=self.training, exchanges=exchanges)
         self.decompositions: tuple[Decomposition, ...] = tuple(decomposer(c) for c in self.candidates)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}
@@ -56,18 +71,22 @@ class SpaceTable:
 
         num_groups = max(len(d.layers) for d in self.decompositions)
         shape = (len(self.candidates), num_groups)
-        self._embedding_C = np.array([self.column[d.embedding] for d in self.decompositions])
+        nothing = len(self.components)  # a column of zeros behind the others: see `_padded`
+        self._embedding_C = np.array(
+            [nothing if d.embedding is None else self.column[d.embedding] for d in self.decompositions]
+        )
         self._head_C = np.array([self.column[d.head] for d in self.decompositions])
         self._optimizer_C = np.array([self.column[d.optimizer] if d.optimizer else 0 for d in self.decompositions])
-        self._attention_CG = np.zeros(shape, dtype=np.int64)
-        self._ffn_CG = np.zeros(shape, dtype=np.int64)
+        self._first_CG = np.full(shape, nothing, dtype=np.int64)
+        self._second_CG = np.full(shape, nothing, dtype=np.int64)
         self._count_CG = np.zeros(shape, dtype=np.int64)
         self._recomputed_CG = np.zeros(shape, dtype=bool)
         self._below_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
         for i, decomposition in enumerate(self.decompositions):
             for j, group in enumerate(decomposition.layers):
-                self._attention_CG[i, j] = self.column[group.attention]
-                self._ffn_CG[i, j] = self.column[group.ffn]
+                first, *second = (self.column[block] for block in group.blocks)
+                self._first_CG[i, j] = first
+                self._second_CG[i, j] = second[0] if second else nothing
                 self._count_CG[i, j] = group.count
                 self._recomputed_CG[i, j] = group.recomputed
                 self._below_CGG[i, j, : len(group.below)] = group.below
@@ -76,7 +95,7 @@ class SpaceTable:
         self._list_components()
         self._list_shardings()
         tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
-        self._output_C = tokens_C * model.hidden_size * model.dtype.itemsize
+        self._output_C = tokens_C * output_bytes_per_token(model)
 
     def _list_components(self) -> None:
         """The distinct components of each candidate, P at most, and how often a micro-step runs them."""
@@ -91,11 +110,12 @@ class SpaceTable:
             self.columns_CP[i, : len(columns)] = columns
             self.used_CP[i, : len(columns)] = True
             self.uses_CK[i, columns] = True
-            for component in (decomposition.embedding, decomposition.head):
-                self._runs_CP[i, place[self.column[component]]] += 1
+            for end in (decomposition.embedding, decomposition.head):
+                if end is not None:
+                    self._runs_CP[i, place[self.column[end]]] += 1
             for group in decomposition.layers:
-                for component in (group.attention, group.ffn):
-                    self._runs_CP[i, place[self.column[component]]] += group.count
+                for block in group.blocks:
+                    self._runs_CP[i, place[self.column[block]]] += group.count
 
     def _list_shardings(self) -> None:
         """The levels of sharding, L at most: what each exchanges, and what it holds in memory."""
@@ -132,11 +152,18 @@ class SpaceTable:
 
     def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
         """Over the blocks of a whole model, shape (N, C)."""
+        values_NK = self._padded(values_NK)
         total = values_NK[:, self._embedding_C[rows]] + values_NK[:, self._head_C[rows]]
         for g in range(self._count_CG.shape[1]):
-            attention, ffn, count = self._attention_CG[rows, g], self._ffn_CG[rows, g], self._count_CG[rows, g]
-            total += count * (values_NK[:, attention] + values_NK[:, ffn])
+            first, second, count = self._first_CG[rows, g], self._second_CG[rows, g], self._count_CG[rows, g]
+            total += count * (values_NK[:, first] + values_NK[:, second])
         return np.asarray(total)
+
+    def _padded(self, values: Floats) -> Floats:
+        """Values of the components with a zero behind them, for blocks that a decomposition does not have."""
+        if values.shape[-1] > len(self.components):
+            return values
+        return np.concatenate([values, np.zeros((*values.shape[:-1], 1))], axis=-1)
 
     def optimizer_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
         """Seconds of one device's optimizer step, shape (N, C)."""
@@ -216,28 +243,31 @@ class SpaceTable:
         A recomputed layer keeps its output alone; in its backward pass everything inside it is alive again. The
         incoming gradient of a block is added here: a block's own figures start from the level at which it exists.
         """
+        saved_K, forward_peak_K, backward_peak_K = map(self._padded, (saved_K, forward_peak_K, backward_peak_K))
         head, embedding = self._head_C, self._embedding_C
+        first_CG, second_CG = self._first_CG, self._second_CG
         if not self.training:
             highest = np.maximum(forward_peak_K[head], forward_peak_K[embedding])
             for g in range(self._count_CG.shape[1]):
-                in_attention = forward_peak_K[self._attention_CG[:, g]]
-                # While the FFN runs, the layer's input is still held beside the attention's output.
-                in_ffn = forward_peak_K[self._ffn_CG[:, g]] + self._output_C
-                block = np.maximum(in_attention, in_ffn)
+                # While the second block runs, the layer's input is still held beside the first one's output.
+                in_second = forward_peak_K[second_CG[:, g]] + self._output_C
+                block = np.maximum(forward_peak_K[first_CG[:, g]], in_second)
                 highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
             return np.zeros(len(highest)), np.asarray(highest + self._output_C)
-        inside_CG = saved_K[self._attention_CG] + saved_K[self._ffn_CG]
+        # A shell that is measured as one counts the embedding's output with the head.
+        embedded = np.where(embedding < len(self.components), saved_K[embedding], self._output_C)
+        at_head = np.where(embedding < len(self.components), saved_K[embedding], 0.0)
+        inside_CG = saved_K[first_CG] + saved_K[second_CG]
         held_CG = np.where(self._recomputed_CG, self._output_C[:, None], inside_CG)
-        saved = saved_K[embedding] + (self._count_CG * held_CG).sum(axis=1)
+        layers = (self._count_CG * held_CG).sum(axis=1)
+        saved = at_head + layers
         peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head]) + self._gathered_head_C
         for g in range(self._count_CG.shape[1]):
-            attention, ffn = self._attention_CG[:, g], self._ffn_CG[:, g]
-            forward = np.maximum(forward_peak_K[attention], saved_K[attention] + forward_peak_K[ffn])
-            backward = self._output_C + np.maximum(
-                saved_K[attention] + backward_peak_K[ffn], backward_peak_K[attention]
-            )
+            first, second = first_CG[:, g], second_CG[:, g]
+            forward = np.maximum(forward_peak_K[first], saved_K[first] + forward_peak_K[second])
+            backward = self._output_C + np.maximum(saved_K[first] + backward_peak_K[second], backward_peak_K[first])
             # Of equal layers the last has most below it.
-            below = saved_K[embedding] + (self._below_CGG[:, g] * held_CG).sum(axis=1)
+            below = embedded + (self._below_CGG[:, g] * held_CG).sum(axis=1)
             at_layer = below + np.maximum(forward, backward) + self._gathered_layer_C
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
         over = peak - saved

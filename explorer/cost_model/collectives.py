@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from explorer.cost_model.parameters import count_embedding, count_head, count_layer, count_parameters
 from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.model import LayerKind
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
@@ -60,8 +61,11 @@ class ExchangeUnits:
         return 1 + sum(layer.count for layer in self.layers) + (self.last is not None)
 
     @classmethod
-    def of(cls, model: ModelSpec) -> ExchangeUnits:
+    def of(cls, model: ExploredModel) -> ExchangeUnits:
         """Of `model`."""
+        if isinstance(model, ModelParts):
+            kinds = [Unit(kind.num_parameters, model.layers.count(kind.name)) for kind in model.kinds]
+            return cls(first=Unit(model.shell.num_parameters), layers=tuple(kinds), last=None)
         layers = [Unit(count_layer(model, kind), model.count_layers(kind)) for kind in LayerKind]
         head = count_head(model)
         tied = model.tie_embeddings
@@ -106,14 +110,15 @@ class Exchange:
     again_share: float
 
     @classmethod
-    def of(cls, model: ModelSpec, request: ExplorationRequest) -> Exchange:
+    def of(cls, model: ExploredModel, request: ExplorationRequest) -> Exchange:
         """Of a model as the request trains it."""
         units, number = ExchangeUnits.of(model), count_parameters(model)
         sharding = request.training.sharding
         first = units.first.num_parameters
         if sharding is Sharding.NONE:  # nothing holds the head's gradients back; the embedding's bucket is the last
             item = request.training.optimizer.gradient_dtype(model.dtype).itemsize
-            first = min(number, max(count_embedding(model), BUCKET_BYTES // item))
+            embedding = first if isinstance(model, ModelParts) else count_embedding(model)
+            first = min(number, max(embedding, BUCKET_BYTES // item))
         kept = (units.last or units.first).num_parameters
         return cls(sharding, first / number, 1.0 - kept / number)
 

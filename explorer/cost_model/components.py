@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -15,15 +16,23 @@ from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.training import Sharding
 
+Sort = TypeVar("Sort", bound=tuple[Any, ...])
+
 
 class ComponentKind(StrEnum):
-    """A part of a training step that is built and timed by itself."""
+    """A part of a training step that is built and timed by itself.
+
+    Our reference layers consist of embedding, attention, FFN and head. A model of another target consists of `shell`
+    (everything but its decoder layers) and `layer`.
+    """
 
     EMBEDDING = "embedding"
     ATTENTION = "attention"
     DENSE_FFN = "dense_ffn"
     MOE_FFN = "moe_ffn"
     HEAD = "head"
+    SHELL = "shell"
+    LAYER = "layer"
     OPTIMIZER = "optimizer"
     COMMUNICATION = "communication"
 
@@ -81,9 +90,13 @@ class Component(Frozen):
     on it. Of each sequence a device has the share 1 / `context_parallel_size`; attention alone reaches beyond it, and
     depends on the layout. `sharding` is what optimizer and communication depend on where it may be chosen; the
     optimizer's is `none` or `zero1`, for its share is the same from there on.
+
+    `part` names the kind of a `layer`. Its `backend` names attention and experts, as in `sdpa+grouped_mm`; that of a
+    `shell` names the loss.
     """
 
     kind: ComponentKind
+    part: str | None = None
     micro_batch_size: Annotated[int, Field(ge=0)]
     bta_tile: int | None = None
     recompute: BlockRecompute = BlockRecompute.NONE
@@ -118,7 +131,9 @@ class Component(Frozen):
     @property
     def key(self) -> str:
         """Canonical text, unique within a job."""
-        parts = [f"m={self.micro_batch_size}"] if self.micro_batch_size else []
+        parts = [] if self.part is None else [self.part]
+        if self.micro_batch_size:
+            parts.append(f"m={self.micro_batch_size}")
         if self.bta_tile is not None:
             parts.append(f"tile={self.bta_tile}")
         if self.recompute is not BlockRecompute.NONE:
@@ -137,14 +152,14 @@ class Component(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`count` equal layers: an attention block followed by an FFN block, recomputed as a whole or not.
+    """`count` equal layers, recomputed as a whole or not.
 
+    `blocks` run one after another: attention and FFN of a reference layer, or a layer that is measured as one.
     `below` counts, for every group in order, its layers that lie before this group's last layer.
     """
 
     count: int
-    attention: Component
-    ffn: Component
+    blocks: tuple[Component, ...]
     recomputed: bool
     below: tuple[int, ...]
 
@@ -153,10 +168,11 @@ class LayerGroup:
 class Decomposition:
     """The components of a candidate's step.
 
-    `optimizer` is null in eval mode, `communication` where devices exchange nothing or too few of them are at hand.
+    `embedding` is null where the head stands for the whole shell, `optimizer` in eval mode, and `communication` where
+    devices exchange nothing or too few of them are at hand.
     """
 
-    embedding: Component
+    embedding: Component | None
     layers: tuple[LayerGroup, ...]
     head: Component
     optimizer: Component | None
@@ -165,9 +181,16 @@ class Decomposition:
     @property
     def components(self) -> tuple[Component, ...]:
         """Every distinct component, in the order of a step."""
-        blocks = [block for group in self.layers for block in (group.attention, group.ffn)]
-        ends = [end for end in (self.optimizer, self.communication) if end is not None]
-        return tuple(dict.fromkeys([self.embedding, *blocks, self.head, *ends]))
+        blocks = [block for group in self.layers for block in group.blocks]
+        step = [self.embedding, *blocks, self.head, self.optimizer, self.communication]
+        return tuple(dict.fromkeys(component for component in step if component is not None))
+
+
+def group_layers(layers: Sequence[Sort]) -> list[tuple[Sort, int, tuple[int, ...]]]:
+    """The distinct sorts of layers, sorted: each with its count, and the `below` of `LayerGroup`."""
+    counts = sorted(Counter(layers).items())
+    last = {sort: len(layers) - 1 - layers[::-1].index(sort) for sort, _ in counts}
+    return [(sort, count, tuple(layers[: last[sort]].count(other) for other, _ in counts)) for sort, count in counts]
 
 
 class Decomposer:
@@ -204,7 +227,7 @@ class Decomposer:
             )
             backend = candidate.expert_backend if moe else None
             ffn = self._share(ffn_kind, local[0], None, again, backend, None, local[1])
-            layers.append(LayerGroup(count, attention, ffn, recomputed, below))
+            layers.append(LayerGroup(count, (attention, ffn), recomputed, below))
         plain = (None, BlockRecompute.NONE, None)
         sharding = candidate.sharding
         stepped = None if sharding is None else min(sharding, Sharding.ZERO1, key=lambda level: level.level)
@@ -225,12 +248,7 @@ class Decomposer:
     def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int, tuple[int, ...]]]:
         if recompute not in self._groups:
             layers = list(zip(self._model.layer_kinds, recomputed_layers(self._model, recompute), strict=True))
-            counts = sorted(Counter(layers).items())
-            last = {sort: len(layers) - 1 - layers[::-1].index(sort) for sort, _ in counts}
-            self._groups[recompute] = [
-                (*sort, count, tuple(layers[: last[sort]].count(other) for other, _ in counts))
-                for sort, count in counts
-            ]
+            self._groups[recompute] = [(*sort, count, below) for sort, count, below in group_layers(layers)]
         return self._groups[recompute]
 
     def _share(

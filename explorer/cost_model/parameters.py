@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.parts import ExploredModel, ModelParts
 
 
 def count_norm(model: ModelSpec) -> int:
@@ -58,8 +59,10 @@ def count_head(model: ModelSpec) -> int:
     return count_norm(model) + projection + (model.vocab_size if model.lm_head_bias else 0)
 
 
-def count_parameters(model: ModelSpec) -> int:
+def count_parameters(model: ExploredModel) -> int:
     """All parameters of the model."""
+    if isinstance(model, ModelParts):
+        return model.num_parameters
     layers = sum(model.count_layers(kind) * count_layer(model, kind) for kind in LayerKind)
     return count_embedding(model) + layers + count_head(model)
 

@@ -6,6 +6,7 @@ The surrogate learns how far real kernels are from that; only the shape over mic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from explorer.cost_model.activation_memory import FLOAT32_BYTES, largest_share, local_tokens, predict_component_bytes
@@ -17,9 +18,12 @@ from explorer.cost_model.parameters import (
     count_moe_ffn,
     count_parameters,
 )
+from explorer.cost_model.part_costs import again_work, part_work
+from explorer.cost_model.work import Work
 from explorer.spec.context_parallel import Sharing, busiest_pairs
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
@@ -32,6 +36,8 @@ OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pa
     ComponentKind.DENSE_FFN: 8,
     ComponentKind.MOE_FFN: 30,
     ComponentKind.HEAD: 20,
+    ComponentKind.SHELL: 30,
+    ComponentKind.LAYER: 50,
     ComponentKind.OPTIMIZER: 10,
     ComponentKind.COMMUNICATION: 10,
 }
@@ -39,14 +45,6 @@ LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
 """Between devices, each way: links of a host's GPUs pass 25 to 400 GB/s, loopback sockets one or two. It is a first
 guess of something that is measured before all else."""
 HOP_OPERATIONS = 8  # of attention, for each block of keys and values that comes from another device
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Floating-point operations and bytes moved of one pass."""
-
-    flops: float
-    bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class PredictedSeconds:
 
 
 def predict_component_seconds(
-    component: Component, model: ModelSpec, request: ExplorationRequest, hardware: HardwareSpec
+    component: Component, model: ExploredModel, request: ExplorationRequest, hardware: HardwareSpec
 ) -> PredictedSeconds:
     """Roofline time of one component on `hardware`: of the busiest device, where several share sequences.
 
@@ -70,6 +68,8 @@ def predict_component_seconds(
     def seconds(work: Work) -> float:
         return max(work.flops / peak, work.bytes / bandwidth)
 
+    if isinstance(model, ModelParts):
+        return _predict_part_seconds(component, model, request, hardware, seconds)
     if component.kind is ComponentKind.OPTIMIZER:
         shards = request.sharded(component.sharding).optimizer_shards
         moved = Work(0.0, _optimizer_bytes(model, request) / shards)
@@ -94,6 +94,29 @@ def predict_component_seconds(
             passes += BY_OPERATION_PASSES if component.recompute.by_operation else 1.0
     tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
     return PredictedSeconds(device, host * passes * tiles)
+
+
+def _predict_part_seconds(
+    component: Component,
+    parts: ModelParts,
+    request: ExplorationRequest,
+    hardware: HardwareSpec,
+    seconds: Callable[[Work], float],
+) -> PredictedSeconds:
+    host = OPERATIONS[component.kind] * hardware.launch_seconds
+    if component.kind is ComponentKind.OPTIMIZER:
+        states = (2 + 2 * request.training.optimizer.num_states + 1) * parts.trainable_bytes
+        return PredictedSeconds(seconds(Work(0.0, float(states))), host)
+    forward = part_work(component, parts)
+    device = seconds(forward)
+    if request.mode == "eval":
+        return PredictedSeconds(device, host)
+    device += seconds(Work(BACKWARD_FLOPS * forward.flops, BACKWARD_FLOPS * forward.bytes))
+    again = again_work(component, parts, forward)
+    if again is not None:
+        device += seconds(again)
+    tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
+    return PredictedSeconds(device, host * (3.0 + (again is not None)) * tiles)
 
 
 def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:

@@ -11,6 +11,7 @@ from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.context_parallel import Sharing
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 
 
@@ -22,7 +23,7 @@ class EmptySpaceError(ValueError):
 class LegalSpace:
     """The enumeration for one model variant, in ascending order of micro-batch size."""
 
-    model: ModelSpec
+    model: ExploredModel
     candidates: tuple[Candidate, ...]
 
     def restrict(self, candidates: Iterable[Candidate]) -> LegalSpace:
@@ -50,8 +51,15 @@ class LegalSpace:
         }
 
 
-def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> LegalSpace:
+def explored_models(request: ExplorationRequest, report: DeviceReport) -> tuple[ExploredModel, ...]:
+    """What is explored: the model's parts if the target measures its own code, else the variants of the request."""
+    return request.variants() if report.parts is None else (report.parts,)
+
+
+def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
     """All legal candidates of one variant, whether or not they fit the memory.
+
+    A model that a target describes by its parts has no more policies and tiles than its code can run.
 
     Tiling with a policy that says what of attention is kept is left out: a tile recomputes its attention already. Eval
     mode has no recomputation at all. Sequences are spread over no more devices than the profiler has, and only with
@@ -66,16 +74,16 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         if not attention:
             raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
     experts: list[str] | list[None] = [None]
-    if model.moe is not None:
+    if has_experts(model):
         experts = _usable("expert back end", report.expert_backends, request.expert_backends)
     sharings = _usable_sharings(request, report, attention)
     candidates = []
     for m in request.micro_batch_sizes:
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
-        for tile in request.tiles_for(m):
-            for recompute in request.policies_for(tile):
-                for (sharing, attention_backend), expert_backend, sharding in product(
-                    at_m, experts, request.sharding_choices
+        for tile in _tiles(request, model, m):
+            for recompute in _policies(request, model, tile):
+                for (sharing, attention_backend), expert_backend, sharding, loss in product(
+                    at_m, experts, request.sharding_choices, _losses(request, model)
                 ):
                     candidates.append(
                         Candidate(
@@ -88,6 +96,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             context_parallel_size=sharing.size,
                             context_parallel_layout=sharing.layout,
                             sharding=sharding,
+                            loss=loss,
                         )
                     )
     if not candidates:
@@ -97,7 +106,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     return LegalSpace(model, tuple(candidates))
 
 
-def base_candidates(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> tuple[Candidate, ...]:
+def base_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
     """What 1.00x may mean, in order of preference: the first that fits is the base.
 
     The smallest legal micro-batch (or the requested one) with torch's default attention and the default expert back
@@ -106,7 +115,11 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Mo
     that is asked for, with torch's default attention if that serves it. Only if nothing of that fits, the next level of
     sharding that may be chosen.
     """
-    policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL) if request.mode == "train" else (Recompute.NONE,)
+    policies: tuple[Recompute, ...] = (Recompute.NONE,)
+    if request.mode == "train":
+        policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+    if isinstance(model, ModelParts):
+        policies = tuple(policy for policy in policies if policy in model.policies)
     usable = [b.name for b in report.attention_backends if b.usable]
     plainest: dict[int, tuple[Sharing, str]] = {}
     for sharing, backend in _sharings_with(request, report, [report.default_attention, *usable]):
@@ -116,16 +129,45 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Mo
             micro_batch_size=request.base_micro_batch_size or min(request.micro_batch_sizes_over(sharing.size)),
             recompute=recompute,
             attention_backend=backend,
-            expert_backend=report.default_experts if model.moe is not None else None,
+            expert_backend=report.default_experts if has_experts(model) else None,
             num_query_groups=model.query_groups,
             context_parallel_size=sharing.size,
             context_parallel_layout=sharing.layout,
             sharding=sharding,
+            loss=_losses(request, model)[0],
         )
         for sharding in request.sharding_choices
         for sharing, backend in plainest.values()
         for recompute in policies
     )
+
+
+def has_experts(model: ExploredModel) -> bool:
+    """Whether a layer of the model has experts."""
+    return model.has_experts if isinstance(model, ModelParts) else model.moe is not None
+
+
+def _tiles(request: ExplorationRequest, model: ExploredModel, micro_batch_size: int) -> tuple[int | None, ...]:
+    """Tiles of a model's own code are tried where the request names them, and the code can be tiled."""
+    tiles = request.tiles_for(micro_batch_size)
+    if isinstance(model, ModelSpec):
+        return tiles
+    named = bool(request.bta.enable or request.bta.tiles)
+    return tuple(tile for tile in tiles if tile is None or (named and model.tiles))
+
+
+def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | None) -> tuple[Recompute, ...]:
+    """Policies by operation are tried on a model's own code where the request names them."""
+    policies = request.policies_for(tile)
+    if isinstance(model, ModelSpec):
+        return policies
+    named = request.recompute is not None
+    return tuple(p for p in policies if p in model.policies and (named or (not p.untiled_only and not p.by_operation)))
+
+
+def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
+    """Which losses a model's own code may compute; the loss of the reference layers is the request's."""
+    return (None,) if isinstance(model, ModelSpec) else request.losses
 
 
 def _sharings_with(

@@ -11,7 +11,7 @@ from explorer.cost_model.collectives import ExchangeUnits
 from explorer.cost_model.parameters import count_parameters
 from explorer.spec.base import Frozen
 from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 
 GIB = 2**30
@@ -80,7 +80,7 @@ def combine_seconds(
     micro_step: float,
     optimizer: float,
     micro_batch_size: int,
-    model: ModelSpec,
+    model: ExploredModel,
     request: ExplorationRequest,
     *,
     context_parallel_size: int = 1,
@@ -97,18 +97,26 @@ def combine_seconds(
     return StepSeconds(micro_step, optimizer, step, tokens_per_second, communication)
 
 
-def static_parts(model: ModelSpec, request: ExplorationRequest) -> MemoryParts:
+def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryParts:
     """Training state of one device: parameters, gradients, master weights, optimizer states, as sharded.
 
     It is sharded over all devices, those that share sequences among them: context parallelism is folded into the mesh
     that FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511). What is needed whole beside a
     share of it that is stepped, parameters with ZeRO-1 and 2 and gradients with ZeRO-1, exists as both.
     """
+    spec = request.training.optimizer
+    if isinstance(model, ModelParts):  # its own code trains the parameters as they are: there are no master weights
+        if request.mode == "eval":
+            return MemoryParts(parameters=model.parameter_bytes)
+        return MemoryParts(
+            parameters=model.parameter_bytes,
+            gradients=model.trainable_bytes,
+            optimizer_states=spec.num_states * model.trainable_bytes,
+        )
     number = count_parameters(model)
     item = model.dtype.itemsize
     if request.mode == "eval":
         return MemoryParts(parameters=number * item)
-    spec = request.training.optimizer
     level = request.training.sharding.level
 
     def shard(size: int, from_level: int) -> int:
@@ -147,7 +155,7 @@ class GatheredBytes:
     at_layer: int
 
 
-def gathered_bytes(model: ModelSpec, request: ExplorationRequest) -> GatheredBytes:
+def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> GatheredBytes:
     """As torch's fully_shard does (Zhao et al., 2023, arXiv:2304.11277).
 
     At a layer: with ZeRO-1 the buffer from which its gradients are reduced. From ZeRO-2 on these gradients as well, in

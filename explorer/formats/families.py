@@ -49,6 +49,9 @@ IGNORED = frozenset(
     }
 )
 
+NEUTRAL: Mapping[str, Any] = {"residual_multiplier": 1, "embedding_multiplier": 1, "logits_scaling": 1}
+"""Values of refused fields that change nothing."""
+
 REFUSED = {
     "kv_lora_rank": "multi-head latent attention (MLA) is not supported",
     "q_lora_rank": "multi-head latent attention (MLA) is not supported",
@@ -104,8 +107,9 @@ UNSUPPORTED_TYPES = {
 class Family:
     """A model type: what transformers fixes in its code, and what its config class assumes.
 
-    `keys` maps fields of ModelSpec to fields of config.json, `defaults` fields of config.json to the config class's
-    defaults, `fixed` fields of ModelSpec to their only value. `aliases` are further names of fields of config.json.
+    `keys` maps fields of ModelSpec to fields of config.json. `defaults` maps fields of config.json to the defaults of
+    the config class. `fixed` maps fields of ModelSpec to their only value. `aliases` maps other names of fields of
+    config.json to the names in use.
     """
 
     defaults: Mapping[str, Any]

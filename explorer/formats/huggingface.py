@@ -1,25 +1,64 @@
 """A Hugging Face config.json as a ModelSpec, for model types whose parameter count comes out exactly.
 
-Fields are read as transformers reads them, including its defaults. What changes neither shapes nor kernels is ignored
-(`IGNORED`): dropout among it, which transformers' own default for GPT-2 sets to 0.1, and which no exploration runs, and
-the coefficient of the router's balancing loss, whose time is not measured. Every other field must be known, or it is
-refused by name.
+Fields are read as transformers reads them, including its defaults. Fields that change neither shapes nor kernels are
+ignored (`IGNORED`). Dropout is one of them: GPT-2's default in transformers is 0.1, and no exploration runs it. So is
+the coefficient of the router's balancing loss, whose time is not measured. Every other field must be known or unset;
+otherwise it is refused by name.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from explorer.formats.document import Location
-from explorer.formats.families import ACTIVATIONS, DTYPES, FAMILIES, IGNORED, REFUSED, UNSUPPORTED_TYPES, Family
+from explorer.formats.families import (
+    ACTIVATIONS,
+    DTYPES,
+    FAMILIES,
+    IGNORED,
+    NEUTRAL,
+    REFUSED,
+    UNSUPPORTED_TYPES,
+    Family,
+)
 from explorer.formats.layers import find_layer_pattern
 from explorer.formats.translation import Section, Translation
 from explorer.formats.vision import refuse_vision
+from explorer.spec.request import name_of_config
 
 DEFAULT_SEQ_LENGTH = 4096
-"""Longest sequence assumed for a model whose config.json only says what it can reach; `seq_length` overrides it."""
+"""The longest sequence that is assumed where config.json only says how long it can be; `seq_length` overrides it."""
+
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+
+
+def pass_config(config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any) -> None:
+    """Set `hf_config` of `translation` to a config.json found at `location`, as it came.
+
+    Our own fields `name` and `seq_length` may stand beside transformers'. `seq_length` as an argument goes before them.
+    Without either it is the smaller of the longest sequence that the model can take and 4096 tokens.
+    """
+    values = dict(config)
+    own = values.pop("seq_length", None)
+    if "name" in values:
+        values["_name_or_path"] = values.pop("name")
+    translation.put(("hf_config",), values, location)
+    if seq_length is not None:
+        translation.put(("hf_seq_length",), seq_length)
+    elif own is not None:
+        translation.put(("hf_seq_length",), own, (*location, "seq_length"))
+    else:
+        translation.put(("hf_seq_length",), assume_seq_length(values), location)
+
+
+def assume_seq_length(config: Mapping[str, Any]) -> int:
+    """Return the smaller of the longest sequence that a config.json names and 4096 tokens."""
+    text = config.get("text_config")
+    sections = [config, *([text] if isinstance(text, Mapping) else [])]
+    lengths = [section.get(key) for section in sections for key in POSITION_KEYS]
+    named = [length for length in lengths if isinstance(length, int) and length >= 1 and length is not True]
+    return min([*named, DEFAULT_SEQ_LENGTH])
 
 
 def translate_config(
@@ -28,14 +67,16 @@ def translate_config(
     """Set `model` of `translation` from a config.json found at `location`.
 
     Our own fields `name`, `seq_length` and `dtype` may stand beside transformers'. `seq_length` as an argument goes
-    before them. Without either it is the smaller of the model's reach and 4096 tokens.
+    before them. Without either it is the smaller of the longest sequence that the model can take and 4096 tokens.
     """
     model = translation.section(config, location)
     if refuse_vision(model, "model_type"):
         return
     model_type = model.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    model.refuse_where_set(REFUSED)
+    model.refuse_where_set(
+        {key: reason for key, reason in REFUSED.items() if model.values.get(key) != NEUTRAL.get(key)}
+    )
     if family is None:
         why = UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
         model.refuse(
@@ -68,7 +109,8 @@ def translate_config(
     _take_seq_length(model, family, seq_length)
     _check_windows(model, family)
     model.ignore(IGNORED)
-    model.refuse_unread(f"is not a field of {model_type} that is known here; remove it if it changes no shape")
+    reason = f"is not a field of {model_type} that is known here; remove it if it changes no shape"
+    model.refuse_unread(reason, {**defaults, **NEUTRAL})
 
 
 def _rename(model: Section, family: Family) -> Section:
@@ -82,10 +124,8 @@ def _rename(model: Section, family: Family) -> Section:
 
 
 def _take_name(model: Section, model_type: str) -> None:
-    path = model.get("_name_or_path")
-    tail = re.sub(r"[^A-Za-z0-9._ -]", "-", path.rstrip("/").split("/")[-1])[:128] if isinstance(path, str) else ""
-    fallback = tail if re.match(r"[A-Za-z0-9]", tail) else model_type
-    model.take("name", ("model", "name"), fallback)
+    model.get("_name_or_path")
+    model.take("name", ("model", "name"), name_of_config({**model.values, "model_type": model_type}))
 
 
 def _take_dtype(model: Section) -> None:
@@ -101,7 +141,7 @@ def _take_dtype(model: Section) -> None:
 
 
 def _take_rotary(model: Section, model_type: str) -> None:
-    """Only GPT-NeoX rotates a part of each head; its config class assumes a quarter."""
+    """Read the rotated part of a head: only GPT-NeoX has one, and its config class assumes a quarter."""
     parameters = model.section("rope_parameters")
     named = [
         (section, key)
@@ -169,7 +209,7 @@ def _take_seq_length(model: Section, family: Family, seq_length: Any) -> None:
 
 
 def _check_windows(model: Section, family: Family) -> None:
-    """Refuse a sliding window that is shorter than a sequence: a longer one masks nothing."""
+    """Refuse a sliding window that is shorter than a sequence; a longer one masks nothing."""
     if family.window is None:
         return
     defaults = family.defaults

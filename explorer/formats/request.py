@@ -1,4 +1,4 @@
-"""Any accepted document as an ExplorationRequest, and every objection at the field that a person wrote."""
+"""Any accepted document as an ExplorationRequest, or every problem at the field that a person wrote."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from explorer.formats import cerebras, modelzoo
 from explorer.formats.document import FormatError, Location, find_problems
 from explorer.formats.errors import explain, relocate
-from explorer.formats.huggingface import translate_config
+from explorer.formats.huggingface import assume_seq_length, pass_config, translate_config
 from explorer.formats.translation import Translation
 from explorer.formats.vision import refuse_vision
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import BEXP, TRANSFORMERS, default_target
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50
@@ -23,11 +24,13 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     """Read a native request, a Hugging Face config.json, or a Cerebras Model Zoo YAML.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
-    request or of a Cerebras run. `overrides` are merged last; its keys are fields of the native request, nested or
-    dotted: `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`.
+    request or of a Cerebras run. It is translated for target `bexp`, and kept as it came for any other target.
+    `overrides` are merged last. Their keys are fields of the native request, nested or dotted:
+    `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`.
 
     Raises:
-        FormatError: with the location of every field at fault, as it is called in the document.
+        FormatError: the document cannot be read. It holds the location of every field at fault, as the document calls
+            the field.
     """
     if not isinstance(document, Mapping):
         raise FormatError([((), "must be a mapping of field names to values")])
@@ -38,7 +41,9 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     translation = _translate(document, changes)
     merged = _merge(_one_device_field(translation.document, translation), changes)
     if translation.problems:
-        raise FormatError(translation.problems[:MAX_ERRORS])
+        raise FormatError(list(translation.problems)[:MAX_ERRORS])
+    if notices := translation.notices():
+        merged["notices"] = [*merged.get("notices", ()), *notices]
     sources = {target: source for target, source in translation.sources.items() if _lookup(changes, target) is _ABSENT}
     try:
         request = ExplorationRequest.model_validate(merged)
@@ -53,24 +58,19 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     return request
 
 
-def _translate(document: Mapping[str, Any], changes: Mapping[str, Any]) -> Translation:
+def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translation:
     translation = Translation()
-    changed = _lookup(changes, ("model", "seq_length"))
-    seq_length = None if changed is _ABSENT else changed
     found: tuple[Location, Any] | None
     if cerebras.MARKS & document.keys():
         mode = changes.get("mode")
         found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
         beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
     elif "model" not in document and {"model_type", "architectures"} & document.keys():
-        config = {key: value for key, value in document.items() if key not in REQUEST_FIELDS}
-        found = ((), config)
+        found = ((), {key: value for key, value in document.items() if key not in REQUEST_FIELDS})
         beside = {key: value for key, value in document.items() if key in REQUEST_FIELDS}
     else:
-        found = (("model",), document["model"]) if "model" in document else None
+        found = _find_model(document, changes, translation)
         beside = {key: value for key, value in document.items() if key != "model"}
-        if found is None and _lookup(changes, ("model",)) is _ABSENT:
-            translation.refuse(("model",), "is missing: a model, or a Hugging Face config.json, is needed")
     for key, value in beside.items():
         if translation.get(key) not in (None, value) and key != "mode":
             given = ".".join(map(str, translation.sources.get((key,), ())))
@@ -79,15 +79,39 @@ def _translate(document: Mapping[str, Any], changes: Mapping[str, Any]) -> Trans
             translation.put((key,), value)
     if found is not None:
         location, model = found
-        _translate_model(location, model, translation, seq_length)
+        _translate_model(location, model, translation, changes)
+    config = translation.get("hf_config")
+    if isinstance(config, Mapping) and translation.get("hf_seq_length") is None:
+        translation.put(("hf_seq_length",), assume_seq_length(config))
     return translation
 
 
-def _translate_model(location: Location, model: Any, translation: Translation, seq_length: Any) -> None:
+def _find_model(
+    document: Mapping[str, Any], changes: Mapping[str, Any], translation: Translation
+) -> tuple[Location, Any] | None:
+    """Return the model of a native request; a request with `hf_config`, or of a registered target, needs none."""
+    target = _choose(changes, document, "target")
+    needless = document.get("hf_config") is not None or target not in (None, BEXP, TRANSFORMERS)
+    if document.get("model") is not None or ("model" in document and not needless):
+        return ("model",), document["model"]
+    if not needless and _lookup(changes, ("model",)) is _ABSENT:
+        translation.refuse(("model",), "is missing: a model, or a Hugging Face config.json, is needed")
+    return None
+
+
+def _translate_model(location: Location, model: Any, translation: Translation, changes: dict[str, Any]) -> None:
+    changed = _lookup(changes, ("model", "seq_length"))
+    seq_length = None if changed is _ABSENT else changed
     if not isinstance(model, Mapping):
         translation.refuse(location, "must be a mapping of the model's shapes; a name is not looked up anywhere")
     elif "model_type" in model:
-        translate_config(model, location, translation, seq_length)
+        target = _choose(changes, translation.document, "target") or default_target(is_hugging_face=True)
+        if target == BEXP:
+            translate_config(model, location, translation, seq_length)
+        else:
+            translation.put(("target",), target)
+            pass_config(model, location, translation, seq_length)
+            _drop_model_changes(changes, translation)
     elif modelzoo.MARKS & model.keys():
         modelzoo.translate_model(model, location, translation, seq_length)
     elif {"architectures", "num_hidden_layers", "n_layer"} & model.keys():
@@ -100,8 +124,22 @@ def _translate_model(location: Location, model: Any, translation: Translation, s
             translation.sources["model", key] = (*location, key)
 
 
+def _drop_model_changes(changes: dict[str, Any], translation: Translation) -> None:
+    """Take the overrides of `model` away: its length has been read, and no other can be applied to a config.json."""
+    model = changes.pop("model", None)
+    for key in model if isinstance(model, Mapping) else ():
+        if key != "seq_length":
+            translation.refuse(("model", key), f"cannot be overridden for target '{translation.get('target')}'")
+
+
+def _choose(changes: Mapping[str, Any], document: Mapping[str, Any], key: str) -> Any:
+    """Return a field as overridden, else as the document has it."""
+    changed = _lookup(changes, (key,))
+    return document.get(key) if changed is _ABSENT else changed
+
+
 def _one_device_field(document: dict[str, Any], translation: Translation) -> dict[str, Any]:
-    """`num_csx` under its own name, so that an override meets it."""
+    """Rename `num_csx` to `num_devices`, so that an override replaces it."""
     if "num_csx" not in document:
         return document
     rest = {key: value for key, value in document.items() if key != "num_csx"}
@@ -143,7 +181,7 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _find_lost_booleans(given: Any, validated: Any, location: Location = ()) -> Iterator[Location]:
-    """Where a truth value was given and a number came out: YAML's `on` is no micro-batch of 1."""
+    """Find where a truth value was read as a number: YAML's `on` is no micro-batch of 1."""
     if isinstance(given, bool):
         if isinstance(validated, int | float) and not isinstance(validated, bool):
             yield location

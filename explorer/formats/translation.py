@@ -1,4 +1,4 @@
-"""Carrying a foreign configuration over into the native shape, field by field, so that nothing is lost unnoticed."""
+"""Translation of a foreign configuration into the native shape, field by field, so that no field is lost unnoticed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import Any
 
 from explorer.formats.document import Location, Problem
 
+MAX_NAMED_KEYS = 12
+
 
 @dataclass
 class Translation:
-    """A request in the native shape, where each of its values came from, and what could not be carried over."""
+    """A request in the native shape, where each of its values came from, and what could not be translated.
+
+    `problems` is a set in the order of insertion. `ignored` are unknown fields that change nothing.
+    """
 
     document: dict[str, Any] = field(default_factory=dict)
     sources: dict[Location, Location] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: dict[Problem, None] = field(default_factory=dict)
+    ignored: list[Location] = field(default_factory=list)
 
     def put(self, target: Location, value: Any, source: Location | None = None) -> None:
         """Set the native field `target`; `source` is where the document says so."""
@@ -27,7 +33,7 @@ class Translation:
             self.sources[target] = source
 
     def get(self, *target: str) -> Any:
-        """The native field `target`, null where it is not set."""
+        """Return the native field `target`, or null if it is not set."""
         value: Any = self.document
         for key in target:
             value = value.get(key) if isinstance(value, dict) else None
@@ -35,11 +41,18 @@ class Translation:
 
     def refuse(self, location: Location, reason: str) -> None:
         """Note a problem, once."""
-        if (location, reason) not in self.problems:
-            self.problems.append((location, reason))
+        self.problems[location, reason] = None
+
+    def notices(self) -> list[str]:
+        """Return one text for all ignored fields, or nothing if there are none."""
+        if not self.ignored:
+            return []
+        named = ", ".join(f"{'.'.join(map(str, location)):.60}" for location in self.ignored[:MAX_NAMED_KEYS])
+        more = len(self.ignored) - MAX_NAMED_KEYS
+        return [f"ignored, because they change nothing: {named}{f' and {more:,} more' if more > 0 else ''}"]
 
     def section(self, values: Any, location: Location) -> Section:
-        """Read `values`, found at `location`; anything but a mapping is a problem, null an empty section."""
+        """Read `values`, found at `location`. Null is an empty section; anything else but a mapping is a problem."""
         if values is not None and not isinstance(values, Mapping):
             self.refuse(location, f"must be a mapping, not {values!r:.40}")
             values = None
@@ -59,20 +72,20 @@ class Section:
         return key in self.values
 
     def at(self, key: str) -> Location:
-        """Location of a field of this section."""
+        """Return the location of a field of this section."""
         return (*self.location, key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field's value; `default` only where the field is absent, since null may mean something else."""
+        """Return a field's value, or `default` if the field is absent; null may mean something else."""
         self.read.add(key)
         return self.values.get(key, default)
 
     def section(self, key: str) -> Section:
-        """The mapping under `key`, empty where there is none."""
+        """Return the mapping under `key`, empty if there is none."""
         return self.translation.section(self.get(key), self.at(key))
 
     def integer(self, key: str, default: int | None = None, *, largest: int = 1 << 31) -> int | None:
-        """A whole number from 0 to `largest` that a calculation needs; null, with a problem noted, if it is none."""
+        """Return a whole number from 0 to `largest`; null if it is absent, or, with a problem noted, if it is none."""
         value = self.get(key, default)
         if value is None:
             return None
@@ -82,7 +95,7 @@ class Section:
         return value
 
     def boolean(self, key: str, default: bool = False) -> bool:
-        """A truth value; also the text `true` or `false`, which a quoted True in YAML gives."""
+        """Return a truth value; the text `true` or `false`, which a quoted True in YAML gives, counts as one."""
         value = self.get(key, default)
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
@@ -92,7 +105,7 @@ class Section:
         return value
 
     def choice(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
-        """What one of the texts in `choices` stands for."""
+        """Return what the field's text stands for in `choices`."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in choices:
             self.refuse(key, f"{value!r:.40} is not supported; supported: {', '.join(choices)}")
@@ -100,7 +113,7 @@ class Section:
         return choices[value]
 
     def take(self, key: str, target: Location, default: Any = None) -> None:
-        """Carry a field over as it is; the native rules judge its value."""
+        """Copy a field as it is; the native rules judge its value."""
         self.translation.put(target, self.get(key, default), self.at(key))
 
     def refuse(self, key: str, reason: str) -> None:
@@ -110,20 +123,28 @@ class Section:
     def refuse_where_set(self, reasons: Mapping[str, str]) -> None:
         """Refuse each of these fields unless it is absent, null, false, zero or empty."""
         for key, reason in reasons.items():
-            value = self.get(key)
-            if not _says_nothing(value):
+            if not is_unset(self.get(key)):
                 self.refuse(key, reason)
 
     def ignore(self, keys: Collection[str]) -> None:
-        """Mark fields as understood to have no bearing."""
+        """Mark fields as read, because they are known to change nothing that is measured."""
         self.read.update(keys)
 
-    def refuse_unread(self, reason: str) -> None:
-        """Refuse every field that nothing has read: an unknown field may change what is being measured."""
-        for key in self.values:
-            if key not in self.read:
+    def refuse_unread(self, reason: str, defaults: Mapping[str, Any] | None = None) -> None:
+        """Refuse every field that nothing has read, because an unknown field may change what is measured.
+
+        A field that is unset, or equal to its default in `defaults`, changes nothing: it is noted as ignored.
+        """
+        known = defaults or {}
+        for key, value in self.values.items():
+            if key in self.read:
+                continue
+            if is_unset(value) or (key in known and known[key] == value):
+                self.translation.ignored.append(self.at(key))
+            else:
                 self.refuse(key, reason)
 
 
-def _says_nothing(value: Any) -> bool:
+def is_unset(value: Any) -> bool:
+    """Return whether a value asks for nothing: null, false, zero, or empty."""
     return value is None or value is False or value in (0, "", [], {}, ())

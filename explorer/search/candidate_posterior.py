@@ -1,30 +1,37 @@
-"""The candidates that may still be the best, and what the posterior says of each."""
+"""What is known of the candidates that may still be the best, and the confidence in one of them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
+from explorer.search.candidate_memory import CandidateMemory
+from explorer.search.candidate_throughput import CandidateThroughput
 from explorer.surrogate.gaussian_process import Surrogate
 
 PREDICTED_STD = 0.001
-"""A component is not measured if what is unsure of it moves a candidate's micro-step by less than this share.
+"""A component need not be measured if its uncertainty moves a candidate's micro-step by less than this share.
 
-A candidate has at most a handful of such components, so that they move it by no more than a quarter of a tolerance of
-1%; their uncertainty is part of every sample that the confidence counts.
+A candidate has at most a handful of such components, so together they move it by no more than a quarter of a tolerance
+of 1%. Their uncertainty is part of every sample that the confidence counts.
 """
+OPTIMISTIC_DEVIATIONS = 3.5
+"""Standard deviations below the expected seconds that are granted to a candidate before it is ruled out."""
+MOST_CONFIDENT = 99
 
 
 @dataclass(frozen=True, slots=True)
 class CandidatePosterior:
-    """Contenders as rows of the table. Axes: A contenders, P components of one, N posterior samples.
+    """The contenders, as `rows` of the table. Axes: A contenders, P components of one, N posterior samples.
 
-    `composed_NA` is tokens/s as the components compose it, zero where the candidate would not fit; `tokens_NA` that of
-    the whole model. Both take whole models that were run into account. `wanted_AP` marks the components without which a
-    candidate is not known well enough; of `clear_A` nothing is wanted, and it fits for all that is known. `mean_A` is
-    the expected tokens/s.
+    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it, `tokens_NA` that of the
+    whole model, composition error included; both are zero where the candidate would not fit, and both take the whole
+    models that were run into account. `wanted_AP` marks the components that must be measured before a candidate is
+    known well enough. `clear_A` marks the contenders that want nothing and are expected to fit.
     """
 
     rows: Ints
@@ -36,18 +43,72 @@ class CandidatePosterior:
 
     @property
     def incumbent(self) -> int | None:
-        """Position of the clear contender with the highest expected throughput."""
+        """Position of the clear contender with the highest expected throughput; null if none is clear."""
         clear = np.flatnonzero(self.clear_A)
         return int(clear[np.argmax(self.mean_A[clear])]) if clear.size else None
 
-    def probability_best(self, position: int, tolerance: float) -> float:
-        """Share of the samples in which a contender is within tolerance of the best."""
+    def confidence(self, position: int, tolerance: float) -> float:
+        """Probability that a contender's whole-model throughput is within `tolerance` of the best, 0..1.
+
+        It is the share of the posterior samples in which that holds.
+        """
         best_N = self.tokens_NA.max(axis=1)
         return float((self.tokens_NA[:, position] >= (1.0 - tolerance) * best_N).mean())
 
     def probability_faster(self, position: int, margin: float) -> Floats:
-        """Share of the samples in which each contender is faster than one by more than `margin`, shape (A,)."""
+        """Probability that each contender is faster than the one at `position` by more than `margin`, shape (A,)."""
         return np.asarray((self.tokens_NA > (1.0 + margin) * self.tokens_NA[:, [position]]).mean(axis=0))
+
+
+def confidence_score(confidence: float) -> int:
+    """A probability as the score that is printed: floored to 0..99."""
+    return min(MOST_CONFIDENT, math.floor(100 * confidence))
+
+
+def find_contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least_A: Floats) -> Ints:
+    """Those of `rows` whose optimistic throughput reaches its `least_A` tokens/s; no other can change the answer."""
+    optimistic_K = np.exp(surrogate.log_center_K - OPTIMISTIC_DEVIATIONS * surrogate.log_std_K)
+    upper = table.tokens_per_second(optimistic_K[None, :], surrogate.host_K, rows, surrogate.overlap)[0]
+    return np.asarray(rows[upper >= least_A])
+
+
+def compute_posterior(
+    table: SpaceTable,
+    surrogate: Surrogate,
+    throughput: CandidateThroughput,
+    memory: CandidateMemory,
+    rows: Ints,
+    normal_N: Floats,
+    run_whole: Collection[int],
+) -> CandidatePosterior:
+    """The posterior of the contenders `rows`.
+
+    Args:
+        table: the candidates and their components.
+        surrogate: seconds and bytes of the components.
+        throughput: tokens/s of the candidates.
+        memory: bytes of the candidates.
+        rows: the contenders.
+        normal_N: a standard normal draw for each sample, which scales the bytes of all candidates alike.
+        run_whole: rows whose whole model was run; they fit.
+    """
+    composed_NA, tokens_NA = throughput.sample_logs(rows)
+    # If an incumbent might not fit, every other candidate looks worth measuring. Where memory is tight, a candidate is
+    # therefore measured in full: nothing else tells whether it fits.
+    tight_A = memory.is_tight(rows) & ~np.isin(rows, list(run_whole))
+    tight = np.flatnonzero(tight_A)
+    fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
+    fits_NA[:, tight] = memory.sample_fits(rows[tight], normal_N[: len(composed_NA)])
+    missing_AP = missing_components(table, surrogate, rows)
+    wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
+    return CandidatePosterior(
+        rows=rows,
+        mean_A=throughput.mean_C[rows],
+        composed_NA=np.where(fits_NA, np.exp(composed_NA), 0.0),
+        tokens_NA=np.where(fits_NA, np.exp(tokens_NA), 0.0),
+        wanted_AP=wanted_AP,
+        clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
+    )
 
 
 def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
@@ -60,10 +121,3 @@ def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Ma
 def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
     """Which components of candidates are not measured, shape (rows, P)."""
     return np.asarray(table.used_CP[rows] & ~surrogate.known_K[table.columns_CP[rows]])
-
-
-def contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least: Floats) -> Ints:
-    """Those of `rows` whose optimistic throughput reaches its `least` tokens/s; the others cannot decide anything."""
-    optimistic_K = np.exp(surrogate.log_center_K - 3.5 * surrogate.log_std_K)
-    upper = table.tokens_per_second(optimistic_K[None, :], surrogate.host_K, rows, surrogate.overlap)[0]
-    return np.asarray(rows[upper >= least])

@@ -12,12 +12,12 @@ from explorer.records.event import EventCode, EventDraft
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Answer, WholeModelCheck
 from explorer.records.trial import Trial
-from explorer.search.acquisition import Suggestion
+from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Candidate
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 
 
-def variant_event(model: ModelSpec) -> EventDraft:
+def variant_event(model: ExploredModel) -> EventDraft:
     """The exploration turns to another model variant."""
     return EventDraft(
         code=EventCode.VARIANT,

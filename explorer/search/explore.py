@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
-import optuna
-from optuna.samplers import BaseSampler
 from optuna.study import Study
 
 from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.search_space import EmptySpaceError
+from explorer.cost_model.search_space import EmptySpaceError, explored_models
+from explorer.cost_model.step import memory_limit
 from explorer.records.event import Progress
 from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.trial import Measure, Trial
+from explorer.search.candidate_study import CopyStudy
 from explorer.search.event_messages import end_event
 from explorer.search.history import TrialHistory
-from explorer.search.setup import OpenStudy, PruneSpace, prune_space
+from explorer.search.progress_log import ProgressLog
+from explorer.search.pruned_space import PruneSpace, prune_space
+from explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
+from explorer.search.trial_executor import executor_of
+from explorer.search.variant_context import VariantContext
 from explorer.search.variant_search import VariantSearch
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
@@ -28,11 +32,13 @@ def explore(
     measure: Measure,
     *,
     history: Sequence[Trial] = (),
-    open_study: OpenStudy | None = None,
+    copy_study: CopyStudy | None = None,
     clock: Callable[[], float] = time.perf_counter,
     prune: PruneSpace = prune_space,
 ) -> Iterator[Progress]:
     """Run a request on a device and hand out what is learnt, step by step; the last step has the answer.
+
+    Each `Progress` must be stored before the next is asked for.
 
     Args:
         request: what may vary.
@@ -41,35 +47,65 @@ def explore(
             what is suggested then depends on the order in which they end, and on nothing else beside the seed.
         history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
             search goes on as it would have gone. What was in flight when that run ended is measured again.
-        open_study: opens the Optuna study of a variant by name; default: in memory.
+        copy_study: is called with the Optuna study of each variant, after a trial was stored; may copy it elsewhere.
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
         prune: enumerates a variant's space; a caller who explores one space many times may keep the result.
-
-    Each `Progress` must be stored before the next is asked for.
     """
-    trial_history = TrialHistory(history, request.budget, len(request.variants()))
+    if report.refusal is not None:
+        answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
+        yield Progress(events=(end_event(answer),), answer=answer)
+        return
+    models, executor = explored_models(request, report), executor_of(measure)
+    trial_history = TrialHistory(history, request.budget, len(models))
     answers = []
-    for index in range(len(request.variants())):
-        search = VariantSearch(
-            index, request, report, measure, trial_history, open_study or _in_memory, clock=clock, prune=prune
+    for index, model in enumerate(models):
+        context = VariantContext(
+            index, model, request, report, executor, trial_history, clock, copy_study or _copy_nowhere
         )
-        try:
-            yield from search.run()
-        except EmptySpaceError as error:
-            search.reason = str(error)
-        answers.append(
-            VariantAnswer(
-                num_query_groups=search.model.query_groups,
-                num_parameters=count_parameters(search.model),
-                recommendation=search.recommendation,
-                reason=search.reason,
-                remedies=search.remedies,
-            )
-        )
+        answers.append((yield from _explore_variant(context, prune)))
     answer = Answer(variants=tuple(answers))
     yield Progress(events=(end_event(answer),), recommendation=answer.recommendation, answer=answer)
 
 
-def _in_memory(name: str, sampler: BaseSampler) -> Study:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would announce every trial on stderr
-    return optuna.create_study(study_name=name or None, sampler=sampler, direction="maximize")
+def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Progress, None, VariantAnswer]:
+    """Explore one variant: its recommendation, or why there is none."""
+    answer = VariantAnswer(
+        num_query_groups=context.num_query_groups, num_parameters=count_parameters(context.model), recommendation=None
+    )
+    try:
+        space = prune(context.model, context.request, context.report)
+    except EmptySpaceError as error:
+        return answer.model_copy(update={"reason": str(error)})
+    log = ProgressLog(context, space)
+    if space.table is None:
+        yield log.step()
+        return _without_fit(context, answer)
+    recommendation = yield from VariantSearch(context, space, log).run()
+    if recommendation is not None:
+        return answer.model_copy(update={"recommendation": recommendation})
+    return _without_recommendation(context, answer)
+
+
+def _copy_nowhere(suffix: str, study: Study) -> None:
+    """The study stays in memory."""
+
+
+def _without_recommendation(context: VariantContext, answer: VariantAnswer) -> VariantAnswer:
+    """The answer of a search that found nothing: memory is short, every trial failed, or the budget was too small."""
+    smallest = smallest_requirement(context.request, context.report, context.model)
+    if smallest > memory_limit(context.request, context.report.hardware):
+        return _without_fit(context, answer)
+    failure = context.history.commonest_failure(context.num_query_groups)
+    reason = (
+        "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials"
+        if failure is None
+        else f"no candidate could be measured; most failed with {failure}"
+    )
+    return answer.model_copy(update={"reason": reason})
+
+
+def _without_fit(context: VariantContext, answer: VariantAnswer) -> VariantAnswer:
+    """The answer when no candidate fits, with the changes that would make one fit."""
+    relaxations = find_relaxations(context.request, context.report, context.model)
+    reason = explain_nothing_fits(context.request, context.report, context.model, relaxations)
+    return answer.model_copy(update={"reason": reason, "remedies": relaxations})

@@ -14,8 +14,8 @@ from explorer.cost_model.step import GIB, memory_limit, required_bytes, static_p
 from explorer.records.recommendation import Relaxation, RelaxationKind
 from explorer.spec.candidate import Recompute
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import ModelSpec
 from explorer.spec.options import BTASpec, divisors
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
@@ -40,7 +40,7 @@ class _Change:
             return None
 
 
-def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> tuple[Relaxation, ...]:
+def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Relaxation, ...]:
     """Every single change after which something is predicted to fit; if there is none, the first of several together.
 
     In order of preference: a smaller micro-batch, a recomputation policy, what the request excludes for no gain (the
@@ -67,7 +67,7 @@ def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: M
 
 
 def explain_nothing_fits(
-    request: ExplorationRequest, report: DeviceReport, model: ModelSpec, remedies: tuple[Relaxation, ...]
+    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, remedies: tuple[Relaxation, ...]
 ) -> str:
     """Why no candidate fits, and the first of the remedies that there are."""
     limit = memory_limit(request, report.hardware)
@@ -83,7 +83,7 @@ def explain_nothing_fits(
     return f"{why}. It would fit with {first.change} (predicted to need {first.required_bytes / GIB:.2f} GiB)"
 
 
-def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> int:
+def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
     """Predicted bytes that the smallest candidate of a request needs, context and margin included.
 
     Raises:
@@ -92,14 +92,14 @@ def smallest_requirement(request: ExplorationRequest, report: DeviceReport, mode
     return required_bytes(_smallest_peak(request, report, model), report.hardware)
 
 
-def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> int:
+def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
     space = _smallest_space(request, report, model)
     table = SpaceTable(space.candidates, model, request)
     saved, transient = table.activation_bytes(*predict_component_table(table))
     return round(float(np.min(table.static_bytes_C + saved + transient)))
 
 
-def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ModelSpec) -> LegalSpace:
+def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
     """The candidates of the smallest micro-batch that has any: larger ones need no less."""
     for size in request.micro_batch_sizes[:-1]:
         try:
@@ -114,7 +114,7 @@ def _working(
     changes: Iterable[_Change],
     request: ExplorationRequest,
     report: DeviceReport,
-    model: ModelSpec,
+    model: ExploredModel,
 ) -> Iterator[Relaxation]:
     for change in changes:
         changed = change.apply(request)

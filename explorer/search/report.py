@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -12,9 +11,11 @@ from explorer.cost_model.step import StepSeconds, combine_seconds
 from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
 from explorer.records.trial import Trial, TrialKind, count_processes
-from explorer.search.search_state import SearchState, Verdict
-from explorer.spec.candidate import Candidate
+from explorer.search.candidate_posterior import confidence_score
+from explorer.search.search_state import BestCandidate, SearchState
+from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.parts import ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
@@ -28,12 +29,13 @@ class References:
 
     base: int
     largest: int | None = None
+    largest_without_recompute: int | None = None
     stock: int | None = None
 
 
 def build_recommendation(
     state: SearchState,
-    verdict: Verdict,
+    best: BestCandidate,
     references: References,
     report: DeviceReport,
     whole_model: Trial | None = None,
@@ -42,38 +44,39 @@ def build_recommendation(
     """Everything that is known of the recommended candidate."""
     request = state.request
     table = state.table
-    candidate = table.candidates[verdict.row]
-    seconds = state.expected_seconds(verdict.row)
-    base = state.expected_seconds(references.base)
-    found = state.bytes(verdict.row)
+    candidate = table.candidates[best.row]
+    seconds = state.corrected_seconds(best.row)
+    base = state.corrected_seconds(references.base)
+    found = state.bytes(best.row)
     accumulation, nearest = accumulate(request, candidate)
     return Recommendation(
         candidate=candidate,
         base=table.candidates[references.base],
         tokens_per_second=seconds.tokens_per_second,
         performance=seconds.tokens_per_second / base.tokens_per_second,
-        confidence=min(99, math.floor(100 * verdict.probability)),
+        confidence=confidence_score(best.confidence),
         step_seconds=seconds.step,
         micro_step_seconds=seconds.micro_step,
         optimizer_seconds=seconds.optimizer,
         communication_seconds=seconds.communication if table.communications else None,
         grad_accum_steps=accumulation,
         nearest_batch_sizes=nearest,
-        predicted_peak_bytes=state.predicted_bytes(verdict.row).peak,
+        predicted_peak_bytes=state.predicted_bytes(best.row).peak,
         measured_peak_bytes=found.peak,
         required_bytes=found.required,
         memory_limit_bytes=state.limit_bytes,
         memory=found.parts,
-        largest_micro_batch=_alternative(state, verdict.row, references.largest),
-        stock=_alternative(state, verdict.row, references.stock),
-        whole_model=check_whole_model(state, verdict.row, whole_model),
+        largest_micro_batch=_alternative(state, best.row, references.largest),
+        largest_without_recompute=_alternative(state, best.row, references.largest_without_recompute),
+        stock=_alternative(state, best.row, references.stock),
+        whole_model=check_whole_model(state, best.row, whole_model),
         runner_up=runner_up,
         notes=(
             *_notes(request, candidate, report, whole_model),
             *_communication_notes(state, candidate, seconds),
             *_predictions(state, references),
             *_doubts(runner_up),
-            *_slow_head(state, verdict.row),
+            *_slow_head(state, best.row),
         ),
     )
 
@@ -148,6 +151,11 @@ def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
     return _fastest(state, [i for i in rows if state.table.micro_batch_C[i] == largest])
 
 
+def largest_without_recompute(state: SearchState, among: Collection[int]) -> int | None:
+    """The row of the largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest."""
+    return largest_untiled(state, [i for i in among if state.table.candidates[i].recompute is Recompute.NONE])
+
+
 def best_stock(state: SearchState, report: DeviceReport, among: Collection[int]) -> int | None:
     """The row of the fastest candidate with stock back ends and no batch tiling."""
     rows = [
@@ -170,11 +178,12 @@ def _fastest(state: SearchState, rows: list[int]) -> int | None:
 def _alternative(state: SearchState, row: int, other: int | None) -> Alternative | None:
     if other is None:
         return None
-    tokens_per_second = state.expected_seconds(other).tokens_per_second
+    tokens_per_second = state.corrected_seconds(other).tokens_per_second
     return Alternative(
         candidate=state.table.candidates[other],
         tokens_per_second=tokens_per_second,
-        gain=state.expected_seconds(row).tokens_per_second / tokens_per_second,
+        gain=state.corrected_seconds(row).tokens_per_second / tokens_per_second,
+        predicted=not state.is_known(other),
     )
 
 
@@ -214,7 +223,10 @@ def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
     Of the models in benchmarks/results/tables the head takes 5 to 7 times its roofline with 50257 words, and twice with
     multiples of 8.
     """
-    size = state.table.model.vocab_size
+    model = state.table.model
+    if isinstance(model, ModelParts):
+        return ()
+    size = model.vocab_size
     if state.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
         return ()
     head = state.table.decompositions[row].head

@@ -1,4 +1,4 @@
-"""The checking phase of a variant: which whole model is run next, and what those that were run say."""
+"""Which whole model is run next, and what the ones that were run change."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from dataclasses import dataclass
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from explorer.records.recommendation import RunnerUpCheck
 from explorer.records.trial import Trial
-from explorer.search.acquisition import Suggestion, measuring_seconds
 from explorer.search.history import TrialHistory
 from explorer.search.report import best_stock, check_whole_model, largest_untiled
 from explorer.search.search_state import SearchState
+from explorer.search.suggestion import Suggestion, measuring_seconds
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
-ATTEMPTS = 4  # what is predicted to fit may not, once run; and an answer that changes is checked in its turn
-RUNNER_UP_ATTEMPTS = 3  # with so many whole models behind it, no runner-up is run
+ATTEMPTS = 4
+"""Most whole models of one variant: one may not fit after all, and an answer that changes is checked again."""
+RUNNER_UP_ATTEMPTS = 3
+"""After this many whole models no runner-up is run."""
 NEGLIGIBLE = 0.01
 """A runner-up that is less likely than this to be the better one is not run."""
-REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})  # a whole model that ends so is not recommended
-IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})  # nor would another end otherwise
+REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
+"""A candidate whose whole model ends like this is not recommended."""
+IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
+"""After a whole model that ends like this no other is run, because it would end alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextCheck:
-    """A candidate to run whole; of a runner-up, how likely it is to be better than the recommended one."""
+    """A candidate to run whole, and for a runner-up the probability that it is better than the recommended one."""
 
     candidate: Candidate
     probability_better: float | None = None
@@ -36,33 +40,33 @@ class NextCheck:
 
 
 class WholeModels:
-    """The whole models of one variant, as the history has them. What follows depends on the stored trials alone."""
+    """The whole models of one variant. Every decision depends on the stored trials alone."""
 
     def __init__(self, state: SearchState, history: TrialHistory, variant: int) -> None:
         self._state = state
         self._history = history
         self._variant = variant
         for trial in self.trials:
-            self.take_in(trial)
+            self.learn(trial)
 
     @property
     def trials(self) -> list[Trial]:
-        """Those that were run, or tried, in order."""
+        """The whole-model trials, whatever their outcome, in order."""
         return self._history.whole_models(self._state.table.model.query_groups)
 
     @property
     def ends_search(self) -> bool:
-        """Whether one was run that did not refute its candidate, or none can be: nothing is searched after it."""
+        """Whether the search is over, because a whole model ran well or none can be run."""
         return any(trial.measurement.outcome in IMPOSSIBLE | {Outcome.OK} for trial in self.trials)
 
-    def take_in(self, trial: Trial) -> None:
-        """Learn from a whole model: its throughput, or that its candidate cannot be."""
+    def learn(self, trial: Trial) -> None:
+        """Learn from a whole model: its throughput, or that its candidate is impossible."""
         state, candidate, outcome = self._state, trial.candidate, trial.measurement.outcome
         if candidate not in state.table.row:
             return
         reason = trial.measurement.reason or f"the whole model {outcome}"
         if outcome is Outcome.OUT_OF_MEMORY:
-            state.reject_as_large(candidate, reason)
+            state.reject(candidate, reason, too_large=True)
         elif outcome in REFUTING:
             state.reject(candidate, reason)
         check = check_whole_model(state, state.table.row[candidate], trial)
@@ -72,24 +76,20 @@ class WholeModels:
             state.learn_whole_model(candidate, check.tokens_per_second, error)
 
     def next(self) -> NextCheck | None:
-        """What to run whole: the recommended candidate, then its runner-up; null when the answer is settled.
+        """What to run whole next: the recommended candidate, then its runner-up; null when the answer is settled.
 
-        The recommended candidate is always checked, again if the answer has changed to another. Its runner-up
-        (`SearchState.runner_up`) is run if the budget is not used up, unless it is next to certainly no better, and unless
-        another candidate has been run whole already: the answer has then been compared. A whole model that can not be
-        run here, or not in time, is the last. One on a shared or throttled device says nothing, and is run again.
+        The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
+        Its runner-up (`SearchState.runner_up`) is run if the budget allows, if it may well be better, and if no other
+        candidate was run whole before, because the answer has then been compared already. A whole model that cannot be
+        run here, or not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
         trials = self.trials
-        verdict = self._state.recommend()
+        best = self._state.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if (
-            verdict is None
-            or IMPOSSIBLE & set(outcomes)
-            or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS
-        ):
+        if best is None or IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
-        recommended = self._state.table.candidates[verdict.row]
-        if not self._state.was_run_whole(verdict.row):
+        recommended = self._state.table.candidates[best.row]
+        if not self._state.was_run_whole(best.row):
             return NextCheck(recommended) if len(trials) < ATTEMPTS else None
         compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
         if compared or len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
@@ -128,24 +128,25 @@ class WholeModels:
 
 
 COMPARISON_SHARE = 0.1
-"""Of the device's seconds so far, for one candidate that the answer is only compared with.
+"""Share of the device seconds so far that one candidate of a comparison may cost.
 
-The largest micro-batch that fits is the dearest candidate of all, and the kernels of large sizes are near what smaller
-ones lead to expect: beyond this cost its throughput is predicted, and the answer says so.
+The largest micro-batch that fits is the most expensive candidate, and smaller sizes predict the kernels of large ones
+well. If it costs more than this, its throughput is predicted, and the answer says so.
 """
 
 
 def next_comparison(state: SearchState, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
     """The next measurement for the answer; null when it has all it needs, or the rest costs too much.
 
-    First what the search left out of the recommended candidate because it was predicted well enough; then the largest
-    untiled micro-batch and the best with stock back ends. `spent_seconds` are the device's so far.
+    The recommended candidate is completed first, because the search leaves out what is predicted well enough. The
+    largest untiled micro-batch and the best candidate with stock back ends follow. `spent_seconds` are the device
+    seconds so far.
     """
-    verdict = state.recommend()
-    if verdict is None:
+    best = state.recommend()
+    if best is None:
         return None
-    if not state.is_known(verdict.row):
-        return Suggestion(verdict.row, state.table.missing(verdict.row, state.surrogate.known_K))
+    if not state.is_known(best.row):
+        return Suggestion(best.row, state.missing(best.row))
     rows = state.open_rows()
     for row in (largest_untiled(state, among=rows), best_stock(state, report, among=rows)):
         wanted = state.wanted(row) if row is not None else ()

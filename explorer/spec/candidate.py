@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, RuleError
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.training import Sharding
 
@@ -15,16 +16,17 @@ from explorer.spec.training import Sharding
 class Recompute(StrEnum):
     """Which activations are recomputed in backward (Korthikanti et al., 2022, arXiv:2205.05198).
 
-    By operation, in every layer, cheapest first:
+    Some policies choose by operation, in every layer. The cheapest comes first.
     `selective` recomputes the attention core.
-    `activations` keeps the results of matrix products and of attention and recomputes what lies between them: norms,
-    activations and their products with the gate, the gathering of tokens for experts. Expert GEMMs are not run again.
-    `qkv` recomputes the norm, the projection of queries, keys and values, and their rotation; attention's result and
-    log-sum-exp are kept, so that the attention kernel does not run again.
-    `experts` recomputes the expert FFN up to its second GEMM, which nothing in backward asks for.
-    `projections` is `qkv`, and the same for every FFN: only the results of attention and of blocks are kept.
+    `activations` keeps the results of matrix products and of attention. It recomputes what lies between them: norms,
+    activation functions and their products with the gate, and the gathering of tokens for experts. It does not run
+    expert GEMMs again.
+    `qkv` recomputes the norm, the projection of queries, keys and values, and their rotation. It keeps attention's
+    result and log-sum-exp, so the attention kernel does not run again.
+    `experts` recomputes the expert FFN up to its second GEMM, whose result backward does not need.
+    `projections` is `qkv` with the same for every FFN: it keeps only the results of attention and of blocks.
 
-    By layer: `partial_*` recomputes whole layers, that share of them; `full` every layer.
+    Others choose by layer. `partial_*` recomputes that share of the layers as a whole, and `full` every layer.
     """
 
     NONE = "none"
@@ -40,17 +42,17 @@ class Recompute(StrEnum):
 
     @property
     def by_operation(self) -> bool:
-        """Whether what is kept is chosen operation by operation, rather than by kernel or layer."""
+        """Whether the policy chooses operation by operation what to keep, rather than by kernel or layer."""
         return self in {Recompute.ACTIVATIONS, Recompute.QKV, Recompute.EXPERTS, Recompute.PROJECTIONS}
 
     @property
     def untiled_only(self) -> bool:
-        """Whether the policy says what of attention is kept; a tile, which recomputes all of it, contradicts that."""
+        """Whether the policy keeps a part of attention; a tile recomputes all of it, so the two exclude each other."""
         return self in {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS}
 
     @property
     def layer_share(self) -> float:
-        """Share of the layers that are recomputed as a whole."""
+        """The share of the layers that the policy recomputes as a whole."""
         return {
             Recompute.PARTIAL_25: 0.25,
             Recompute.PARTIAL_50: 0.5,
@@ -62,10 +64,10 @@ class Recompute(StrEnum):
 class Candidate(Frozen):
     """What a trainer can choose for a given model and device.
 
-    `bta_tile` is the number of sequences of an attention tile, null for no tiling. `expert_backend` is null for a
-    model without experts. `context_parallel_size` devices share each sequence, `context_parallel_layout` says which
-    of them holds which tokens; null if each sequence has a device to itself. `sharding` is null unless the
-    request has `sharding_levels`.
+    `bta_tile` is the number of sequences of an attention tile; null is no tiling. `expert_backend` is null for a model
+    without experts. `context_parallel_size` devices share each sequence, and `context_parallel_layout` says which of
+    them holds which tokens; it is null if each sequence has a device to itself. `sharding` is null unless the request
+    has `sharding_levels`.
     """
 
     micro_batch_size: Annotated[int, Field(ge=1)]
@@ -73,19 +75,26 @@ class Candidate(Frozen):
     recompute: Recompute = Recompute.NONE
     attention_backend: str
     expert_backend: str | None = None
-    num_query_groups: Annotated[int, Field(ge=1)] = Field(description="Of the model variant this candidate is for.")
+    num_query_groups: Annotated[int, Field(ge=1)] = Field(
+        description="The number in the model variant that this candidate is for."
+    )
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
+    loss: str | None = Field(None, description="Null: the request's training.loss.")
 
     @model_validator(mode="after")
     def _layout_of_several(self) -> Self:
         if (self.context_parallel_layout is None) is not (self.context_parallel_size == 1):
-            raise ValueError("a context_parallel_layout belongs to a context_parallel_size above 1, and to no other")
+            raise RuleError(
+                "a context_parallel_layout belongs to a context_parallel_size above 1, and to no other",
+                "context_parallel_layout",
+                "context_parallel_size",
+            )
         return self
 
     def describe(self) -> str:
-        """One line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
+        """Return one line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
         parts = [
             f"micro_batch_size={self.micro_batch_size}",
             f"bta_tile={self.bta_tile or 'off'}",
@@ -98,14 +107,16 @@ class Candidate(Frozen):
             parts.append(f"context_parallel={self.context_parallel_size}:{self.context_parallel_layout}")
         if self.sharding is not None:
             parts.append(f"sharding={self.sharding}")
+        if self.loss is not None:
+            parts.append(f"loss={self.loss}")
         return " ".join(parts)
 
 
 def recomputed_layers(model: ModelSpec, recompute: Recompute) -> tuple[bool, ...]:
-    """For each layer, whether `recompute` recomputes it as a whole.
+    """Return, for each layer, whether `recompute` recomputes it as a whole.
 
     The recomputed layers are spread evenly over each kind of layer, so that a partial policy means the same share of
-    dense and of expert layers; at least one layer is recomputed by any partial policy.
+    dense and of expert layers. Every partial policy recomputes at least one layer.
     """
     share = recompute.layer_share
     kinds = model.layer_kinds
@@ -118,3 +129,17 @@ def recomputed_layers(model: ModelSpec, recompute: Recompute) -> tuple[bool, ...
         for j in range(count):
             chosen[indices[j * len(indices) // count]] = True
     return tuple(chosen)
+
+
+def distinct_policies(model: ModelSpec | None, allowed: Collection[Recompute]) -> tuple[Recompute, ...]:
+    """Return the policies of `allowed` without those that recompute the same layers as another.
+
+    In a shallow model some shares round to the same layers. One of them is enough, and `full` goes before a part.
+    """
+    if model is None:
+        return tuple(policy for policy in Recompute if policy in allowed)
+    distinct: dict[object, Recompute] = {}
+    for policy in sorted(allowed, key=lambda p: p is not Recompute.FULL):
+        layers = recomputed_layers(model, policy)
+        distinct.setdefault(layers if any(layers) else policy, policy)
+    return tuple(policy for policy in Recompute if policy in distinct.values())

@@ -1,8 +1,8 @@
-"""Context parallelism: which devices share a sequence, and what a layout leaves the busiest of them to compute.
+"""Context parallelism: which devices share a sequence, and what each layout leaves the busiest of them to compute.
 
-Attention passes keys and values around a ring of devices (Ring Attention, Liu et al., 2023, arXiv:2310.01889). `ring`
-gives each a contiguous piece, `striped` every N-th token (Brandon et al., 2023, arXiv:2311.09431), `zigzag` a piece
-from either end (Grattafiori et al., 2024, arXiv:2407.21783, section 3.3.2).
+Attention passes keys and values around a ring of devices (Ring Attention, Liu et al., 2023, arXiv:2310.01889). The
+layout `ring` gives each device a contiguous piece, `striped` every N-th token (Brandon et al., 2023, arXiv:2311.09431),
+and `zigzag` one piece from either end (Grattafiori et al., 2024, arXiv:2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ LayoutName = Literal["ring", "striped", "zigzag"]
 
 LAYOUTS: tuple[LayoutName, ...] = ("ring", "striped", "zigzag")
 CHUNKS_PER_DEVICE = {"ring": 1, "striped": 1, "zigzag": 2}
-"""Into so many pieces a layout cuts the tokens of a device: it takes lengths that are a multiple of all pieces."""
+"""The number of pieces that a layout cuts a device's tokens into; the sequence length is a multiple of all pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many devices share each sequence, and by which layout; null where a sequence has a device to itself."""
+    """How many devices share each sequence, and by which layout; the layout of a single device is null."""
 
     size: int = 1
     layout: str | None = None
@@ -33,10 +33,11 @@ ALONE = Sharing()
 
 
 class ContextParallelSpec(Frozen):
-    """Over how many devices each sequence may be spread, and how.
+    """How many devices each sequence may be spread over, and how.
 
-    `sizes` divide num_devices: the rest of it is data parallelism. `explore` tries every divisor that the sequence
-    length and the batch admit, as far as the worker has devices. `layouts` are those to try where several share.
+    `sizes` divide num_devices; the remaining factor is data parallelism. `explore` tries every divisor that the
+    sequence length and the batch admit, up to the number of devices that the worker has. `layouts` are the ones to try
+    where several devices share a sequence.
     """
 
     sizes: (
@@ -45,9 +46,14 @@ class ContextParallelSpec(Frozen):
     ) = (1,)
     layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = LAYOUTS
 
+    def layouts_over(self, size: int, seq_length: int) -> tuple[str, ...]:
+        """Return the layouts that spread sequences of `seq_length` tokens over `size` devices."""
+        allowed = [name for name in LAYOUTS if name in self.layouts]
+        return tuple(name for name in allowed if refuse_layout(name, size, seq_length) is None)
+
 
 def refuse_layout(layout: str, size: int, seq_length: int) -> str | None:
-    """Why sequences of this length cannot be spread over so many devices by a layout; null if they can."""
+    """Return why a layout cannot spread sequences of this length over `size` devices; null if it can."""
     multiple = CHUNKS_PER_DEVICE[layout] * size
     if seq_length % multiple:
         return f"the {layout} layout over {size} devices takes multiples of {multiple} tokens, not {seq_length}"
@@ -56,10 +62,10 @@ def refuse_layout(layout: str, size: int, seq_length: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CausalPairs:
-    """Pairs of a query and a key, for one head of one sequence.
+    """Numbers of pairs of a query and a key, for one head of one sequence.
 
-    `attended` lie below the causal diagonal: what a fused kernel computes. `scored` are all of the blocks that hold
-    one, which an implementation without such a kernel computes in full.
+    `attended` pairs lie below the causal diagonal; a fused kernel computes these. `scored` pairs are all pairs of the
+    blocks that hold an attended one; an implementation without such a kernel computes them all.
     """
 
     attended: int
@@ -67,11 +73,11 @@ class CausalPairs:
 
 
 def busiest_pairs(sharing: Sharing, seq_length: int) -> CausalPairs:
-    """What the busiest device computes; the others wait for it, in every step of the ring.
+    """Return what the busiest device computes; the others wait for it in every step of the ring.
 
-    With L = S / N tokens a device: in `ring` the last one attends to all of N - 1 blocks and to half of its own, in
-    `striped` to half of each block, in `zigzag` to half of its own and, of every other, to the half that is older than
-    one of its two pieces.
+    With L = S / N tokens a device, the last device of `ring` attends to all of N - 1 blocks and to half of its own. A
+    device of `striped` attends to half of each block. A device of `zigzag` attends to half of its own block and to half
+    of every other block, because one half of each is older than one of its two pieces.
     """
     length, others = seq_length // sharing.size, sharing.size - 1
     own = length * (length + 1) // 2

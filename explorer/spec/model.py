@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, RuleError
 
 MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
 
@@ -46,14 +46,15 @@ class MoESpec(Frozen):
     shared_expert_gate: bool = Field(False, description="A learned sigmoid gate scales the shared experts' output.")
     first_k_dense: Annotated[int, Field(ge=0)] = Field(0, description="The first layers keep a dense FFN.")
     moe_layer_frequency: Annotated[int, Field(ge=1)] = Field(
-        1, description="Of the layers after first_k_dense, every n-th (the last of each n) has experts."
+        1, description="After first_k_dense, every n-th layer (the last of each n) has experts."
     )
     norm_topk_prob: bool = Field(False, description="Routing weights are renormalised over the chosen experts.")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _top_k_of_experts(self) -> Self:
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})")
+            message = f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})"
+            raise RuleError(message, "top_k", "num_experts")
         return self
 
 
@@ -74,7 +75,7 @@ class ModelSpec(Frozen):
     head_dim: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Default: hidden_size / heads.")
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
     seq_length: Annotated[int, Field(ge=1, le=1 << 24)] = Field(description="Tokens a sequence in training.")
-    dtype: DType = Field(DType.BFLOAT16, description="Of the parameters and the computation.")
+    dtype: DType = Field(DType.BFLOAT16, description="The format of the parameters and of the computation.")
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     position: Literal["rope", "learned", "none"] = "rope"
     max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
@@ -95,25 +96,65 @@ class ModelSpec(Frozen):
     moe: MoESpec | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        heads = self.num_attention_heads
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({heads}), "
-                "or head_dim must be given"
+    def _heads_divide_width(self) -> Self:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise RuleError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                f"({self.num_attention_heads}), or head_dim must be given",
+                "hidden_size",
+                "num_attention_heads",
+                "head_dim",
             )
-        if heads % self.query_groups:
-            raise ValueError(f"num_query_groups ({self.query_groups}) must divide num_attention_heads ({heads})")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_divide_heads(self) -> Self:
+        if self.num_attention_heads % self.query_groups:
+            raise RuleError(
+                f"num_query_groups ({self.query_groups}) must divide num_attention_heads ({self.num_attention_heads})",
+                "num_query_groups",
+                "num_attention_heads",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rotary_part_is_even(self) -> Self:
         if self.position == "rope" and (self.rotary_size % 2 or self.rotary_size == 0):
-            raise ValueError(f"the rotary part of head_dim ({self.rotary_size}) must be even and not 0")
+            message = f"the rotary part of head_dim ({self.rotary_size}) must be even and not 0"
+            raise RuleError(message, *([] if self.head_dim is None else ["head_dim"]))
+        return self
+
+    @model_validator(mode="after")
+    def _positions_cover_sequence(self) -> Self:
         if self.position == "learned" and self.position_rows < self.seq_length:
-            raise ValueError(f"seq_length ({self.seq_length}) exceeds max_position_embeddings ({self.position_rows})")
+            raise RuleError(
+                f"seq_length ({self.seq_length}) exceeds max_position_embeddings ({self.position_rows})",
+                "seq_length",
+                "max_position_embeddings",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_have_layers(self) -> Self:
         if self.moe is not None and self.moe.first_k_dense > self.num_layers:
-            raise ValueError(f"moe.first_k_dense ({self.moe.first_k_dense}) exceeds num_layers ({self.num_layers})")
+            raise RuleError(
+                f"moe.first_k_dense ({self.moe.first_k_dense}) exceeds num_layers ({self.num_layers})",
+                "moe.first_k_dense",
+                "num_layers",
+            )
         if self.moe is not None and LayerKind.MOE not in self.layer_kinds:
-            raise ValueError("moe.first_k_dense and moe.moe_layer_frequency leave no layer with experts")
+            raise RuleError(
+                "moe.first_k_dense and moe.moe_layer_frequency leave no layer with experts",
+                "moe.first_k_dense",
+                "moe.moe_layer_frequency",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dense_layers_have_width(self) -> Self:
         if LayerKind.DENSE in self.layer_kinds and self.ffn_hidden_size == 0:
-            raise ValueError("ffn_hidden_size must be given: this model has layers with a dense FFN")
+            message = "ffn_hidden_size must be given: this model has layers with a dense FFN"
+            raise RuleError(message, "ffn_hidden_size")
         return self
 
     @property
@@ -128,7 +169,7 @@ class ModelSpec(Frozen):
 
     @property
     def rotary_size(self) -> int:
-        """Leading part of each head that RoPE rotates."""
+        """Width of the leading part of each head that RoPE rotates."""
         return int(self.head_size * self.rotary_fraction)
 
     @property

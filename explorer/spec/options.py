@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, RuleError
 
 MAX_MICRO_BATCH_SIZE = 256
 
@@ -25,7 +25,7 @@ class MicroBatchRange(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min > self.max:
-            raise ValueError(f"min ({self.min}) exceeds max ({self.max})")
+            raise RuleError(f"min ({self.min}) exceeds max ({self.max})", "min", "max")
         return self
 
 
@@ -57,12 +57,13 @@ class BTASpec(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.enable is False and (self.tiles is not None or self.max_tile is not None):
-            raise ValueError("tiles and max_tile have no meaning when enable is false")
+            field = "tiles" if self.tiles is not None else "max_tile"
+            raise RuleError("tiles and max_tile have no meaning when enable is false", field, "enable")
         return self
 
 
 class ParallelismSpec(Frozen):
-    """Sizes of model parallelism. Only 1 is supported: anything else is refused rather than ignored.
+    """Sizes of model parallelism. Only 1 is supported; any other size is refused.
 
     Context parallelism is a dimension of the space: see `ExplorationRequest.context_parallel`.
     """
@@ -85,14 +86,14 @@ class ParallelismSpec(Frozen):
 class Budget(Frozen):
     """When the search ends: at the confidence target, or when a limit is reached.
 
-    `max_seconds` is of all trials together, earlier leases' included: each counts from when it begins until its result
-    is taken in, with what choosing it and learning from it took. That is no limit of elapsed time. What is no trial
-    (beginning a job, enumerating the space, storing) comes on top; a trial that has begun is not cut short; and of
-    several in flight each counts in full, so that n of them use the seconds up about n times as fast. Variants have
-    equal shares of both limits, and what earlier ones left over.
+    `max_seconds` limits the time of all trials together, earlier leases' trials included. A trial counts from when it
+    begins until its result is taken in, with the time to choose it and to learn from it. This is no limit of elapsed
+    time: beginning a job, enumerating the space and storing come on top, and a trial that has begun is not cut short.
+    Several trials in flight each count in full, so n of them use the seconds up about n times as fast. Each variant has
+    an equal share of both limits, and what earlier variants left over.
 
-    The base is measured in any case. Until there is a candidate to recommend, and for what the answer is compared
-    with, twice the limits hold. Whole models (at most four runs a variant) come on top, but for the runner-up.
+    The base is measured in any case. Twice the limits hold until there is a candidate to recommend, and for what the
+    answer is compared with. Whole models (at most four runs a variant) come on top; the runner-up does not.
     """
 
     confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
@@ -106,23 +107,23 @@ LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors in ascending order."""
+    """Return all divisors in ascending order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return tuple(sorted({*small, *(number // i for i in small)}))
 
 
 def ladder_between(low: int, high: int) -> tuple[int, ...]:
-    """The ladder's values within [low, high], and both ends."""
+    """Return the ladder's values within [low, high], and both ends."""
     return tuple(sorted({low, high, *(m for m in LADDER if low <= m <= high)}))
 
 
 def tiles_of(
     micro_batch_size: int, *, max_tile: int | None, allowed: Sequence[int] | None, training: bool
 ) -> tuple[int, ...]:
-    """Tile sizes of one micro-batch: its divisors up to `max_tile`.
+    """Return the tile sizes of one micro-batch: its divisors up to `max_tile`.
 
-    A tile as large as the micro-batch is one recomputed attention block in training; without a backward pass it is
-    the untiled block, and so not a choice of its own.
+    A tile as large as the micro-batch is one recomputed attention block in training. Without a backward pass it is the
+    same as the untiled block, so it is left out.
     """
     tiles = [t for t in divisors(micro_batch_size) if training or t < micro_batch_size]
     return tuple(t for t in tiles if (max_tile is None or t <= max_tile) and (allowed is None or t in allowed))

@@ -2,211 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import re
+from typing import Any, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import model_validator
 
-from explorer.spec.base import Frozen
-from explorer.spec.candidate import Recompute, recomputed_layers
-from explorer.spec.context_parallel import ALONE, LAYOUTS, ContextParallelSpec, Sharing, refuse_layout
+from explorer.spec.candidate import Recompute, distinct_policies
+from explorer.spec.context_parallel import ALONE, Sharing
 from explorer.spec.model import ModelSpec
-from explorer.spec.options import (
-    LADDER,
-    MAX_MICRO_BATCH_SIZE,
-    BackendName,
-    BTASpec,
-    Budget,
-    Count,
-    ExploreRange,
-    MicroBatch,
-    MicroBatchChoice,
-    ParallelismSpec,
-    divisors,
-    ladder_between,
-    tiles_of,
-)
-from explorer.spec.routing import RoutingSpec
-from explorer.spec.training import Sharding, TrainingSpec
-
-MAX_NUM_QUERY_GROUPS_VARIANTS = 8
-MAX_COMBINATIONS = 3072  # of micro-batch, tile and recomputation; back ends multiply them by about ten
-MAX_SHARED_COMBINATIONS = 2 * MAX_COMBINATIONS  # the same, times the ways in which devices share sequences
+from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
+from explorer.spec.request_fields import RequestFields
+from explorer.spec.request_rules import RULES, find_sharing_problem
+from explorer.spec.target import BEXP, TRANSFORMERS
+from explorer.spec.training import Sharding
 
 
-class ExplorationRequest(Frozen):
+class ExplorationRequest(RequestFields):
     """An exploration to run.
 
-    A dimension that is left out is explored in full, but for context parallelism and sharding, which are explored where
-    that is asked for. `batch_size` is the effective batch over all devices; it weighs the optimizer's share of a step,
-    and `auto` and `bta.max_tile` refer to it.
+    A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
+    explored where the request asks for it. `batch_size` is the effective batch over all devices. It weighs the
+    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it.
 
-    The devices are num_devices / c groups of c devices, c being the context-parallel size. A group processes a
-    micro-batch at a time, each of its devices 1 / c of every sequence; the groups are data-parallel. So the effective
-    batch is micro-batch x accumulation steps x groups.
+    The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
+    micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
+    the effective batch is micro-batch x accumulation steps x groups.
+
+    `model` describes the model of target `bexp`, `hf_config` that of target `transformers`. A target that a worker has
+    registered may take either, or neither.
     """
 
-    model: ModelSpec
-    mode: Literal["train", "eval"] = "train"
-    micro_batch_size: MicroBatchChoice = "explore"
-    batch_size: Count = 512
-    num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
-        1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
-    )
-    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: whichever worker claims the job.")
-    num_query_groups: (
-        Annotated[
-            tuple[Annotated[int, Field(ge=1, le=1024)] | None, ...],
-            Field(min_length=1, max_length=MAX_NUM_QUERY_GROUPS_VARIANTS),
-        ]
-        | None
-    ) = Field(None, description="Settings to compare as separate models; they change the model.")
-    bta: BTASpec = BTASpec()
-    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=len(Recompute))] | None = None
-    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
-    flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
-    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
-    routing: RoutingSpec = RoutingSpec()
-    execution: Literal["eager", "compile"] = "eager"
-    training: TrainingSpec = TrainingSpec()
-    sharding_levels: (
-        Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
-    ) = Field(
-        None,
-        description="Levels to choose among in place of training.sharding, `explore` for all; a list or `explore` "
-        "there means the same.",
-    )
-    parallelism: ParallelismSpec = ParallelismSpec()
-    context_parallel: ContextParallelSpec = ContextParallelSpec()
-    memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
-        None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
-    )
-    base_micro_batch_size: MicroBatch | None = None
-    tolerance: Annotated[float, Field(gt=0, le=0.2)] = 0.01
-    budget: Budget = Budget()
-    verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
-    seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lift_query_groups(cls, data: Any) -> Any:
-        """A list in model.num_query_groups names variants; the first is the model's own."""
-        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-            return data
-        groups = data["model"].get("num_query_groups")
-        if isinstance(groups, list) and groups:
-            if data.get("num_query_groups") is not None:
-                raise ValueError("num_query_groups is given as a list twice")
-            return {**data, "model": {**data["model"], "num_query_groups": groups[0]}, "num_query_groups": groups}
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lift_sharding(cls, data: Any) -> Any:
-        """A list or `explore` in training.sharding leaves a choice. What is no level stays where it is refused."""
-        if not isinstance(data, dict) or not isinstance(data.get("training"), dict):
-            return data
-        training = dict(data["training"])
-        asked = training.get("sharding")
-        levels = isinstance(asked, list | tuple) and asked and all(level in list(Sharding) for level in asked)
-        if not levels and asked != "explore":
-            return data
-        if data.get("sharding_levels") is not None:
-            raise ValueError("levels of sharding are given twice, in training.sharding and in sharding_levels")
-        del training["sharding"]
-        return {**data, "training": training, "sharding_levels": asked}
-
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        self._check_sharing()
-        if self.bta.max_tile is not None and self.batch_size % self.bta.max_tile:
-            raise ValueError(f"bta.max_tile ({self.bta.max_tile}) must divide batch_size ({self.batch_size})")
-        if self.model.moe is None:
-            if self.expert_backends is not None:
-                raise ValueError("expert_backends given for a model without experts")
-        else:
-            self.routing.check(self.model.moe)
-        if self.sharding_levels is not None and self.training.sharding is not Sharding.NONE:
-            raise ValueError("sharding_levels take the place of training.sharding: give one of them")
-        asked = self.training.sharding if self.sharding_levels is None else self.highest_sharding
-        if asked is not Sharding.NONE and self.num_devices == 1:
-            raise ValueError(f"sharding '{asked}' needs num_devices > 1")
-        if set(self.attention_backends or ()) == {"flash"} and not self.flash_attention:
-            raise ValueError("attention_backends allows only flash, and flash_attention is false")
-        if not self.micro_batch_sizes:
-            raise ValueError("micro_batch_size leaves no value to explore")
-        tiles = {tile for m in self.micro_batch_sizes for tile in self.tiles_for(m)}
-        if not tiles:
-            raise ValueError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space")
-        unused = [tile for tile in self.bta.tiles or () if tile not in tiles]
-        if unused:
-            raise ValueError(f"bta.tiles: {unused[0]} is no factor of any micro-batch size of the space")
-        self._check_policies()
-        if self.recompute_policies and not any(self.policies_for(tile) for tile in tiles):
-            named = "' and '".join(self.recompute_policies)
-            raise ValueError(
-                f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already"
-            )
-        tilings = [tile for m in self.micro_batch_sizes for tile in self.tiles_for(m)]
-        if (combinations := sum(len(self.policies_for(tile)) for tile in tilings)) > MAX_COMBINATIONS:
-            raise ValueError(
-                f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
-                f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
-            )
-        ways, levels = len(self.sharings), len(self.sharding_choices)
-        if (shared := combinations * ways * levels) > max(MAX_SHARED_COMBINATIONS, combinations):
-            raise ValueError(
-                f"context_parallel and sharding: with {ways} pairs of a size and a layout and {levels} levels of "
-                f"sharding the space has {shared} combinations; at most {MAX_SHARED_COMBINATIONS} are explored: "
-                "restrict sizes, layouts, sharding_levels, micro_batch_size, bta or recompute"
-            )
-        if self.mode == "eval" and not self.recompute_policies:
-            raise ValueError("recompute must allow 'none' in eval mode: nothing is recomputed without a backward pass")
-        for groups in self.num_query_groups or ():
-            if groups is not None and self.model.num_attention_heads % groups:
-                raise ValueError(
-                    f"num_query_groups ({groups}) must divide num_attention_heads ({self.model.num_attention_heads})"
-                )
+    def _keep_rules(self) -> Self:
+        for rule in RULES:
+            rule(self)
         return self
 
-    def _check_sharing(self) -> None:
-        asked = self.context_parallel.sizes
-        if asked == "explore":
-            if not self.sharings:
-                raise ValueError(self._refuse_size(1))
-            return
-        for size in asked:
-            reason = self._refuse_size(size)
-            if reason is not None:
-                raise ValueError(reason if size == 1 else f"context_parallel.sizes: {reason}")
+    @property
+    def target_name(self) -> str:
+        """The target, with the default filled in."""
+        return self.target or (BEXP if self.hf_config is None else TRANSFORMERS)
 
-    def _refuse_size(self, size: int) -> str | None:
-        """Why sequences cannot be spread over `size` devices; null if they can."""
-        if self.num_devices % size:
-            return f"{size} does not divide num_devices ({self.num_devices})"
-        groups = self.num_devices // size
-        named = f"num_devices ({groups})" if size == 1 else f"the number of groups of {size} devices ({groups})"
-        if self.micro_batch_size == "auto" and self.batch_size % groups:
-            return f"micro_batch_size 'auto' needs batch_size ({self.batch_size}) to be a multiple of {named}"
-        if self.batch_size < groups:
-            return f"batch_size ({self.batch_size}) is smaller than {named}"
-        if size > 1 and not self._layouts_over(size):
-            layouts = self.context_parallel.layouts
-            return "; ".join(str(refuse_layout(name, size, self.model.seq_length)) for name in layouts)
-        return None
+    @property
+    def model_name(self) -> str:
+        """The model's name: of the ModelSpec, of the config.json, or of the target where there is neither."""
+        if self.model is not None:
+            return self.model.name
+        return self.target_name if self.hf_config is None else name_of_config(self.hf_config)
 
-    def _layouts_over(self, size: int) -> tuple[str, ...]:
-        allowed = [name for name in LAYOUTS if name in self.context_parallel.layouts]
-        return tuple(name for name in allowed if refuse_layout(name, size, self.model.seq_length) is None)
-
-    def _check_policies(self) -> None:
-        for policy in self.recompute or ():
-            if policy is Recompute.EXPERTS and self.model.moe is None:
-                raise ValueError("recompute 'experts' given for a model without experts")
-            if policy.by_operation and self.execution == "compile":
-                raise ValueError(
-                    f"recompute '{policy}' needs execution 'eager': within a graph, the compiler chooses which "
-                    "operations to run again"
-                )
+    @property
+    def seq_length(self) -> int:
+        """Tokens a sequence in training; 1 for a target that has no sequences, so that its rates are in samples."""
+        return self.model.seq_length if self.model is not None else self.hf_seq_length or 1
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -243,12 +90,7 @@ class ExplorationRequest(Frozen):
         allowed = self._all_policies if self.recompute is None else self.recompute
         if self.mode == "eval":
             return (Recompute.NONE,) if Recompute.NONE in allowed else ()
-        # In a shallow model some shares round to the same layers: one of them is enough, the whole before the part.
-        distinct: dict[object, Recompute] = {}
-        for policy in sorted(allowed, key=lambda p: p is not Recompute.FULL):
-            layers = recomputed_layers(self.model, policy)
-            distinct.setdefault(layers if any(layers) else policy, policy)
-        return tuple(p for p in Recompute if p in distinct.values())
+        return distinct_policies(self.model, allowed)
 
     def policies_for(self, bta_tile: int | None) -> tuple[Recompute, ...]:
         """The recomputation policies to consider with one attention tile; null is no tiling."""
@@ -263,7 +105,7 @@ class ExplorationRequest(Frozen):
             policy
             for policy in Recompute
             if not (compiled and policy.by_operation)
-            and (policy is not Recompute.EXPERTS or self.model.moe is not None)
+            and (policy is not Recompute.EXPERTS or self.model is None or self.model.moe is not None)
         )
 
     @property
@@ -271,7 +113,7 @@ class ExplorationRequest(Frozen):
         """How many devices may share a sequence, ascending."""
         asked = self.context_parallel.sizes
         if asked == "explore":
-            return tuple(size for size in divisors(self.num_devices) if self._refuse_size(size) is None)
+            return tuple(size for size in divisors(self.num_devices) if find_sharing_problem(self, size) is None)
         return tuple(sorted(set(asked)))
 
     @property
@@ -279,7 +121,8 @@ class ExplorationRequest(Frozen):
         """The sizes with the layouts that the sequence length admits; a sequence on one device has none."""
         found = []
         for size in self.context_parallel_sizes:
-            found += [ALONE] if size == 1 else [Sharing(size, layout) for layout in self._layouts_over(size)]
+            layouts = self.context_parallel.layouts_over(size, self.seq_length)
+            found += [ALONE] if size == 1 else [Sharing(size, layout) for layout in layouts]
         return tuple(found)
 
     @property
@@ -293,23 +136,23 @@ class ExplorationRequest(Frozen):
 
     @property
     def highest_sharding(self) -> Sharding:
-        """The level that leaves a device least of the training state, of those that may be chosen."""
+        """The level, among those that may be chosen, that leaves the least training state on a device."""
         return self.sharding_choices[-1] or self.training.sharding
 
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
-        """This request with one level of sharding, as a candidate or component has it; null for the request's own."""
+        """Return this request with the level of sharding of a candidate or component; null keeps the request's own."""
         if level is None:
             return self
         training = self.training.model_copy(update={"sharding": level})
         return self.model_copy(update={"training": training, "sharding_levels": None})
 
     def devices_needed(self, available: int | None = None) -> int:
-        """Devices that a worker must have to explore this.
+        """Return how many devices a worker must have to explore this.
 
-        As many as the largest of the listed sizes. `explore` takes what there is, two that can share at least;
-        `available` says how many that was, so that a resumed exploration finds as many as it began with. One that began
-        with all its devices needs them all: what they exchange is part of what it learns. So does one that is to choose
-        a level of sharding, since the levels differ by what they exchange.
+        It needs the largest of the listed context-parallel sizes. With `explore` it needs two devices that can share a
+        sequence, or as many as it began with, which `available` says, so that a resumed exploration finds the same.
+        An exploration that began with all its devices needs them all, because what they exchange is part of what it
+        learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
         """
         sizes = self.context_parallel_sizes
         if len(self.sharding_choices) > 1:
@@ -326,13 +169,18 @@ class ExplorationRequest(Frozen):
     def optimizer_shards(self) -> int:
         """Number of devices that share one optimizer step.
 
-        Training state is sharded over all devices, those of a group that shares sequences included: their gradients are
-        reduced together anyway.
+        Training state is sharded over all devices. This includes devices that share sequences, because their gradients
+        are reduced together anyway.
         """
         return self.num_devices if self.training.sharding.level >= 1 else 1
 
     def variants(self) -> tuple[ModelSpec, ...]:
-        """The models to explore, one for each distinct num_query_groups asked for; the first is the main one."""
+        """The models to explore, one for each distinct num_query_groups; the first is the main one.
+
+        There is none for a target without a ModelSpec.
+        """
+        if self.model is None:
+            return ()
         if self.num_query_groups is None:
             return (self.model,)
         models: dict[int, ModelSpec] = {}
@@ -343,9 +191,9 @@ class ExplorationRequest(Frozen):
 
     @property
     def device_batch_size(self) -> float:
-        """A device's share of the effective batch in whole sequences' worth of tokens, as a real number.
+        """A device's share of the effective batch, as a real number of whole sequences.
 
-        It is the same for every context-parallel size: c devices that share sequences process c times as many of them.
+        It is the same for every context-parallel size, because c devices that share sequences process c times as many.
         """
         return self.batch_size / self.num_devices
 
@@ -356,3 +204,10 @@ class ExplorationRequest(Frozen):
     def group_batch_size(self, context_parallel_size: int) -> float:
         """Sequences of the effective batch that one such group processes, as a real number."""
         return self.device_batch_size * context_parallel_size
+
+
+def name_of_config(config: dict[str, Any]) -> str:
+    """Return the name of a Hugging Face config.json: the last part of `_name_or_path`, else its model type."""
+    path = config.get("_name_or_path")
+    tail = re.sub(r"[^A-Za-z0-9._ -]", "-", path.rstrip("/").split("/")[-1])[:128] if isinstance(path, str) else ""
+    return tail if re.match(r"[A-Za-z0-9]", tail) else str(config.get("model_type"))[:128]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, RuleError
 from explorer.spec.model import MAX_EXPERTS, MoESpec
 
 
@@ -26,25 +26,33 @@ class RoutingSpec(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.kind == "shares") != (self.shares is not None):
-            raise ValueError("shares must be given exactly when kind is 'shares'")
+            raise RuleError("shares must be given exactly when kind is 'shares'", "shares", "kind")
         if self.shares is not None and sum(self.shares) <= 0:
-            raise ValueError("shares must not all be zero")
+            raise RuleError("shares must not all be zero", "shares")
         return self
 
     def check(self, moe: MoESpec) -> None:
-        """Raise ValueError if this routing cannot be drawn for `moe`."""
+        """Check that this routing can be drawn for `moe`.
+
+        Raises:
+            RuleError: it cannot; the fields are named as in a request.
+        """
         if self.shares is None:
             return
         if len(self.shares) != moe.num_experts:
-            raise ValueError(f"routing.shares has {len(self.shares)} entries for {moe.num_experts} experts")
+            message = f"routing.shares has {len(self.shares)} entries for {moe.num_experts} experts"
+            raise RuleError(message, "routing.shares", "model.moe.num_experts")
         largest = max(self.shares) / sum(self.shares)
         if largest > 1 / moe.top_k + 1e-9:
-            raise ValueError(
+            raise RuleError(
                 f"routing.shares: a share of {largest:.4g} exceeds 1 / top_k = {1 / moe.top_k:.4g}: "
-                "no expert can receive a token more than once"
+                "no expert can receive a token more than once",
+                "routing.shares",
+                "model.moe.top_k",
             )
         if sum(share > 0 for share in self.shares) < moe.top_k:
-            raise ValueError(f"routing.shares has fewer positive entries than top_k ({moe.top_k})")
+            message = f"routing.shares has fewer positive entries than top_k ({moe.top_k})"
+            raise RuleError(message, "routing.shares", "model.moe.top_k")
 
 
 def draw_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -53,9 +61,9 @@ def draw_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, rng: np.ran
     Returns:
         Expert indices of shape (num_tokens, top_k).
 
-    For uniform and Zipf routing the weights are those of successive sampling without replacement, as a softmax router
-    draws them. Given shares are inclusion probabilities: the weights are solved for, so that the expected share of
-    the pairs is the share asked for.
+    The weights of uniform and Zipf routing are those of successive sampling without replacement, as a softmax router
+    draws them. Given shares are inclusion probabilities, so the weights are solved for: the expected share of the pairs
+    is then the given share.
     """
     log_weights = _log_weights(moe, routing)
     chunk = max(1, (1 << 22) // moe.num_experts)
@@ -88,11 +96,11 @@ def _log_weights(moe: MoESpec, routing: RoutingSpec) -> npt.NDArray[np.float64]:
 
 
 def _solve_inclusion(target: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.float64]:
-    """Log-weights whose Gumbel-top-k inclusion probabilities are `target` (which sums to top_k).
+    """Return log-weights whose Gumbel-top-k inclusion probabilities are `target`, which sums to top_k.
 
-    With exponential clocks of rate w, an expert is among the first top_k when its clock rings before a time tau that
-    concentrates for many experts: 1 - exp(-w tau) = target gives a start, and a fixed-point iteration on a fixed set
-    of draws removes what the approximation leaves.
+    Give each expert an exponential clock of rate w. It is among the first top_k if its clock rings before a time tau,
+    which hardly varies if there are many experts. So 1 - exp(-w tau) = target gives a start. A fixed-point iteration on
+    a fixed set of draws then removes the error of that approximation.
     """
     capped = np.clip(target, 0.0, 1.0 - 1e-6)
     with np.errstate(divide="ignore"):

@@ -34,24 +34,24 @@ class OptimizerSpec(Frozen):
         DType.FLOAT32, description="float32 master weights beside half-precision parameters; null for none."
     )
     state_dtype: DType | None = Field(
-        None, description="Of the moments; default: float32 with master weights, else the model's dtype."
+        None, description="The format of the moments; default: float32 with master weights, else the model's dtype."
     )
 
     @property
     def num_states(self) -> int:
-        """Moments a parameter."""
+        """Number of moments a parameter."""
         return 2 if self.name == "adamw" else 1
 
     def has_master(self, dtype: DType) -> bool:
-        """Whether master weights exist: parameters in float32 are their own."""
+        """Return whether master weights exist; parameters in float32 need none."""
         return self.master_dtype is not None and dtype is not DType.FLOAT32
 
     def gradient_dtype(self, dtype: DType) -> DType:
-        """Format that gradients are accumulated in, for parameters in `dtype`."""
+        """Return the format that gradients of parameters in `dtype` are accumulated in."""
         return self.grad_dtype or dtype
 
     def moment_dtype(self, dtype: DType) -> DType:
-        """Format of the moments, for parameters in `dtype`."""
+        """Return the format of the moments of parameters in `dtype`."""
         return self.state_dtype or (DType.FLOAT32 if self.has_master(dtype) else dtype)
 
 
@@ -66,9 +66,28 @@ class LossSpec(Frozen):
     chunk_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 4096
 
 
+class LoRASpec(Frozen):
+    """Low-rank adapters on frozen weights (Hu et al., 2021, arXiv:2106.09685), as the peft library adds them."""
+
+    r: Annotated[int, Field(ge=1, le=4096)] = Field(description="Rank of the adapters.")
+    target_modules: (
+        Literal["all-linear"]
+        | Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(min_length=1, max_length=64)]
+    ) = Field(description="Names of the modules that get adapters, or `all-linear`.")
+    alpha: Annotated[float, Field(gt=0, le=1 << 20)] | None = Field(
+        None, description="The adapters' output is scaled by alpha / r; null: alpha = r."
+    )
+
+
 class TrainingSpec(Frozen):
-    """State and loss of training; ignored in eval mode except for the loss."""
+    """State and loss of training. Eval mode uses the loss alone."""
 
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     sharding: Sharding = Sharding.NONE
+    precision: Literal["pure", "autocast"] = Field(
+        "pure",
+        description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
+        "bf16 autocast; needs target `transformers`.",
+    )
+    lora: LoRASpec | None = Field(None, description="Trains adapters in place of the weights; needs `transformers`.")

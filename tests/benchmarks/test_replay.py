@@ -11,7 +11,7 @@ from benchmarks.recorded_candidates import compose, composed_tokens_per_second
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, run_ours, run_strategy
+from benchmarks.replay.runs import OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
 from explorer.records.measurement import Outcome
@@ -109,7 +109,7 @@ def test_exhaustive_pays_for_everything_and_is_off_by_noise_alone(truth: GroundT
 def test_what_people_do_instead_ends_where_their_tools_end(truth: GroundTruth) -> None:
     fitting = plain_sizes(truth)
     assert 1 < len(fitting) < 5
-    for name in ("powers of two", "halving from the top", "largest that fits"):
+    for name in ("powers of two", "backing off from the top", "largest that fits"):
         run = run_strategy(truth, name, 0)
         assert size(run) == max(fitting), name
         assert run.num_out_of_memory >= 1
@@ -127,18 +127,19 @@ def test_a_strategy_that_finds_nothing_that_fits_has_lost() -> None:
 
 
 @pytest.mark.parametrize("name", ["tpe", "random"])
-def test_samplers_try_as_many_candidates_as_they_may(name: str, truth: GroundTruth) -> None:
-    run = run_strategy(truth, name, 1)
-    assert run.num_trials == min(50, int(truth.legal_C.sum()))
+def test_optunas_samplers_run_through_the_products_search(name: str, truth: GroundTruth) -> None:
+    run = run_search(truth, 1, sampler=name)
+    assert run.strategy == name
+    assert run.confidence is not None
     assert run.regret < 0.5
-    assert replace(run_strategy(truth, name, 1), wall_seconds=run.wall_seconds) == run
+    assert replace(run_search(truth, 1, sampler=name), wall_seconds=run.wall_seconds) == run
     seconds = [s for s, _ in run.path]
     assert seconds == sorted(seconds)
     assert run.path[-1][1] == run.regret
 
 
 def test_ours_is_replayed_with_every_line_against_the_truth(truth: GroundTruth) -> None:
-    runs = [run_ours(truth, seed) for seed in range(5)]
+    runs = [run_search(truth, seed) for seed in range(5)]
     assert max(run.regret for run in runs) < 0.03
     assert all(run.seconds < 0.5 * truth.exhaustive_seconds for run in runs)
     assert all(run.lines for run in runs)
@@ -191,7 +192,7 @@ def test_runs_on_any_tables_and_writes_one_file(tmp_path: Path, capsys: pytest.C
     for seed in (0, 1):
         write(recording(seed), tmp_path / f"table-{seed}.jsonl")
     paths = [str(tmp_path / f"table-{seed}.jsonl") for seed in (0, 1)]
-    names = [OURS, *(name for name in STRATEGIES if name not in {"gp", "exhaustive"})]
+    names = [name for name in (*SAMPLERS, *STRATEGIES) if name not in {"gp", "exhaustive"}]
     out = tmp_path / "replay.json"
     arguments = [*paths, "--out", str(out), "--seeds", "3", "--processes", "1", "--full", "--strategies", *names]
     assert main(arguments) == 0
@@ -240,6 +241,6 @@ def test_several_in_flight_take_less_time_for_the_same_answer(
 
 
 def test_one_recorded_device_takes_as_long_as_it_is_busy(truth: GroundTruth) -> None:
-    run = run_ours(truth, 0)
+    run = run_search(truth, 0)
     assert run.elapsed_seconds == pytest.approx(run.seconds)
-    assert run_ours(truth, 0, 3).elapsed_seconds < run_ours(truth, 0, 3).seconds
+    assert run_search(truth, 0, 3).elapsed_seconds < run_search(truth, 0, 3).seconds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.runs import run_ours
+from benchmarks.replay.runs import run_search
 from benchmarks.simulated_tables import DEVICES, h200_report, simulate
 from explorer.records.measurement import Outcome
 from tests.workers.replay.samples import request
@@ -34,7 +34,7 @@ def test_every_candidate_that_fits_is_timed_whole_and_the_search_ends_near_the_b
     truth = GroundTruth.of(kind, recorded)
     well = [rows for rows in recorded.whole_models.values() if rows[0].outcome is Outcome.OK]
     assert len(well) == truth.num_whole_models >= int((truth.tokens_C > 0).sum())
-    assert np.median([run_ours(truth, seed).regret for seed in range(3)]) < 0.03
+    assert np.median([run_search(truth, seed).regret for seed in range(3)]) < 0.03
 
 
 def test_curves_of_different_kinds_differ() -> None:

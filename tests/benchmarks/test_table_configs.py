@@ -7,7 +7,7 @@ import pytest
 from benchmarks.simulated_tables import h200_report
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.search.setup import prune_space
+from explorer.search.pruned_space import prune_space
 
 TABLES = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "tables").glob("*.yaml"))
 

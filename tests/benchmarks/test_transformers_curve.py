@@ -19,7 +19,7 @@ from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.routing import RoutingSpec
 from tests.explorer.simulator import SimulatedDevice, report
-from workers.process.profiler import CHILD_DEFAULTS
+from workers.process.environment import CHILD_DEFAULTS
 
 DENSE: dict[str, Any] = {
     "name": "tiny",

@@ -72,7 +72,8 @@ RECOMMENDATION = Recommendation(
     memory_limit_bytes=8 * GIB,
     memory=MEMORY,
     largest_micro_batch=Alternative(candidate=BEST, tokens_per_second=10_000.0, gain=1.23),
-    stock=Alternative(candidate=BASE, tokens_per_second=9_000.0, gain=1.37),
+    largest_without_recompute=Alternative(candidate=BASE, tokens_per_second=11_000.0, gain=1.12),
+    stock=Alternative(candidate=BASE, tokens_per_second=9_000.0, gain=1.37, predicted=True),
     whole_model=CHECK,
     runner_up=RunnerUpCheck(
         candidate=BASE,

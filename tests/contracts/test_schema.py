@@ -6,8 +6,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-import optuna
-import pytest
 import sqlalchemy as sa
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -18,7 +16,6 @@ import storage.migrations
 from storage.database import Database
 from storage.queue import Queue
 from storage.schema import VERSION_TABLE, include_name, is_current, upgrade
-from storage.studies import study_opener
 from storage.tables import metadata
 from storage.trials import StoredTrial, read_trials
 from tests.contracts.samples import make_progress, make_request, make_trial
@@ -137,34 +134,3 @@ def test_an_older_schema_is_not_current(database: Database) -> None:
     with database.begin() as connection:
         connection.execute(sa.text(f"DELETE FROM {VERSION_TABLE}"))
     assert not is_current(database)
-
-
-def test_a_study_opens_beside_the_tables_and_by_optuna_alone(database: Database) -> None:
-    opener = study_opener(database, "job1")
-    study = opener("", optuna.samplers.RandomSampler(seed=0))
-    study.add_trial(
-        optuna.trial.create_trial(
-            params={"index": 3}, distributions={"index": optuna.distributions.IntDistribution(0, 7)}, value=2.5
-        )
-    )
-    opener("groups=1", optuna.samplers.RandomSampler(seed=0))
-    again = opener("", optuna.samplers.RandomSampler(seed=0))
-    assert again.best_value == 2.5
-    opener.close()
-
-    storage = optuna.storages.RDBStorage(database.url)
-    assert sorted(optuna.get_all_study_names(storage)) == ["job1", "job1/groups=1"]
-    loaded = optuna.load_study(study_name="job1", storage=storage)
-    assert loaded.direction is optuna.study.StudyDirection.MAXIMIZE
-    assert [trial.params for trial in loaded.trials] == [{"index": 3}]
-    storage.remove_session()
-    storage.engine.dispose()
-
-
-def test_a_study_does_not_open_without_the_schema(open_url: Callable[[str], Database], empty_database_url: str) -> None:
-    """Nothing is created at run time, so that several workers never create tables at once."""
-    database = open_url(empty_database_url)
-    with pytest.raises(RuntimeError, match="not up to date"):
-        study_opener(database, "job1")
-    with database.read() as connection:
-        assert sa.inspect(connection).get_table_names() == []

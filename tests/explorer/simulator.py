@@ -24,7 +24,8 @@ from explorer.records.measurement import (
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType, ModelSpec
+from explorer.spec.model import DType
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 
 GIB = 2**30
@@ -81,7 +82,7 @@ class SimulatedDevice:
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
         self.conditions: Callable[[TrialPlan, Component | None], Conditions | None] = lambda plan, component: None
 
-    def seconds(self, component: Component, model: ModelSpec) -> tuple[float, float]:
+    def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """True device and host seconds."""
         predicted = predict_component_seconds(component, model, self.request, self.hardware)
         speed = self.layout_speed.get(component.context_parallel_layout or "", 1.0)
@@ -95,7 +96,7 @@ class SimulatedDevice:
         ramp = batch / (batch + 0.7) * (1 - 0.03 * np.log2(max(1.0, component.sequences / 8)))
         return predicted.device / (speed * ramp) * own, predicted.host * 1.3
 
-    def weigh(self, component: Component, model: ModelSpec) -> tuple[int, int, int]:
+    def weigh(self, component: Component, model: ExploredModel) -> tuple[int, int, int]:
         """True bytes."""
         sizes = predict_component_bytes(component, model, self.request)
         return tuple(round(self.activations * b) for b in (sizes.saved, sizes.forward_peak, sizes.backward_peak))  # type: ignore[return-value]

@@ -156,8 +156,8 @@ def test_out_of_memory_and_a_killed_rank_end_the_group_and_the_next_trial_works(
     assert exhausted.outcome is Outcome.OUT_OF_MEMORY, exhausted.reason
     assert time.monotonic() - started < 60
     assert run(group, "zigzag").outcome is Outcome.OK
-    assert group._process is not None
-    pid = group._process._ranks[1].pid
+    assert group._process.current is not None
+    pid = group._process.current._ranks[1].pid
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     killed = run(group, "striped", 4)
     assert killed.outcome is Outcome.CRASHED

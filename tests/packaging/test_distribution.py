@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ("explorer", "storage", "workers", "api")
+PACKAGES = ("bexp", "explorer", "storage", "workers", "api")
 
 
 def read_pins() -> dict[str, str]:
@@ -54,7 +54,7 @@ def test_every_data_file_is_installed() -> None:
             assert any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns), path
 
 
-def test_nothing_but_the_four_packages_is_installed() -> None:
+def test_only_these_packages_are_installed() -> None:
     others = [path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in PACKAGES]
     assert others
     assert not [name for name in others if is_included(name)]

@@ -9,11 +9,11 @@ from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from explorer.search.setup import OpenStudy
+from explorer.search.candidate_study import CopyStudy
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.process.interface import ProfilerError, ProfilerInterruptedError
 
 NUM_TRIALS = 3
 
@@ -66,6 +66,9 @@ class FakeProfiler:
         self.calls.append("interrupt")
         self._interrupted.set()
 
+    def finish_job(self) -> None:
+        self.calls.append("finish_job")
+
     def close(self) -> None:
         self.calls.append("close")
 
@@ -76,7 +79,7 @@ def fake_explore(
     measure: Measure,
     *,
     history: Sequence[Trial] = (),
-    open_study: OpenStudy | None = None,
+    copy_study: CopyStudy | None = None,
 ) -> Iterator[Progress]:
     """Three trials, numbered on from the history, and an answer; nothing is found when `seed` is 13."""
     for number in range(len(history), NUM_TRIALS):

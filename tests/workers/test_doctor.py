@@ -7,7 +7,7 @@ import pytest
 
 from workers import doctor
 from workers.doctor import Diagnosis, diagnose
-from workers.process.profiler import ProfilerError
+from workers.process.interface import ProfilerError
 
 
 @pytest.fixture(autouse=True)

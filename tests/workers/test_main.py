@@ -18,7 +18,7 @@ from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 from workers.__main__ import SERVICE_FAILED, main, serve_workers
 from workers.jobs.worker import Worker
-from workers.process.profiler import ProfilerError
+from workers.process.interface import ProfilerError
 
 
 @pytest.fixture(autouse=True)

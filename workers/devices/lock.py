@@ -1,4 +1,4 @@
-"""A host-wide lock for each device, so that two profilers never share one: their timings would disturb each other."""
+"""A host-wide lock for each device. Two profilers on one device would disturb each other's timings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 POLL_SECONDS = 0.1
+FOLDER_VARIABLE = "BEXP_LOCK_DIRECTORY"
+
+
+def lock_folder(environment: Mapping[str, str]) -> Path:
+    """Where the locks lie: BEXP_LOCK_DIRECTORY, else the temporary directory, which all users of the host share."""
+    return Path(environment.get(FOLDER_VARIABLE) or tempfile.gettempdir())
 
 
 class DeviceBusyError(Exception):
@@ -21,20 +27,19 @@ class DeviceBusyError(Exception):
 class DeviceLock:
     """An flock on a file named after the device's key.
 
-    The profiler process inherits the descriptor, so that the kernel releases the lock when the last of worker and
-    profiler is gone, however they ended. The file holds the owner's process id, for people; it is never removed, since
-    removing a lock file that another process has just opened would let both have it.
+    The profiler process inherits the descriptor. The kernel therefore releases the lock when both worker and profiler
+    have ended, however they ended. The file holds the owner's process id, for people to read. The file is never
+    removed: another process may just have opened it, and a third would then lock a new file of the same name.
     """
 
-    def __init__(self, key: str, *, directory: Path | None = None) -> None:
-        folder = directory if directory is not None else Path(tempfile.gettempdir())
-        self._path = folder / f"bexp-device-{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
+    def __init__(self, key: str, *, directory: Path) -> None:
+        self._path = directory / f"bexp-device-{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
         self._key = key
         self._descriptor: int | None = None
 
     @property
     def descriptor(self) -> int:
-        """The locked file, to be inherited by the profiler process."""
+        """The descriptor of the locked file, for the profiler process to inherit."""
         assert self._descriptor is not None, "the lock is not held"
         return self._descriptor
 
@@ -45,24 +50,24 @@ class DeviceLock:
         on_wait: Callable[[str], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait for the device; does nothing if it is held already.
+        """Wait for the device; does nothing if this lock is held already.
 
-        `on_wait` is told once why there is a wait. Returns False if `cancelled()` became true meanwhile.
+        `on_wait` is called once, with the reason for the wait. Returns False if `cancelled()` became true meanwhile.
 
         Raises:
-            DeviceBusyError: the device was not free within `timeout_seconds` (null: waits as long as it takes).
+            DeviceBusyError: the device was not free within `timeout_seconds` (null: there is no limit).
         """
         if self._descriptor is not None:
             return True
         descriptor = self._open()
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        told = False
+        has_told = False
         try:
             while not _try_lock(descriptor):
                 reason = f"{self._key} is in use by another profiler{self._owner()}"
-                if not told and on_wait is not None:
+                if not has_told and on_wait is not None:
                     on_wait(f"Waiting for the device: {reason}")
-                told = True
+                has_told = True
                 if cancelled():
                     return False
                 if deadline is not None and time.monotonic() >= deadline:
@@ -99,14 +104,14 @@ class DeviceLock:
 
 
 class DeviceLocks:
-    """The locks of several devices, taken in one order by everyone: two sets that overlap never wait for each other."""
+    """The locks of several devices. Everyone takes them in the same order, so that two sets cannot block each other."""
 
-    def __init__(self, keys: Iterable[str], *, directory: Path | None = None) -> None:
+    def __init__(self, keys: Iterable[str], *, directory: Path) -> None:
         self._locks = [DeviceLock(key, directory=directory) for key in sorted(set(keys))]
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The locked files, to be inherited by the profiler process."""
+        """The descriptors of the locked files, for the profiler process to inherit."""
         return tuple(lock.descriptor for lock in self._locks)
 
     def acquire(
@@ -116,7 +121,7 @@ class DeviceLocks:
         on_wait: Callable[[str], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """As `DeviceLock.acquire`, for all of them: none is held if one cannot be had in time."""
+        """Take all locks, as `DeviceLock.acquire` does. If one cannot be taken in time, none is held."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         acquired = False
         try:
@@ -131,7 +136,7 @@ class DeviceLocks:
                 self.release()
 
     def release(self) -> None:
-        """Release each."""
+        """Release every lock."""
         for lock in self._locks:
             lock.release()
 

@@ -1,4 +1,4 @@
-"""The claim loop of a device, or of a group: jobs one at a time, with a profiler process ready for the next."""
+"""The claim loop of a device or a group: one job at a time, and a profiler process ready for the next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from storage.leases import Claim
 from storage.queue import Queue
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
-from workers.jobs.runner import DATABASE_TROUBLE, Explore, run_job
-from workers.process.interface import DeviceProfiler
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.jobs.runner import DATABASE_TROUBLE, Explore, JobEnd, run_job
+from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
@@ -25,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Owns one device, or several that its profiler runs trials on together; it takes jobs that need no more.
+    """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
-    Each job gets a profiler process of its own, started when the job before it ended, so that a job waits for none
-    and inherits nothing. `stop` may be called from any thread. With `job_ids`, only those jobs are run; the list may
+    The profiler process is ready before a job comes. After a job it stays if the job left it clean, else another is
+    started at once. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; the list may
     grow meanwhile.
     """
 
@@ -94,7 +93,6 @@ class Worker:
             pause = MIN_POLL_SECONDS
             num_jobs += 1
             self._run(claim)
-            self._profiler.close()
             if not self._stopping.is_set() and num_jobs != max_jobs:
                 self._profiler.start()
 
@@ -115,10 +113,18 @@ class Worker:
     def _run(self, claim: Claim) -> None:
         _log.info("exploration %s begins (attempt %d)", claim.job.id, claim.lease.attempt)
         try:
-            end = run_job(claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore)
+            end: JobEnd | None = run_job(
+                claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore
+            )
         except DATABASE_TROUBLE as error:
+            end = None
             _log.error("exploration %s is left to its lease: %s", claim.job.id, error)
         except ProfilerError as error:
+            end = None
             _log.error("exploration %s was put back: %s", claim.job.id, error)
         else:
             _log.info("exploration %s: %s", claim.job.id, end)
+        if end in {JobEnd.SUCCEEDED, JobEnd.FAILED}:
+            self._profiler.finish_job()
+        else:
+            self._profiler.close()

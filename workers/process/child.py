@@ -1,4 +1,4 @@
-"""One profiler process, as its parent sees it: a socket, a process group, and what it last printed."""
+"""One profiler process as its parent sees it: a socket, a process group, and its last output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from explorer.spec.base import Frozen
+from workers.process.command import module_command, safe_environment
 from workers.process.protocol import REPLIES, Reply, encode
 
 TAIL_LINES = 200
@@ -28,36 +28,33 @@ REAP_TICK_SECONDS = 0.01
 
 
 class ProcessEndedError(Exception):
-    """The profiler process closed its end of the socket: it is dead, or about to be."""
+    """The profiler process closed its end of the socket: it has ended, or is about to."""
 
 
 class ProfilerProcess:
-    """`python -m workers.profiler`, in a session of its own so that it ends together with all its children.
+    """`python -m workers.profiler`, in a session of its own, so that it ends together with all its children.
 
-    For several devices it is `workers.profiler.distributed`, whose ranks lead process groups of their own; `adopt` tells
-    which. `inherited` are descriptors that it keeps open for as long as it lives (the devices' locks).
+    Several devices take `workers.profiler.distributed`, whose ranks lead process groups of their own; `set_ranks` names
+    them. `inherited` are descriptors that the process keeps open while it lives (the devices' locks).
     """
 
     def __init__(self, devices: Sequence[str], *, environment: Mapping[str, str], inherited: Sequence[int]) -> None:
         self._ranks: tuple[psutil.Process, ...] = ()
-        several = len(devices) > 1
         ours, theirs = socket.socketpair()
         with theirs:
             self._popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "workers.profiler.distributed" if several else "workers.profiler",
-                    *("--devices" if several else "--device", ",".join(devices)),
+                module_command(
+                    "workers.profiler.distributed" if len(devices) > 1 else "workers.profiler",
+                    *("--devices", ",".join(devices)),
                     *("--socket", str(theirs.fileno())),
                     *("--parent", str(os.getpid())),
-                ],
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), *inherited),
                 start_new_session=True,
-                env=dict(environment),
+                env=safe_environment(environment),
             )
         ours.settimeout(SEND_TIMEOUT_SECONDS)
         self._socket = ours
@@ -68,38 +65,38 @@ class ProfilerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and the id of its group."""
+        """The id of the process and of its group."""
         return self._popen.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         return self._popen.poll() is None
 
-    def adopt(self, pids: Sequence[int]) -> None:
-        """Watch over these processes, and end them with their own groups."""
+    def set_ranks(self, pids: Sequence[int]) -> None:
+        """Name the processes that run trials for this one. They end with it, each with its own group."""
         ranks = []
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 ranks.append(psutil.Process(pid))
         self._ranks = tuple(ranks)
 
-    def send(self, order: Frozen) -> None:
-        """Write one order.
+    def send(self, command: Frozen) -> None:
+        """Write one command.
 
         Raises:
             ProcessEndedError: nobody reads it.
         """
         try:
-            self._socket.sendall(encode(order))
+            self._socket.sendall(encode(command))
         except OSError as error:
             raise ProcessEndedError(str(error)) from error
 
     def receive(self, timeout_seconds: float) -> Reply | None:
-        """The next reply, or None if none came within `timeout_seconds`.
+        """The next reply, or None if none comes within `timeout_seconds`.
 
         Raises:
-            ProcessEndedError: the process is gone and everything it said has been read.
+            ProcessEndedError: the process has ended, and all its replies have been read.
         """
         deadline = time.monotonic() + timeout_seconds
         while b"\n" not in self._received:
@@ -117,24 +114,24 @@ class ProfilerProcess:
         return REPLIES.validate_json(line)
 
     def private_bytes(self) -> int:
-        """Resident memory that is its own, without the pages of shared libraries; of ranks, that of the largest."""
+        """Resident memory without the pages of shared libraries. If there are ranks, that of the largest rank."""
         return max(_private_bytes(pid) for pid in [rank.pid for rank in self._ranks] or [self.pid])
 
     def kill(self) -> None:
-        """End the process and all its children at once. Safe to call from any thread, and again."""
-        if self._popen.returncode is None:  # not reaped, so that the id cannot belong to anyone else
+        """End the process and all its children at once. Any thread may call this, also more than once."""
+        if self._popen.returncode is None:  # not reaped, so that no other process can have its id
             _kill_group(self.pid)
         for rank in self._ranks:
-            if rank.is_running():  # this process, and no other that has its id now
+            if rank.is_running():  # this process itself, not another that has its id now
                 _kill_group(rank.pid)
 
     def end(self, grace_seconds: float = 0.0) -> int:
-        """Kill, reap and close; returns the exit status (negative: the signal that ended it).
+        """Kill, reap and close; returns the exit status (negative: the signal that ended the process).
 
-        A process that is ending by itself gets `grace_seconds` to do so, to learn how it ended.
+        The process first has `grace_seconds` to end by itself, so that its own exit status is seen.
 
         Raises:
-            TimeoutError: the kernel does not let it go, as with a hung driver.
+            TimeoutError: the process does not end, for instance because the driver hangs.
         """
         if grace_seconds > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -155,8 +152,8 @@ class ProfilerProcess:
             self._popen.stdout.close()
         return status
 
-    def last_words(self, lines: int = 5) -> str:
-        """The end of what it printed, on one line; of a fatal error its head and first frames."""
+    def last_output(self, lines: int = 5) -> str:
+        """The last lines of the output, joined to one line. A fatal error is shown by its head and first frames."""
         printed = list(self._tail)
         fatal = next((i for i, line in enumerate(printed) if line.startswith("Fatal Python error")), None)
         return " | ".join(printed[-lines:] if fatal is None else printed[fatal : fatal + lines])
@@ -171,7 +168,7 @@ class ProfilerProcess:
 
 
 def _private_bytes(pid: int) -> int:
-    """0 when it is gone."""
+    """Resident bytes that are not shared; 0 if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -185,9 +182,9 @@ def _kill_group(leader: int) -> None:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether nothing of a process is left but, perhaps, its exit status for whoever inherited it.
+    """Whether nothing is left of a process, except perhaps its exit status.
 
-    A process counts as a zombie when its first thread has ended; the others may still hold its memory.
+    A process counts as a zombie when its first thread has ended. Its other threads may still hold memory.
     """
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)

@@ -1,4 +1,4 @@
-"""Why a process ended by itself, as far as its exit status, its last words and the kernel tell."""
+"""Why a process ended by itself: what its exit status, its last output and the kernel tell."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import signal
 from pathlib import Path
 
 from explorer.records.measurement import Outcome
+from workers.process.protocol import RankLost
 
 OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate memory", "out of memory")
 
 
-def autopsy(name: str, status: int, words: str, kernel_killed: bool) -> tuple[Outcome, str]:
-    """The outcome of the trial that a process called `name` was running, and the reason in one line."""
+def classify_exit(name: str, status: int, output: str, kernel_killed: bool) -> tuple[Outcome, str]:
+    """The outcome of the trial that the process called `name` was running, and the reason in one line."""
     reason = f"{name} {describe_status(status)}"
     if status == -signal.SIGKILL and kernel_killed:
         return Outcome.OUT_OF_MEMORY, f"{reason}: the kernel's out-of-memory killer ended it"
-    exhausted = any(word in words.lower() for word in OUT_OF_MEMORY_WORDS)
+    exhausted = any(word in output.lower() for word in OUT_OF_MEMORY_WORDS)
     outcome = Outcome.OUT_OF_MEMORY if exhausted else Outcome.CRASHED
-    return outcome, f"{reason}: {words}" if words else reason
+    return outcome, f"{reason}: {output}" if output else reason
 
 
 def describe_status(status: int) -> str:
@@ -30,8 +31,13 @@ def describe_status(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+def name_ended(status: int, lost: RankLost | None) -> tuple[str, int]:
+    """The process that ended first, and its exit status: a lost rank, else the profiler process with `status`."""
+    return ("the profiler process", status) if lost is None else (f"rank {lost.rank} ({lost.device})", lost.status)
+
+
 def count_kernel_oom_kills() -> int:
-    """How often the kernel's OOM killer has struck on this host; 0 where that is not known."""
+    """How many processes the kernel's out-of-memory killer has ended since the host started; 0 if that is not known."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

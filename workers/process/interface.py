@@ -1,4 +1,4 @@
-"""What runs trials on a device, or on several: on this host, on a cluster, or from a recorded table."""
+"""What runs trials: a device or a group of devices of this host, a cluster, or a recorded table."""
 
 from __future__ import annotations
 
@@ -8,41 +8,58 @@ from typing import Protocol
 from explorer.records.event import EventDraft
 from explorer.records.measurement import Measurement
 from explorer.records.trial import TrialPlan
-from explorer.search.trial_scheduler import TrialExecutor
+from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 
 
-class DeviceProfiler(Protocol):
-    """What a job, and an actor on a cluster, need of `workers.process.profiler.Profiler`; see there for what each call raises.
+class ProfilerError(Exception):
+    """The device cannot be profiled at all, whatever the candidate."""
 
-    `interrupt` may be called from any thread, everything else belongs to one thread at a time.
+
+class ProfilerStartError(ProfilerError):
+    """A profiler process was killed, or the kernel refused to start it, before it was ready. Another may start."""
+
+
+class ProfilerInterruptedError(Exception):
+    """`interrupt()` was called: the process is gone, and nothing was measured."""
+
+
+class DeviceProfiler(Protocol):
+    """Measures candidates on a device.
+
+    `interrupt` may be called from any thread. All other methods belong to one thread at a time. `Profiler` documents
+    the errors that each method raises.
     """
 
     @property
     def restarts(self) -> int:
-        """How often a profiler process was replaced in trials that have been waited for."""
+        """How often a profiler process was replaced during trials that have been waited for."""
         ...
 
     @abstractmethod
     def start(self) -> None:
-        """Have at least one device ready; makes an interrupted profiler usable again."""
+        """Make at least one device ready. An interrupted profiler becomes usable again."""
 
     @abstractmethod
     def hardware(self) -> HardwareSpec:
-        """What each device is."""
+        """Describe each device."""
 
     @abstractmethod
     def begin(self, request: ExplorationRequest) -> DeviceReport:
-        """Announce a job to every device, those that come later included."""
+        """Announce a job to every device, also to devices that join later."""
 
     @abstractmethod
     def measure(self, plan: TrialPlan) -> Measurement:
         """Run a trial while nothing else is in flight."""
 
     @abstractmethod
+    def finish_job(self) -> None:
+        """End the job. What it leaves clean stays ready for the next job, the rest is given back."""
+
+    @abstractmethod
     def interrupt(self) -> None:
-        """End what runs; a running call and every later one raise ProfilerInterruptedError, until `start`."""
+        """End what runs. A running call and every later one raise ProfilerInterruptedError until `start`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -50,13 +67,13 @@ class DeviceProfiler(Protocol):
 
 
 class DevicePool(TrialExecutor, DeviceProfiler):
-    """A profiler that is a `TrialExecutor`."""
+    """A profiler that runs several trials at the same time."""
 
     restarts: int = 0
 
     @abstractmethod
     def take_events(self) -> list[EventDraft]:
-        """What is to be told since the last time: devices that were lost or left out, trials that began anew."""
+        """Return the events since the last call: devices that were lost or left out, trials that began anew."""
 
     def measure(self, plan: TrialPlan) -> Measurement:
         """Run a trial while nothing else is in flight."""

@@ -1,4 +1,4 @@
-"""What the worker and its profiler process say to each other: one JSON object a line."""
+"""The messages between a worker and its profiler process: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from explorer.spec.request import ExplorationRequest
 
 
 class MeasureHardware(Frozen):
-    """Order: measure the device's peaks. Answered by `HardwareReply`."""
+    """Command: measure the device's peaks. The answer is a `HardwareReply`."""
 
     type: Literal["measure_hardware"] = "measure_hardware"
 
 
 class Begin(Frozen):
-    """Order: a job begins. Answered by `ReportReply`. Sent again to a process that replaces a dead one.
+    """Command: a job begins. The answer is a `ReportReply`. A process that replaces a dead one gets it again.
 
-    `others_bytes` is what the dead one said others held of the device when the job began.
+    `others_bytes` is the device memory that other processes held when the job began, as the dead process said.
     """
 
     type: Literal["begin"] = "begin"
@@ -33,16 +33,16 @@ class Begin(Frozen):
 
 
 class RunTrial(Frozen):
-    """Order: measure. Answered by `ComponentStarted` and `ComponentMeasured` as it goes, `TrialFinished` at the end."""
+    """Command: run a trial. Answers: `ComponentStarted` and `ComponentMeasured`, then `TrialFinished`."""
 
     type: Literal["run_trial"] = "run_trial"
     plan: TrialPlan
 
 
 class Hello(Frozen):
-    """First message of a profiler process: torch is imported and the device exists.
+    """The first message of a profiler process: torch is imported and the device exists.
 
-    A profiler of several devices names the processes that have them, each the leader of a process group.
+    `ranks` are the ids of the processes that own the devices of a group. Each leads a process group.
     """
 
     type: Literal["hello"] = "hello"
@@ -58,7 +58,7 @@ class HardwareReply(Frozen):
 
 
 class ReportReply(Frozen):
-    """Which back ends can serve the job's model, and what others hold of the device as the job begins."""
+    """The back ends that can serve the job's model, and the device's memory in bytes that other processes hold."""
 
     type: Literal["report"] = "report"
     report: DeviceReport
@@ -66,21 +66,21 @@ class ReportReply(Frozen):
 
 
 class ComponentStarted(Frozen):
-    """So that a crash or a hang can be blamed on the right component."""
+    """The process begins a component. A crash or a hang after this message is that component's."""
 
     type: Literal["component_started"] = "component_started"
     component: Component
 
 
 class ComponentMeasured(Frozen):
-    """So that what was measured before a crash is not lost with the process."""
+    """A component was measured. It is sent at once, so that a later crash does not lose it."""
 
     type: Literal["component_measured"] = "component_measured"
     measurement: ComponentMeasurement
 
 
 class TrialFinished(Frozen):
-    """The trial's result. `seconds` is the process's own time; a `poisoned` process asks to be replaced."""
+    """The trial's result. `seconds` is the process's own time. A `poisoned` process must be replaced."""
 
     type: Literal["trial_finished"] = "trial_finished"
     measurement: Measurement
@@ -89,7 +89,7 @@ class TrialFinished(Frozen):
 
 
 class RankLost(Frozen):
-    """A process of the group has ended with `status` (negative: the signal that ended it), and the group with it."""
+    """A rank has ended with `status` (negative: the signal that ended it), and its group ends with it."""
 
     type: Literal["rank_lost"] = "rank_lost"
     rank: int
@@ -98,22 +98,22 @@ class RankLost(Frozen):
 
 
 class Refused(Frozen):
-    """The process cannot do what was ordered, whatever the candidate: the device does not exist, for instance."""
+    """The process cannot carry out any command, for instance because the device does not exist."""
 
     type: Literal["refused"] = "refused"
     reason: str
 
 
-Order = Annotated[MeasureHardware | Begin | RunTrial, Field(discriminator="type")]
+Command = Annotated[MeasureHardware | Begin | RunTrial, Field(discriminator="type")]
 Reply = Annotated[
     Hello | HardwareReply | ReportReply | ComponentStarted | ComponentMeasured | TrialFinished | RankLost | Refused,
     Field(discriminator="type"),
 ]
 
-ORDERS: TypeAdapter[Order] = TypeAdapter(Order)
+COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)
 REPLIES: TypeAdapter[Reply] = TypeAdapter(Reply)
 
 
 def encode(message: Frozen) -> bytes:
-    """One line."""
+    """The message as one line."""
     return message.model_dump_json().encode() + b"\n"

@@ -1,1 +1,1 @@
-"""The process that owns one device: builds blocks of a model, times and weighs them, and says what it found."""
+"""The process that owns one device: it builds blocks of a model, and measures their time and memory."""

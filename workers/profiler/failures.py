@@ -1,4 +1,4 @@
-"""What an exception inside a trial means."""
+"""Maps an exception inside a trial to an outcome."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EXHAUSTED = (
 
 
 class UnsupportedTrialError(Exception):
-    """The trial asks for what this device or this software cannot do; the message says why."""
+    """This device or this software cannot run the trial; the message says why."""
 
 
 def classify(error: Exception) -> tuple[Outcome, str]:
-    """The outcome and the reason, in one line."""
+    """Return the outcome and the reason, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, UnsupportedTrialError):
         return Outcome.UNSUPPORTED, text
@@ -32,7 +32,7 @@ def classify(error: Exception) -> tuple[Outcome, str]:
 
 
 def is_poisoned(device: torch.device) -> bool:
-    """Whether the device takes no more work from this process: a CUDA error other than OOM sticks to it."""
+    """Whether the device is lost to this process, as it is after any CUDA error but a lack of memory."""
     if device.type != "cuda":
         return False
     try:

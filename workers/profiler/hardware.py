@@ -1,4 +1,4 @@
-"""Measures the device: what it can do at most, not what its data sheet says."""
+"""Measures what the device reaches at most; data sheets are not used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUDA_MATMUL_SIZE = 8192
 CUDA_COPY_BYTES = 1 << 30
 CPU_MATMUL_SIZES = (256, 512, 1024, 2048)
 CPU_MATMUL_SECONDS = 0.06
-"""The largest of the sizes is used whose product is expected to take no longer than this."""
+"""Products that are expected to take longer are left out."""
 CPU_COPY_BYTES = 128 << 20
 TINY_OPERATIONS = 200
 
@@ -30,7 +30,7 @@ TINY_OPERATIONS = 200
 def measure_hardware(device: torch.device, used_before: int | None) -> HardwareSpec:
     """Time large products of random matrices, a large copy, and the launch of tiny operations: 1 to 2 s.
 
-    `used_before` are the bytes that were in use on the device before this process had a context on it.
+    `used_before` is the device memory in bytes that was in use before this process had a context on the device.
     """
     return _measure_cuda(device, used_before) if device.type == "cuda" else _measure_cpu()
 
@@ -81,7 +81,7 @@ def _matmul_peaks(device: torch.device, measure: Callable[[torch.device, torch.d
     for dtype in DType:
         try:
             peaks[dtype] = measure(device, torch_dtype(dtype))
-        except (RuntimeError, NotImplementedError):  # this device multiplies no such numbers
+        except (RuntimeError, NotImplementedError):  # this device does not multiply numbers of this type
             continue
     return peaks
 
@@ -95,7 +95,7 @@ def _cuda_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _cpu_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest of a few products: on a shared host the others were disturbed."""
+    """The fastest of a few products, because other processes on the host slow some of them down."""
     peak = 0.0
     for n in CPU_MATMUL_SIZES:
         if peak and 2 * n**3 / peak > CPU_MATMUL_SECONDS:
@@ -110,14 +110,14 @@ def _cpu_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _bandwidth(device: torch.device, size: int) -> float:
-    """Bytes read and written a second by a large copy."""
+    """Bytes that a large copy reads and writes a second."""
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _median_device_seconds(device, lambda: target.copy_(source), warm_up=2, repeats=5)
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Host seconds for one tiny eager operation; the launch queue never fills."""
+    """Host seconds of one tiny eager operation. There are too few operations to fill the launch queue."""
     x = torch.zeros(16, device=device)
     seconds = []
     for _ in range(5):
@@ -154,7 +154,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def used_bytes(device: torch.device) -> int | None:
-    """Memory in use on a CUDA device by anyone; null where NVML does not say. Makes no context."""
+    """Memory of a CUDA device that any process uses, in bytes; null if NVML does not tell. It makes no context."""
     try:
         return int(torch.cuda.device_memory_used(device))
     except (RuntimeError, ModuleNotFoundError, pynvml.NVMLError):

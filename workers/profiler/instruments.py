@@ -1,4 +1,4 @@
-"""The device in this process: its timer, its random numbers, and its memory between trials."""
+"""The device of this process: its timer, its random numbers, and its memory between trials."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from bexp.measure import host_limits as host
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.timing import BlockTimer, HostTimer
-from workers.profiler.rank_group import ALONE, RankGroup
+from workers.profiler.rank_group import SINGLE_RANK, RankGroup
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
-"""What libraries may keep for good: workspaces of cuBLAS and cuDNN, constants of compiled code."""
+"""What libraries may keep for ever: workspaces of cuBLAS and cuDNN, constants of compiled code."""
 
 
 class Instruments:
-    """One device, made ready for trials. On the CPU `num_ranks` processes share the host's cores."""
+    """One device, ready for trials. On the CPU `num_ranks` processes share the host's cores."""
 
     def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
         self.device = device
         self.monitor = DeviceMonitor()
-        self.ranks: RankGroup = ALONE
+        self.rank_group: RankGroup = SINGLE_RANK
         self.timer: BlockTimer
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -34,22 +34,22 @@ class Instruments:
             self.timer = HostTimer()
         self._baseline_bytes = self._settled_bytes()
 
-    def join(self, ranks: RankGroup) -> None:
-        """Run with these processes from now on."""
-        self.ranks = ranks
-        self.timer.reducer = ranks
+    def join(self, rank_group: RankGroup) -> None:
+        """Run the next trial with these ranks."""
+        self.rank_group = rank_group
+        self.timer.reducer = rank_group
 
     @property
     def own_bytes(self) -> int:
-        """Allocated for measuring itself, which a training process does not need."""
+        """Bytes allocated for measuring, which a training process does not need."""
         return self._baseline_bytes
 
     def generator(self, seed: int) -> torch.Generator:
-        """Random numbers of the device."""
+        """A source of random numbers on the device."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def limit_memory(self, limit_bytes: int, context_bytes: int) -> None:
-        """Fail allocations beyond a limit as out of memory. The runtime's context counts towards it."""
+        """Make allocations beyond a limit fail as out of memory. The runtime's context counts towards the limit."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             share = max(1.0, limit_bytes - context_bytes) / total
@@ -58,10 +58,10 @@ class Instruments:
             host.limit_data(limit_bytes)
 
     def settle(self, *, release: bool) -> int:
-        """Collect what a trial left; returns the bytes that it leaves nevertheless.
+        """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.
 
-        `release` also gives cached memory back to the device: after a trial that ran out of it, and before one whose
-        reserved memory is to be seen.
+        `release` also gives cached memory back to the device. This is needed after a trial that ran out of memory, and
+        before a trial whose reserved memory is measured.
         """
         left = self._settled_bytes() - self._baseline_bytes
         if left > TOLERATED_LEFTOVER_BYTES and "torch._dynamo" in sys.modules:
@@ -85,6 +85,6 @@ class Instruments:
             return 0
         torch.cuda.synchronize(self.device)
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear_workspaces is not None:  # cuBLAS keeps one for every stream it has seen
+        if clear_workspaces is not None:  # cuBLAS keeps one for every stream that it was used on
             clear_workspaces()
         return torch.cuda.memory_allocated(self.device)

@@ -1,4 +1,4 @@
-"""Where the seconds of a trial go."""
+"""The seconds of a trial by phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: Literal["build", "warm_up", "timed"]) -> Iterator[None]:
-        """What runs within belongs to the phase, whether it fails or not."""
+        """Count the seconds of a `with` block for the phase, also if the block fails."""
         started = time.perf_counter()
         try:
             yield
@@ -28,11 +28,11 @@ class PhaseClock:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since the clock was made."""
+        """Seconds since this object was made."""
         return time.perf_counter() - self._started
 
     def seconds(self) -> PhaseSeconds:
-        """The phases so far; what belongs to none of them counts as set-up, so that nothing is lost."""
+        """The phases so far. Time outside of any phase counts as `build`, so that they add up to the elapsed time."""
         known = sum(self._seconds.values())
         build = self._seconds["build"] + max(0.0, self.elapsed_seconds - known)
         return PhaseSeconds(build=build, warm_up=self._seconds["warm_up"], timed=self._seconds["timed"])

@@ -1,4 +1,4 @@
-"""The processes that run a trial together, as one of them sees them."""
+"""The ranks that run a trial together, as one of them sees them."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from workers.profiler.failures import UnsupportedTrialError
 
 
 class Barrier(Protocol):
-    """Keeps what comes next on this process's device from starting before every process has come to it."""
+    """Makes the device wait until all ranks of a component have reached this point."""
 
     def __call__(self) -> None: ...  # noqa: D102 - its protocol says it
 
 
 class RankGroup(Reducer, Protocol):
-    """Every member must call the same methods in the same order.
+    """The ranks of a trial. Each of them must call the same methods in the same order.
 
-    A member that fails does not come back to the others: they wait for it until all are ended from outside.
+    A rank that fails cannot join the others again. They wait for it until all are ended from outside.
     """
 
     size: int
     rank: int
     members: dist.ProcessGroup | None
-    """All of them; null for one alone."""
+    """torch's group of all ranks; null for a single rank."""
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
-        """The ring of `size` members that this one shares its sequences with."""
+        """The ring of `size` ranks with which this rank shares its sequences."""
 
     def barrier(self, component: Component) -> Barrier | None:
-        """Of the members that run the component together; null for one that each runs by itself."""
+        """The barrier of the ranks that run the component together; null if each runs it without the others."""
 
 
-class Alone:
-    """A ranks of one."""
+class SingleRank:
+    """A group of one rank."""
 
     size = 1
     rank = 0
     members: dist.ProcessGroup | None = None
 
     def all_reduce_max(self, *values: float) -> tuple[float, ...]:
-        """The values."""
+        """Returns the values."""
         return values
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
-        """There is no ring."""
-        raise AssertionError("a process alone shares no sequences")
+        """A single rank has no ring."""
+        raise AssertionError("a single rank shares no sequences")
 
     def barrier(self, component: Component) -> Barrier | None:
-        """Nobody to wait for."""
-        assert not component.is_joint, "a process alone runs nothing that communicates"
+        """A single rank waits for no other."""
+        assert not component.is_joint, "a single rank runs nothing that communicates"
         return None
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
-def alone(plan: TrialPlan) -> RankGroup:
-    """The ranks of a process that has no other; UnsupportedTrialError if the trial needs more."""
+def single_rank(plan: TrialPlan) -> RankGroup:
+    """The group of a profiler with one device; UnsupportedTrialError if the trial needs more."""
     check_size(plan, 1)
-    return ALONE
+    return SINGLE_RANK
 
 
 def check_size(plan: TrialPlan, num_processes: int) -> None:
-    """UnsupportedTrialError unless so many processes can run the trial."""
+    """Raise UnsupportedTrialError if the trial needs more than `num_processes`."""
     if plan.num_processes > num_processes:
         raise UnsupportedTrialError(f"the trial needs {plan.num_processes} devices; the profiler has {num_processes}")

@@ -43,9 +43,10 @@ def walk(
     output = 4 * 32 * 64 * req.model.dtype.itemsize
     blocks = {}
     for group in parts.layers:
-        kind = LayerKind.MOE if group.ffn.kind.value == "moe_ffn" else LayerKind.DENSE
-        blocks[kind, group.recomputed] = (sizes[group.attention], sizes[group.ffn])
+        kind = LayerKind.MOE if group.blocks[1].kind.value == "moe_ffn" else LayerKind.DENSE
+        blocks[kind, group.recomputed] = tuple(sizes[block] for block in group.blocks)
     layers = list(zip(req.model.layer_kinds, recomputed_layers(req.model, chosen.recompute), strict=True))
+    assert parts.embedding is not None
     level = sizes[parts.embedding][0]
     highest, held = level, []
     for layer in layers:

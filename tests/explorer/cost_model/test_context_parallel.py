@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
@@ -20,7 +19,7 @@ from explorer.records.recommendation import Answer
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.feasibility import at_least
-from explorer.search.optuna_sampler import DIMENSIONS, admits, distributions, to_candidate, to_params
+from explorer.search.optuna_trials import DIMENSIONS, distributions, to_candidate, to_params
 from explorer.search.report import accumulate
 from explorer.spec.candidate import Candidate
 from explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
@@ -361,24 +360,14 @@ def test_a_failed_block_says_nothing_of_other_layouts() -> None:
 # -- studies -------------------------------------------------------------------------------------------------------
 
 
-def test_a_study_from_before_is_still_admitted_and_read() -> None:
+def test_a_trial_from_before_context_parallelism_is_still_read() -> None:
     rep = report(experts=False)
     plain = ExplorationRequest.model_validate({"model": MODEL, **SMALL})
     candidates = enumerate_candidates(plain, rep, plain.model).candidates
     space = distributions(candidates)
     assert set(space) == set(DIMENSIONS)
-    old = {name: space[name] for name in DIMENSIONS[:5]}
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    study.add_trial(
-        optuna.trial.create_trial(
-            value=1.0, params={name: to_params(candidates[0])[name] for name in old}, distributions=old
-        )
-    )
-    assert admits(study, space)
-    asked = study.ask(space)
-    assert asked.params["context_parallel_size"] == 1
-    assert asked.params["context_parallel_layout"] is None
-    assert to_candidate(study.trials[0].params, 4) == candidates[0]
+    old = {name: to_params(candidates[0])[name] for name in DIMENSIONS[:5]}
+    assert to_candidate(old, 4) == candidates[0]
 
 
 def test_predicted_bytes_of_shared_attention_follow_the_device() -> None:

@@ -12,7 +12,8 @@ from explorer.cost_model.components import BlockRecompute, ComponentKind, Decomp
 from explorer.cost_model.roofline import predict_component_seconds
 from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.request import MAX_COMBINATIONS, ExplorationRequest
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.request_rules import MAX_COMBINATIONS
 from tests.explorer.simulator import report
 
 DENSE: dict[str, Any] = {

@@ -183,7 +183,7 @@ def test_scoped_flags_decide_the_mode() -> None:
     ("document", "location", "part"),
     [
         (trainer(bta(max_tile=7)), ("GlobalFlags", "csx.debug.ini", "ws_opt_bta_max_tile"), "must divide"),
-        (trainer(bta(enable=False)), ("bta",), "no meaning"),
+        (trainer(bta(enable=False)), ("ws_opt_bta_max_tile",), "no meaning"),
         (trainer(bta(max_tile=0)), ("ws_opt_bta_max_tile",), "greater than or equal to 1"),
         (trainer({"GlobalFlags": {"csx.debug.ini.ws_opt_bta": 2}}), ("csx.debug.ini.ws_opt_bta",), "unknown BTA flag"),
         ({"trainer": {"init": {"callbacks": [bta()]}}}, ("trainer", "init", "model"), "missing"),
@@ -231,7 +231,7 @@ def test_a_mixture_of_experts_with_a_shared_one() -> None:
 
 
 def test_any_model_shape_in_a_cerebras_run() -> None:
-    assert parse_request(run(model={"model_type": "gpt2"})).model.name == "gpt2"
+    assert parse_request(run(model={"model_type": "gpt2"})).model_name == "gpt2"
     assert parse_request(run(model=NATIVE["model"])).model.num_layers == 1
 
 

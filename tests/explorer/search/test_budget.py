@@ -10,8 +10,8 @@ import pytest
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Trial, TrialPlan
 from explorer.search.explore import explore
-from explorer.search.trial_scheduler import TrialExecutor
-from tests.explorer.search.test_explore import request
+from explorer.search.trial_executor import TrialExecutor
+from tests.explorer.explorations import request
 from tests.explorer.simulator import SimulatedDevice, report
 
 MAX_SECONDS = 10

@@ -12,7 +12,7 @@ from explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Condi
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.history import HOPELESS_CONTAMINATED
-from tests.explorer.search.test_explore import answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice
 
 CALM = Conditions(sm_clock_mhz=1500, power_watts=690, clock_reasons=("sw_power_cap", "gpu_idle"), host_busy_share=0.9)

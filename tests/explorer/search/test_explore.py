@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,63 +11,15 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable, required_table
 from explorer.cost_model.components import Component
 from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.event import EventCode, Progress
+from explorer.records.event import EventCode
 from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
-from explorer.records.recommendation import Answer
-from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.explore import explore
-from explorer.search.optuna_sampler import MEASUREMENT
+from explorer.search.optuna_sampler import ComponentSampler
+from explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from tests.explorer.explorations import MODEL, answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
-
-MODEL: dict[str, Any] = {
-    "name": "moe",
-    "num_layers": 8,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "vocab_size": 32000,
-    "seq_length": 2048,
-    "moe": {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 512},
-}
-
-
-def request(**changes: Any) -> ExplorationRequest:
-    """A space of some hundred candidates, so that a run takes well under a second."""
-    small = {"micro_batch_size": {"explore": {"min": 1, "max": 16}}, "attention_backends": ["cudnn", "flash"]}
-    return ExplorationRequest.model_validate({"model": MODEL, **small, **changes})
-
-
-def run(
-    req: ExplorationRequest,
-    device: Measure,
-    *,
-    rep: DeviceReport | None = None,
-    history: Sequence[Trial] = (),
-    stop_after: int | None = None,
-) -> list[Progress]:
-    steps = []
-    for step in explore(req, rep or report(memory_gib=40), device, history=history):
-        steps.append(step)
-        if stop_after is not None and len(steps) >= stop_after:
-            break
-    return steps
-
-
-def answer_of(steps: list[Progress]) -> Answer:
-    answer = steps[-1].answer
-    assert answer is not None
-    return answer
-
-
-def trials_of(steps: list[Progress]) -> list[Trial]:
-    return [step.trial for step in steps if step.trial is not None]
-
-
-def lines(steps: list[Progress], code: EventCode) -> list[str]:
-    return [event.message for step in steps for event in step.events if event.code is code]
 
 
 def test_finds_a_candidate_within_tolerance_in_few_trials() -> None:
@@ -241,56 +192,38 @@ def test_a_small_effective_batch_lets_the_optimizer_decide() -> None:
     assert found.grad_accum_steps == 8 // found.candidate.micro_batch_size or found.nearest_batch_sizes
 
 
-def test_the_study_can_be_opened_with_optunas_own_tools() -> None:
+def test_every_trial_of_components_is_asked_from_the_study_and_told_to_it() -> None:
     req = request()
-    storage = optuna.storages.InMemoryStorage()
-
-    def open_study(name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
-        return optuna.create_study(
-            study_name=name or "job", sampler=sampler, storage=storage, direction="maximize", load_if_exists=True
-        )
-
-    steps = list(explore(req, report(memory_gib=40), SimulatedDevice(req), open_study=open_study))
-    found = answer_of(steps).recommendation
-    study = optuna.load_study(study_name="job", storage=storage)
-    trials = [t for t in trials_of(steps) if t.kind is TrialKind.COMPONENTS]
-    assert len(study.trials) == len(trials)
-    assert all(MEASUREMENT in t.user_attrs for t in study.trials)
-    assert found is not None
-    assert study.best_trial.values[0] == pytest.approx(found.tokens_per_second, rel=0.02)
-
-
-def test_a_study_that_was_begun_with_fewer_choices_does_not_end_the_job() -> None:
-    """As after an upgrade: the request says the same, and the space has grown."""
-    storage = optuna.storages.InMemoryStorage()
-
-    def open_study(name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
-        return optuna.create_study(
-            study_name=f"job/{name}", sampler=sampler, storage=storage, direction="maximize", load_if_exists=True
-        )
-
-    older = request(recompute=["none", "selective", "full"])
-    device = SimulatedDevice(older, noise=0.0)
-    steps = []
-    for step in explore(older, report(memory_gib=40), device, open_study=open_study):
-        steps.append(step)
-        if len(trials_of(steps)) == 4:
-            break
-    req = request()
-    after = list(
+    studies: dict[str, optuna.Study] = {}
+    steps = list(
         explore(
             req,
             report(memory_gib=40),
-            SimulatedDevice(req, noise=0.0),
-            history=trials_of(steps),
-            open_study=open_study,
+            SimulatedDevice(req),
+            copy_study=lambda name, study: studies.update({name: study}),
         )
     )
-    assert answer_of(after).recommendation is not None
-    names = sorted(study.study_name for study in optuna.get_all_study_summaries(storage))
-    assert len(names) == 2
-    again = optuna.load_study(study_name=names[1], storage=storage)
-    assert len(again.trials) == len([t for t in trials_of(steps + after) if t.kind is TrialKind.COMPONENTS])
+    found = answer_of(steps).recommendation
+    trials = [t for t in trials_of(steps) if t.kind is TrialKind.COMPONENTS]
+    told = [t for t in studies[""].trials if MEASUREMENT in t.user_attrs]
+    assert [t.user_attrs[TRIAL_NUMBER] for t in told] == [t.number for t in trials]
+    assert [to_candidate(t.params, 4) for t in told] == [t.candidate for t in trials]
+    assert found is not None
+    assert studies[""].best_trial.values[0] == pytest.approx(found.tokens_per_second, rel=0.02)
+
+
+def test_what_the_study_is_asked_for_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the sampler says, the candidate of the asked trial is the one that is measured."""
+    fixed = Candidate(micro_batch_size=12, attention_backend="flash", expert_backend="loop", num_query_groups=4)
+    sample = ComponentSampler.sample_relative
+
+    def to_fixed(self: ComponentSampler, study: optuna.Study, trial: Any, space: Any) -> dict[str, Any]:
+        return sample(self, study, trial, space) and to_params(fixed)
+
+    monkeypatch.setattr(ComponentSampler, "sample_relative", to_fixed)
+    req = request(verify=False, budget={"max_trials": 3})
+    asked = [t.candidate for t in trials_of(run(req, SimulatedDevice(req)))[1:3]]
+    assert asked == [fixed, fixed]
 
 
 def test_restrictions_leave_an_explanation() -> None:

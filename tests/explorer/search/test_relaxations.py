@@ -14,7 +14,7 @@ from explorer.search.explore import explore
 from explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
-from tests.explorer.search.test_explore import answer_of, request
+from tests.explorer.explorations import answer_of, request
 from tests.explorer.simulator import SimulatedDevice, report
 
 DEVICE = report(memory_gib=40)

@@ -12,10 +12,11 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.measurement import Conditions, Measurement, Outcome
 from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.acquisition import Suggestion, measuring_seconds, split
+from explorer.search.acquisition import suggest_measurement
 from explorer.search.search_state import SearchState
-from explorer.search.trial_scheduler import OneAtATime, TrialExecutor
-from tests.explorer.search.test_explore import answer_of, request, run, trials_of
+from explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
+from explorer.search.trial_executor import OneAtATime, TrialExecutor
+from tests.explorer.explorations import answer_of, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -177,10 +178,10 @@ def plan_of(state: SearchState, number: int, suggestion: Suggestion) -> TrialPla
 def test_trials_in_flight_move_the_next_suggestion_and_nothing_else() -> None:
     state, device = state_after_base()
     verdict, means = state.recommend(), state.mean_tokens_per_second().copy()
-    first = state.suggest()
+    first = suggest_measurement(state)
     assert first is not None
     state.expect(1, first)
-    second = state.suggest()
+    second = suggest_measurement(state)
     assert second is not None
     assert not set(second.components) & set(first.components)
     assert state.recommend() == verdict
@@ -189,15 +190,15 @@ def test_trials_in_flight_move_the_next_suggestion_and_nothing_else() -> None:
     found = device(plan_of(state, 1, first))
     for each in (state, untouched):
         each.learn_trials([(1, found)])
-    assert state.suggest() == untouched.suggest()
+    assert suggest_measurement(state) == suggest_measurement(untouched)
 
 
 def test_the_believed_surrogate_is_surer_of_what_is_in_flight_and_expects_the_same() -> None:
     state, _ = state_after_base()
-    suggestion = state.suggest()
+    suggestion = suggest_measurement(state)
     assert suggestion is not None
     columns = [state.table.column[c] for c in suggestion.components]
-    believed = state.surrogate.believing(suggestion.components)
+    believed = state.surrogate.expecting(suggestion.components)
     assert believed.log_std_K[columns].sum() < 0.5 * state.surrogate.log_std_K[columns].sum()
     assert believed.device_mean_K[columns] == pytest.approx(state.surrogate.device_mean_K[columns], rel=0.05)
     assert not state.surrogate.known_K[columns].any()
@@ -208,8 +209,8 @@ def test_parts_of_a_suggestion_take_about_as_long() -> None:
     row = len(state.table.candidates) - 1
     suggestion = Suggestion(row, state.table.missing(row, state.surrogate.known_K))
     assert len(suggestion.components) >= 3
-    assert split(suggestion, 1, state.table, state.surrogate) == (suggestion,)
-    parts = split(suggestion, 2, state.table, state.surrogate)
+    assert split_suggestion(suggestion, 1, state.table, state.surrogate) == (suggestion,)
+    parts = split_suggestion(suggestion, 2, state.table, state.surrogate)
     assert sorted(c.key for p in parts for c in p.components) == sorted(c.key for c in suggestion.components)
     costs = measuring_seconds(state.surrogate.device_mean_K)
     loads = [sum(costs[state.table.column[c]] for c in part.components) for part in parts]

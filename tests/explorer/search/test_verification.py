@@ -13,7 +13,7 @@ from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.spec.candidate import Candidate
-from tests.explorer.search.test_explore import answer_of, lines, request, trials_of
+from tests.explorer.explorations import answer_of, lines, request, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 

@@ -13,13 +13,14 @@ from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.event import EventCode
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.acquisition import suggest_measurement
 from explorer.search.candidate_posterior import CandidatePosterior
+from explorer.search.pruned_space import prune_space
 from explorer.search.search_state import SearchState
-from explorer.search.setup import prune_space
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.extrapolation import BYTES_STD_NEAR
-from tests.explorer.search.test_explore import answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -177,12 +178,12 @@ class SearchedState:
 
     @property
     def posterior(self) -> CandidatePosterior:
-        return self.state._posterior
+        return self.state.posterior
 
     def measure_next(self) -> bool:
-        found = self.state.suggest()
+        found = suggest_measurement(self.state)
         verdict = self.state.recommend()
-        if found is None or (verdict is not None and verdict.probability >= 0.95):
+        if found is None or (verdict is not None and verdict.confidence >= 0.95):
             return False
         table = self.state.table
         plan = TrialPlan(

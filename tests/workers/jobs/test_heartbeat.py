@@ -14,7 +14,7 @@ from storage.jobs import JobState, get_job
 from storage.leases import Claim, HeartbeatStatus, Lease
 from storage.queue import Queue
 from tests.contracts.samples import make_request
-from workers.jobs.heartbeat import Interruption, LeaseKeeper
+from workers.jobs.heartbeat import Interruption, LeaseHeartbeat
 
 POLL = timedelta(milliseconds=20)
 
@@ -27,9 +27,9 @@ def claim(queue: Queue) -> Claim:
 
 
 @contextmanager
-def keeping(queue: Queue, lease: Lease) -> Iterator[tuple[LeaseKeeper, threading.Event]]:
+def keeping(queue: Queue, lease: Lease) -> Iterator[tuple[LeaseHeartbeat, threading.Event]]:
     interrupted = threading.Event()
-    with LeaseKeeper(queue, lease, interrupted.set, poll=POLL) as keeper:
+    with LeaseHeartbeat(queue, lease, interrupted.set, poll=POLL) as keeper:
         yield keeper, interrupted
 
 

@@ -22,7 +22,7 @@ from storage.trials import read_trials
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 from workers.jobs.runner import JobEnd, run_job
-from workers.process.profiler import ProfilerError
+from workers.process.interface import ProfilerError
 
 FINGERPRINT = make_report().hardware.fingerprint
 

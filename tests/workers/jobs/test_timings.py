@@ -4,7 +4,7 @@ import pytest
 
 from explorer.records.measurement import PhaseSeconds
 from workers.jobs import timings as accounting
-from workers.jobs.timings import PHASES, JobAccount
+from workers.jobs.timings import PHASES, JobTimings
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(accounting, "time", clock)
-    account = JobAccount(queued_seconds=3.0)
+    account = JobTimings(queued_seconds=3.0)
     with account.begin():
         clock.now += 2.0
     with account.spend("suggest"):
@@ -27,7 +27,7 @@ def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> No
     with account.spend("storage"):
         clock.now += 1.0
     clock.now += 0.5
-    timings = account.timings()
+    timings = account.seconds()
     assert timings == {
         "queue": 3.0,
         "process_start": 3.0,  # of the 90 s that the trial reports only one can have passed within it
@@ -47,10 +47,10 @@ def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(accounting, "time", clock)
-    account = JobAccount(queued_seconds=0.0)
+    account = JobTimings(queued_seconds=0.0)
     with account.spend("suggest"):
         clock.now += 4.0 + 0.5
         account.add_trial(4.0, PhaseSeconds(build=2.0, timed=6.0), beside_others=True)
         account.add_trial(0.0, PhaseSeconds(build=1.0, timed=7.0), beside_others=True)
-    timings = account.timings()
+    timings = account.seconds()
     assert (timings["build"], timings["timed"], timings["suggest"], timings["total"]) == (1.0, 3.0, 0.5, 4.5)

@@ -13,21 +13,21 @@ from storage.workers import list_workers
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 from workers.jobs.worker import Worker
-from workers.process.profiler import ProfilerError
+from workers.process.interface import ProfilerError
 
 
 def make_worker(database: Database, profiler: FakeProfiler) -> Worker:
     return Worker(Queue(database), profiler, "cpu", explore=fake_explore)
 
 
-def test_each_job_gets_a_process_of_its_own_and_none_is_started_in_vain(sqlite_database: Database) -> None:
+def test_a_profiler_is_started_before_each_job_and_closed_once_at_the_end(sqlite_database: Database) -> None:
     queue = Queue(sqlite_database)
     for _ in range(2):
         queue.enqueue(make_request())
     profiler = FakeProfiler()
     make_worker(sqlite_database, profiler).run(max_jobs=2)
     # A job's own `start` finds the process running.
-    assert profiler.calls == ["start", "start", "begin", "close", "start", "start", "begin", "close", "close"]
+    assert profiler.calls == ["start", "start", "begin", "finish_job", "start", "start", "begin", "finish_job", "close"]
     assert {job.state for job in list_jobs(sqlite_database)[0]} == {JobState.SUCCEEDED}
 
 

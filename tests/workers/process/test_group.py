@@ -18,7 +18,8 @@ from explorer.spec.training import Sharding, TrainingSpec
 from tests.workers.process.test_profiler import ENVIRONMENT, HUGE
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.devices.lock import DeviceBusyError
-from workers.process.profiler import Profiler, ProfilerInterruptedError
+from workers.process.interface import ProfilerInterruptedError
+from workers.process.profiler import Profiler
 
 LARGE = HUGE.model_copy(update={"num_attention_heads": 16, "num_query_groups": 16})
 """At a large micro-batch: seconds to run, most of them in rings."""
@@ -36,8 +37,9 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Profiler]:
 
 def processes(profiler: Profiler) -> list[psutil.Process]:
     """The one that speaks for the ranks, then the ranks in their order."""
-    assert profiler._process is not None
-    return [psutil.Process(profiler._process.pid), *profiler._process._ranks]
+    process = profiler._process.current
+    assert process is not None
+    return [psutil.Process(process.pid), *process._ranks]
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -216,11 +218,11 @@ def test_whoever_dies_between_trials_takes_the_others_along_and_is_replaced_in_s
     group: Profiler, who: int
 ) -> None:
     group.begin(REQUEST)
-    process, before = group._process, processes(group)
+    process, before = group._process.current, processes(group)
     assert process is not None
     os.kill(before[who].pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while process.alive or any(is_alive(one) for one in before):
+    while process.is_alive or any(is_alive(one) for one in before):
         assert time.monotonic() < deadline, "the others stay"
         time.sleep(0.02)
     assert works(group)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,8 @@ from explorer.spec.request import ExplorationRequest
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.devices.lock import DeviceBusyError
 from workers.process.child import ProfilerProcess
-from workers.process.profiler import Profiler, ProfilerError, ProfilerInterruptedError
+from workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
+from workers.process.profiler import Profiler
 from workers.process.protocol import Begin, Reply, ReportReply
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -165,7 +167,8 @@ def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_w
 def test_a_process_that_outgrows_its_limit_unnoticed_by_the_allocator_is_killed(profiler: Profiler) -> None:
     profiler.begin(REQUEST)
     assert profiler._job is not None
-    profiler._job.memory_limit_bytes = 0  # the process itself was told another one
+    job = profiler._job
+    profiler._job = replace(job, ceiling=replace(job.ceiling, limit_bytes=0))  # the process itself has another limit
     restarts = profiler.restarts
     result = slow_trial(profiler)
     assert result.outcome is Outcome.OUT_OF_MEMORY
@@ -205,10 +208,10 @@ def test_a_hung_process_times_out_and_is_replaced(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_between_trials_is_replaced_in_silence(profiler: Profiler) -> None:
     profiler.begin(REQUEST)
-    process = profiler._process
+    process = profiler._process.current
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
-    _wait_for(lambda: not process.alive)
+    wait_for(lambda: not process.alive)
     assert works(profiler)
 
 
@@ -235,7 +238,7 @@ def test_interrupt_ends_a_running_trial_at_once(profiler: Profiler) -> None:
 
 
 def test_a_device_has_one_profiler_at_a_time(profiler: Profiler, tmp_path: Path) -> None:
-    directory = profiler._lock._locks[0]._path.parent
+    directory = profiler._process.locks._locks[0]._path.parent
     with pytest.raises(DeviceBusyError, match="in use"):
         Profiler("cpu", environment=ENVIRONMENT, lock_directory=directory, lock_timeout_seconds=0.1).start()
 
@@ -252,6 +255,68 @@ def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match="libcudart is missing"):
         profiler.start()
     profiler.close()
+
+
+def kill_while_starting(profiler: Profiler, times: int) -> threading.Thread:
+    """Kill the first `times` processes of a profiler before they say that they are ready."""
+
+    def kill() -> None:
+        killed: set[int] = set()
+        while len(killed) < times:
+            process = profiler._process.current
+            if process is not None and process.pid not in killed:
+                killed.add(process.pid)
+                process.kill()
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    profiler = Profiler(
+        "cpu", environment=ENVIRONMENT, lock_directory=tmp_path, start_pauses_seconds=(0.05, 0.05, 0.05)
+    )
+    killer = kill_while_starting(profiler, 2)
+    with profiler:
+        killer.join(10)
+        profiler.begin(REQUEST)
+        assert works(profiler)
+        assert profiler.restarts == 0, "no candidate did this"
+
+
+def test_a_process_that_is_killed_at_each_start_is_an_error_in_the_end(tmp_path: Path) -> None:
+    profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, start_pauses_seconds=(0.05,))
+    killer = kill_while_starting(profiler, 2)
+    with pytest.raises(ProfilerStartError, match="SIGKILL"):
+        profiler.start()
+    killer.join(10)
+    profiler.close()
+
+
+def test_the_process_of_a_clean_job_serves_the_next_one_at_once(profiler: Profiler) -> None:
+    profiler.begin(REQUEST)
+    assert works(profiler)
+    pid = profiler.pid
+    profiler.finish_job()
+    started = time.monotonic()
+    profiler.start()
+    profiler.begin(REQUEST)
+    assert time.monotonic() - started < 1.0
+    assert works(profiler)
+    assert profiler.pid == pid
+
+
+def test_a_job_that_leaves_memory_or_compiled_code_gets_a_process_to_itself(profiler: Profiler) -> None:
+    profiler.begin(REQUEST.model_copy(update={"memory_limit_gib": 0.25}))
+    result = profiler.measure(plan(candidate(64), attention_of(64), model=HUGE))
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    profiler.finish_job()
+    assert profiler.pid is None
+    profiler.begin(REQUEST.model_copy(update={"execution": "compile"}))
+    profiler.finish_job()
+    assert profiler.pid is None
 
 
 def test_the_process_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -276,13 +341,13 @@ while True:
     assert child.is_running()
     parent.kill()
     parent.communicate(timeout=10)
-    _wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, lock_timeout_seconds=5.0)._lock.acquire(
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, lock_timeout_seconds=5.0)._process.locks.acquire(
         timeout_seconds=5.0
     )
 
 
-def _wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -293,12 +358,12 @@ def test_a_replacement_is_told_who_held_the_device_when_the_job_began(
     profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU names nobody: what the first process said is made up."""
-    orders: list[Frozen] = []
+    commands: list[Frozen] = []
     send, receive = ProfilerProcess.send, ProfilerProcess.receive
 
-    def overheard(process: ProfilerProcess, order: Frozen) -> None:
-        orders.append(order)
-        send(process, order)
+    def overheard(process: ProfilerProcess, command: Frozen) -> None:
+        commands.append(command)
+        send(process, command)
 
     def exaggerated(process: ProfilerProcess, timeout_seconds: float) -> Reply | None:
         reply = receive(process, timeout_seconds)
@@ -311,4 +376,4 @@ def test_a_replacement_is_told_who_held_the_device_when_the_job_began(
     os.kill(profiler.pid, signal.SIGKILL)
     assert profiler.measure(plan(candidate(1), components_of(candidate(1))[:1])).outcome in Outcome
     assert works(profiler)
-    assert [order.others_bytes for order in orders if isinstance(order, Begin)] == [None, 5]
+    assert [command.others_bytes for command in commands if isinstance(command, Begin)] == [None, 5]

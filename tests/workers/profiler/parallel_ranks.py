@@ -23,7 +23,7 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
 from tests.workers.profiler.samples import MODEL, candidate
 from workers.profiler.training.choice import data_parallel
-from workers.profiler.training.data_parallel import Alone, DataParallel
+from workers.profiler.training.data_parallel import DataParallel, SingleProcess
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import build_optimizer
@@ -98,7 +98,7 @@ def run(folder: Path, rank: int) -> None:
         dtype = torch_dtype(model.dtype)
         kept = torch_dtype(gradients or model.dtype)
         together = train(model, gradients, data_parallel(members, CPU, sharding, dtype, kept), [rank])
-        alone = train(model, gradients, Alone(), list(range(NUM_RANKS)))
+        alone = train(model, gradients, SingleProcess(), list(range(NUM_RANKS)))
         start = train_nothing(model)
         moved = torch.cat([(a - s).flatten() for a, s in zip(alone, start, strict=True)])
         apart = torch.cat([(a - t).flatten() for a, t in zip(alone, together, strict=True)])

@@ -51,6 +51,9 @@ class FakeActorProfiler:
     def interrupt(self) -> None:
         raise AssertionError("an actor is ended, not interrupted")
 
+    def finish_job(self) -> None:
+        raise AssertionError("an actor is ended with its job")
+
     def close(self) -> None:
         pass
 

@@ -21,7 +21,7 @@ from storage.trials import read_trials
 from tests.contracts.samples import make_candidate, make_report, make_request
 from tests.workers.ray.fakes import BROKEN, CRASHING, DEADLY, SLOW, SLOW_SECONDS, open_fake, open_unlike
 from workers.jobs.worker import Worker
-from workers.process.profiler import ProfilerError, ProfilerInterruptedError
+from workers.process.interface import ProfilerError, ProfilerInterruptedError
 from workers.ray.pool import MOST_LOSSES, RayDevicePool
 
 ray: Any = pytest.importorskip("ray")

@@ -10,9 +10,9 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import Component
 from explorer.records.measurement import Outcome
 from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.setup import PrunedSpace
+from explorer.search.pruned_space import PrunedSpace
 from explorer.spec.candidate import Candidate
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 from workers.replay.recording import Recording
 from workers.replay.rows import ComponentFigures, ComponentRow, RecordingHeader
@@ -89,7 +89,9 @@ def row(component: Component, run: int = 0, seconds: float = 0.01, **changes: An
     return ComponentRow.model_validate(given)
 
 
-def plan(model: ModelSpec, candidate: Candidate, components: tuple[Component, ...] = (), number: int = 0) -> TrialPlan:
+def plan(
+    model: ExploredModel, candidate: Candidate, components: tuple[Component, ...] = (), number: int = 0
+) -> TrialPlan:
     return TrialPlan(
         number=number,
         kind=TrialKind.COMPONENTS if components else TrialKind.WHOLE_MODEL,

@@ -19,7 +19,7 @@ from storage.trials import read_trials
 from tests.workers.replay.samples import MODEL, recording, request, table_of
 from workers.jobs.runner import JobEnd, run_job
 from workers.jobs.worker import Worker
-from workers.process.profiler import ProfilerInterruptedError
+from workers.process.interface import ProfilerInterruptedError
 from workers.replay.profiler import ReplayProfiler, mismatch
 from workers.replay.recording import Recording
 

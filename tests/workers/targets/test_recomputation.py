@@ -164,7 +164,7 @@ def test_the_whole_model_is_built_of_the_components_that_are_measured(recompute:
     )
     kinds = {LayerKind.DENSE: ComponentKind.DENSE_FFN, LayerKind.MOE: ComponentKind.MOE_FFN}
     measured: dict[tuple[ComponentKind, bool], tuple[Component, Component]] = {
-        (group.ffn.kind, group.recomputed): (group.attention, group.ffn)
+        (group.blocks[1].kind, group.recomputed): (group.blocks[0], group.blocks[1])
         for group in Decomposer(model, training=True)(candidate).layers
     }
     decoder = DecoderModel(model, candidate, ExplorationRequest(model=model), CPU)

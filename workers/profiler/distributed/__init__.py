@@ -1,1 +1,1 @@
-"""One profiler on several devices of a host: a process for each, and one that starts them and speaks for them."""
+"""A profiler of several devices of a host: a process for each device, and one that starts and coordinates them."""

@@ -1,4 +1,4 @@
-"""Speaks for the ranks of a group: hands them their parent's orders, and makes one answer of theirs."""
+"""Hands the parent's commands to the ranks of a group, and merges the ranks' replies into one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from explorer.records.trial import TrialPlan
 from explorer.spec.base import Frozen
 from workers.process.protocol import (
     Begin,
+    Command,
     ComponentMeasured,
     ComponentStarted,
     HardwareReply,
     Hello,
     MeasureHardware,
-    Order,
     RankLost,
     Refused,
     ReportReply,
@@ -30,48 +30,48 @@ from workers.profiler.distributed.merging import merge_component, merge_hardware
 from workers.profiler.distributed.message_queue import MessageQueue
 
 GRACE_SECONDS = 5.0
-"""How long a failure waits for the one that caused it: an operation fails on every rank when one of them has ended."""
+"""How long a failed trial waits for more replies: when a rank ends, its peers fail first, and it is the cause."""
 
 R = TypeVar("R", Hello, HardwareReply, ReportReply)
 
 
 class GroupEndedError(Exception):
-    """The parent was told that the group cannot go on."""
+    """The group cannot go on, and the parent knows."""
 
 
 class Coordinator:
-    """What the parent sees of a group.
+    """The parent's partner in a group.
 
-    The ranks' reducer on a trial's outcome is made here, of what each has put on the messages: every rank's success, or
-    the failure of one. No rank learns of it, since after a failure of a trial that several run none is of any use: some
-    wait for others in the middle of an operation. Only where memory runs out on all of them, in a block that each
-    computes by itself, they go on.
+    The coordinator decides a trial's outcome from the ranks' replies: all succeeded, or one failed. The ranks do not
+    learn it. After a failure in a trial of several ranks the group must be replaced, because some ranks wait for others
+    in the middle of an operation. There is one exception: memory ran out on all ranks, in a block that each computes
+    without the others.
     """
 
-    def __init__(self, messages: MessageQueue, devices: Sequence[str], send: Callable[[Frozen], None]) -> None:
-        self._messages = messages
+    def __init__(self, message_queue: MessageQueue, devices: Sequence[str], send: Callable[[Frozen], None]) -> None:
+        self._message_queue = message_queue
         self._devices = devices
         self._send = send
         self.idle = threading.Event()
 
-    def serve(self, orders: queue.SimpleQueue[Order]) -> NoReturn:
-        """Answer orders, until GroupEndedError."""
+    def serve(self, commands: queue.SimpleQueue[Command]) -> NoReturn:
+        """Answer commands. Only GroupEndedError ends this."""
         found = self._collect(Hello)
         self._send(Hello(pid=os.getpid(), ranks=tuple(hello.pid for hello in found)))
         while True:
             self.idle.set()
-            order = orders.get()
+            command = commands.get()
             self.idle.clear()
             for rank in range(len(self._devices)):
-                self._messages.order(rank, order)
-            if isinstance(order, MeasureHardware):
-                self._tell_hardware()
-            elif isinstance(order, Begin):
+                self._message_queue.command(rank, command)
+            if isinstance(command, MeasureHardware):
+                self._send_hardware()
+            elif isinstance(command, Begin):
                 self._send(self._collect(ReportReply)[0])
-            elif isinstance(order, RunTrial):
-                self._send(_Trial(self._messages, self._devices, order.plan, self._send).follow())
+            elif isinstance(command, RunTrial):
+                self._send(_Trial(self._message_queue, self._devices, command.plan, self._send).follow())
 
-    def _tell_hardware(self) -> None:
+    def _send_hardware(self) -> None:
         try:
             hardware = merge_hardware([reply.hardware for reply in self._collect(HardwareReply)])
         except ValueError as error:
@@ -79,15 +79,15 @@ class Coordinator:
         self._send(HardwareReply(hardware=hardware))
 
     def _collect(self, kind: type[R]) -> list[R]:
-        """One reply of each rank, in their order."""
+        """Wait for one reply of each rank; returned in the order of ranks."""
         found: dict[int, R] = {}
         while len(found) < len(self._devices):
-            said = self._messages.next_reply()
-            assert said is not None
-            rank, reply = said
+            received = self._message_queue.next_reply()
+            assert received is not None
+            rank, reply = received
             if isinstance(reply, Refused | RankLost):
                 self._end(reply)
-            assert isinstance(reply, kind), f"rank {rank} answered out of turn: {reply.type}"
+            assert isinstance(reply, kind), f"rank {rank} sent a reply that was not asked for: {reply.type}"
             found[rank] = reply
         return [found[rank] for rank in sorted(found)]
 
@@ -97,12 +97,12 @@ class Coordinator:
 
 
 class _Trial:
-    """One trial: what its ranks have said so far."""
+    """A trial in progress: the replies of its ranks so far."""
 
     def __init__(
-        self, messages: MessageQueue, devices: Sequence[str], plan: TrialPlan, send: Callable[[Frozen], None]
+        self, message_queue: MessageQueue, devices: Sequence[str], plan: TrialPlan, send: Callable[[Frozen], None]
     ) -> None:
-        self._messages = messages
+        self._message_queue = message_queue
         self._devices = devices
         self._send = send
         self._num_ranks = min(plan.num_processes, len(devices))
@@ -114,17 +114,17 @@ class _Trial:
         self._first_failed: int | None = None
 
     def follow(self) -> TrialFinished:
-        """Wait for the ranks, and tell the parent how far they are; returns what they come to.
+        """Wait for the ranks, and report their progress to the parent; returns the merged result.
 
         Raises:
             GroupEndedError: a rank has ended.
         """
         deadline: float | None = None
         while len(self._finished) < self._num_ranks:
-            said = self._messages.next_reply(None if deadline is None else deadline - time.monotonic())
-            if said is None:
+            received = self._message_queue.next_reply(None if deadline is None else deadline - time.monotonic())
+            if received is None:
                 break
-            rank, reply = said
+            rank, reply = received
             if isinstance(reply, RankLost):
                 self._send(reply)
                 raise GroupEndedError
@@ -136,10 +136,12 @@ class _Trial:
             elif isinstance(reply, ComponentMeasured):
                 self._add(rank, reply.measurement)
             else:
-                assert isinstance(reply, TrialFinished), f"rank {rank} answered out of turn: {reply.type}"
+                assert isinstance(reply, TrialFinished), (
+                    f"rank {rank} sent a reply that was not asked for: {reply.type}"
+                )
                 self._finished[rank] = reply
                 outcome = reply.measurement.outcome
-                if outcome is Outcome.OUT_OF_MEMORY and not _by_itself(reply):
+                if outcome is Outcome.OUT_OF_MEMORY and not _failed_alone(reply):
                     break
                 if outcome is not Outcome.OK and deadline is None:
                     self._first_failed = rank
@@ -155,17 +157,17 @@ class _Trial:
 
     def _conclude(self) -> TrialFinished:
         outcomes = {finished.measurement.outcome for finished in self._finished.values()}
-        together = len(self._finished) == self._num_ranks and len(outcomes) == 1
-        harmless = outcomes <= {Outcome.OK, Outcome.UNSUPPORTED} or all(map(_by_itself, self._finished.values()))
-        if together and (self._num_ranks == 1 or harmless):
+        all_alike = len(self._finished) == self._num_ranks and len(outcomes) == 1
+        is_harmless = outcomes <= {Outcome.OK, Outcome.UNSUPPORTED} or all(map(_failed_alone, self._finished.values()))
+        if all_alike and (self._num_ranks == 1 or is_harmless):
             return merge_trial([self._finished[rank] for rank in sorted(self._finished)])
-        rank, finished = self._decisive()
+        rank, finished = self._deciding_failure()
         reason = f"rank {rank} ({self._devices[rank]}): {finished.measurement.reason}"
         measurement = finished.measurement.model_copy(update={"components": tuple(self._merged), "reason": reason})
         return finished.model_copy(update={"measurement": measurement, "poisoned": True})
 
-    def _decisive(self) -> tuple[int, TrialFinished]:
-        """A rank that ran out of memory, or else the one that failed first."""
+    def _deciding_failure(self) -> tuple[int, TrialFinished]:
+        """The rank whose failure is the outcome: one that ran out of memory, else the one that failed first."""
         for rank, finished in self._finished.items():
             if finished.measurement.outcome is Outcome.OUT_OF_MEMORY:
                 return rank, finished
@@ -173,11 +175,11 @@ class _Trial:
         return self._first_failed, self._finished[self._first_failed]
 
 
-def _by_itself(finished: TrialFinished) -> bool:
-    """Whether memory ran out in a block that each rank computes for itself: no other waits for it within one.
+def _failed_alone(finished: TrialFinished) -> bool:
+    """Whether memory ran out in a block that each rank computes without the others, so that none waits inside it.
 
-    All ranks have the same to compute, so that they come to it together; one that does not would wait for the others'
-    word on how often to repeat.
+    All ranks compute the same, so all of them run out of memory there. A rank that did not would wait for the others to
+    agree on the number of repeats.
     """
     found = finished.measurement
     failed = found.failed_component

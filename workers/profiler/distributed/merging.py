@@ -1,4 +1,4 @@
-"""What several ranks found, as one finding: a step waits for its slowest rank, and must fit where it needs most."""
+"""Merges the results of several ranks. A step waits for the slowest rank, and must fit on the one that needs most."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.process.protocol import TrialFinished
 
 
 def merge_hardware(found: Sequence[HardwareSpec]) -> HardwareSpec:
-    """Devices alike, each no better than the worst of them. Ranks on the CPU share its memory.
+    """Describe the group as equal devices, each as slow and as small as the worst. Ranks on the CPU share its memory.
 
     Raises:
         ValueError: the devices are not alike.
@@ -38,7 +38,7 @@ def merge_hardware(found: Sequence[HardwareSpec]) -> HardwareSpec:
 
 
 def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
-    """The largest of every figure."""
+    """Take the largest of every figure, and the smallest number of repeats."""
     assert len({measured.component for measured in found}) == 1, "the ranks run the same components in the same order"
     slowest = max(found, key=lambda measured: measured.device_seconds)
     return slowest.model_copy(
@@ -59,7 +59,7 @@ def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasureme
 
 
 def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:
-    """Of ranks that all came to the same end."""
+    """Merge the results of ranks that all had the same outcome."""
     measurements = [finished.measurement for finished in found]
     components = zip(*(measurement.components for measurement in measurements), strict=True)
     whole = [m.whole_model for m in measurements if m.whole_model is not None]
@@ -75,7 +75,7 @@ def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:
 
 
 def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
-    """The slowest rank's micro-step and communication: the others' communication includes their wait for it."""
+    """Take micro-step and communication of the slowest rank: the others' communication includes their wait for it."""
     slowest = max(found, key=lambda whole: whole.micro_step_seconds)
     return slowest.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""The store that the processes of a group talk through: it outlives any of them, and any process group."""
+"""Messages between the processes of a group. Their store outlives each of the processes and each process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from explorer.spec.base import Frozen
-from workers.process.protocol import ORDERS, REPLIES, Order, Reply
+from workers.process.protocol import COMMANDS, REPLIES, Command, Reply
 
 _HOST = "127.0.0.1"
 _PATIENCE = timedelta(seconds=60)
@@ -17,7 +17,7 @@ _REPLIES = "replies"
 
 
 def host_store() -> tuple[TCPStore, int]:
-    """A store that listens on the loopback interface alone, and its port."""
+    """A store that listens only on the loopback interface, and its port."""
     listener = socket.create_server((_HOST, 0))
     port = int(listener.getsockname()[1])
     store = TCPStore(
@@ -32,32 +32,32 @@ def host_store() -> tuple[TCPStore, int]:
 
 
 def join_store(port: int) -> TCPStore:
-    """A connection of one's own: a connection that waits lets nobody else of its process through."""
+    """A new connection to the store. A connection that waits for a message cannot be used by another thread."""
     return TCPStore(_HOST, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
 
 
 class MessageQueue:
-    """Queues of orders, one for each rank, and one queue of what the ranks reply. A reader needs a messages to itself."""
+    """A queue of commands for each rank, and one queue of the ranks' replies. Each reader needs its own object."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def order(self, rank: int, order: Order) -> None:
-        """To one rank."""
-        self._store.queue_push(_orders(rank), order.model_dump_json())
+    def command(self, rank: int, command: Command) -> None:
+        """Send a command to one rank."""
+        self._store.queue_push(_command_key(rank), command.model_dump_json())
 
-    def next_order(self, rank: int) -> Order:
-        """Waits as long as it takes: a rank ends with its group."""
-        order = self._pop(_orders(rank))
-        assert order is not None
-        return ORDERS.validate_json(order)
+    def next_command(self, rank: int) -> Command:
+        """The next command to this rank. There is no time limit, since a rank ends with its group."""
+        command = self._pop(_command_key(rank))
+        assert command is not None
+        return COMMANDS.validate_json(command)
 
     def reply(self, rank: int, message: Frozen) -> None:
-        """From one rank, or about it."""
+        """Send a reply of a rank, or a message about it."""
         self._store.queue_push(_REPLIES, f"{rank} {message.model_dump_json()}")
 
     def next_reply(self, seconds: float | None = None) -> tuple[int, Reply] | None:
-        """The rank, and what it says; null if nothing comes within `seconds`, default as long as it takes."""
+        """The next reply and its rank; null if none comes within `seconds` (null: there is no limit)."""
         said = self._pop(_REPLIES, seconds)
         if said is None:
             return None
@@ -69,7 +69,7 @@ class MessageQueue:
         while True:
             try:
                 said: bytes = self._store.queue_pop(queue)
-            except DistNetworkError:  # which is a DistStoreError for some versions
+            except DistNetworkError:  # in some versions a DistStoreError
                 raise
             except DistStoreError:
                 if seconds is not None:
@@ -78,5 +78,5 @@ class MessageQueue:
                 return said
 
 
-def _orders(rank: int) -> str:
-    return f"orders/{rank}"
+def _command_key(rank: int) -> str:
+    return f"commands/{rank}"

@@ -1,4 +1,4 @@
-"""The ranks of a group profiler: who runs a trial together, and over which process groups."""
+"""The process groups of a group profiler, and the ranks that run a trial together."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.trial import TrialPlan
-from workers.profiler.rank_group import ALONE, Barrier, RankGroup, check_size
+from workers.profiler.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
 
 OPERATION_TIMEOUT = timedelta(hours=6)
-"""Longer than any trial's deadline, which is what ends a rank that waits for another."""
+"""Longer than any trial's deadline: the deadline is to end a rank that waits for another."""
 
 
 class ProcessGroups:
-    """All ranks of the world. NCCL carries what GPUs exchange; what their hosts agree on goes through gloo.
+    """The process groups of all ranks. GPUs exchange data through NCCL, and hosts exchange numbers through gloo.
 
-    The world is not bound to its devices (`device_id`): with a bound one, `new_group` splits a communicator on ranks
-    that the new group does not have, and for a group of gloo's on those alone, which then wait for the others for ever.
+    The default group is not bound to devices (`device_id`). If it were, `new_group` would split its communicator also
+    on ranks outside the new group, and for a gloo group only on those, which would then wait for ever.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -39,49 +39,49 @@ class ProcessGroups:
         self._host_groups: dict[int, dist.ProcessGroup] = {}
         self._members: dict[int, dist.ProcessGroup] = {}
         self._rings: dict[int, dist.ProcessGroup] = {}
-        self._gathered: set[int] = set()
+        self._group_sizes: set[int] = set()
         self._ring_sizes: set[int] = set()
-        self._gather(size)  # what its connections take of the devices is seen when these are measured
+        self._make_groups(size)  # before the hardware is measured, which then sees the memory of the connections
 
     def prepare(self, plan: TrialPlan) -> None:
-        """Make the process groups of a trial, with every rank of the world, whether it takes part or not."""
+        """Make the process groups of a trial. All ranks must call this, also those that do not run the trial."""
         n = plan.num_processes
         if not 1 < n <= self.size:
             return
         sizes = [size for size in plan.context_parallel_sizes if size not in self._ring_sizes]
-        if n in self._gathered and not sizes:
+        if n in self._group_sizes and not sizes:
             return
         if self._device.type == "cuda":
-            # Connections are made of memory that the allocator may have cached.
+            # Connections need memory that the allocator may have cached.
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
-        if n not in self._gathered:
-            self._gather(n)
+        if n not in self._group_sizes:
+            self._make_groups(n)
         for size in sizes:
             self._make_rings(size)
 
     def takes_part(self, plan: TrialPlan) -> bool:
-        """Whether this rank runs the trial: the first ranks do. One that is too large for the world all refuse."""
+        """Whether this rank runs the trial, as the first ranks do. All ranks answer a trial that needs more ranks."""
         return self.rank < plan.num_processes
 
-    def ranks(self, plan: TrialPlan) -> RankGroup:
-        """Those that run the trial, this rank among them; UnsupportedTrialError if there are too few."""
+    def rank_group(self, plan: TrialPlan) -> RankGroup:
+        """The ranks that run the trial, with this one among them; UnsupportedTrialError if there are too few."""
         check_size(plan, self.size)
         n = plan.num_processes
         if n == 1:
-            return ALONE
-        return DistributedRanks(self.rank, n, self._host_groups[n], self._members[n], self._rings, self._device)
+            return SINGLE_RANK
+        return DistributedRankGroup(self.rank, n, self._host_groups[n], self._members[n], self._rings, self._device)
 
-    def _gather(self, n: int) -> None:
-        """Groups of the first `n` ranks, with every rank of the world."""
-        self._gathered.add(n)
+    def _make_groups(self, n: int) -> None:
+        """Make the groups of the first `n` ranks. All ranks must call this."""
+        self._group_sizes.add(n)
         ranks = list(range(n))
-        reducer = dist.new_group(ranks, backend="gloo", timeout=OPERATION_TIMEOUT)
+        hosts = dist.new_group(ranks, backend="gloo", timeout=OPERATION_TIMEOUT)
         members = dist.new_group(ranks, timeout=OPERATION_TIMEOUT)
         if self.rank < n:
-            assert isinstance(reducer, dist.ProcessGroup), "this rank is a member"
+            assert isinstance(hosts, dist.ProcessGroup), "this rank is a member"
             assert isinstance(members, dist.ProcessGroup), "this rank is a member"
-            self._host_groups[n], self._members[n] = reducer, members
+            self._host_groups[n], self._members[n] = hosts, members
             self._connect(members)
 
     def _make_rings(self, size: int) -> None:
@@ -90,14 +90,14 @@ class ProcessGroups:
             ranks = list(range(first, first + size))
             try:
                 ring = ring_group(ranks, OPERATION_TIMEOUT)
-            except ValueError:  # another rank's
+            except ValueError:  # it is another rank's ring
                 continue
             self._rings[size] = ring
         if size in self._rings:
             self._connect(self._rings[size])
 
     def _connect(self, group: dist.ProcessGroup) -> None:
-        """Make the connections of a group of NCCL's outside of any trial, for collectives and to the neighbours."""
+        """Make NCCL's connections, for collectives and to the neighbours, so that no trial's time includes them."""
         if self._device.type == "cuda" and group.size() > 1:
             sent, received = (torch.zeros(1, device=self._device) for _ in range(2))
             dist.all_reduce(sent, group=group)
@@ -105,21 +105,21 @@ class ProcessGroups:
             torch.cuda.synchronize(self._device)
 
 
-class DistributedRanks:
-    """The first ranks of a groups, which run a trial together."""
+class DistributedRankGroup:
+    """The first ranks, which run a trial together."""
 
     def __init__(
         self,
         rank: int,
         size: int,
-        reducer: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
         members: dist.ProcessGroup,
         rings: dict[int, dist.ProcessGroup],
         device: torch.device,
     ) -> None:
         self.rank, self.size = rank, size
         self.members: dist.ProcessGroup | None = members
-        self._host_group = reducer
+        self._host_group = host_group
         self._rings = rings
         self._device = device
 
@@ -130,11 +130,11 @@ class DistributedRanks:
         return tuple(shared.tolist())
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
-        """The ring of this rank: ranks 0 to size - 1, or the next ones."""
+        """The ring of this rank. Ranks 0 to size - 1 form the first ring, the next ranks the second."""
         return ContextParallel(self._rings[size], layout)
 
     def barrier(self, component: Component) -> Barrier | None:
-        """Of the ring, or of all where all exchange."""
+        """The barrier of the ring, or of all ranks if all communicate; null if the component does not."""
         if component.kind is ComponentKind.COMMUNICATION:
             group = self.members
         elif component.communicates:
@@ -143,7 +143,7 @@ class DistributedRanks:
             return None
         token = torch.zeros(1, device=self._device)
 
-        def meet() -> None:
+        def barrier() -> None:
             dist.all_reduce(token, group=group)  # NCCL: the stream waits, not the host
 
-        return meet
+        return barrier

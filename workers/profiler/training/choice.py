@@ -1,4 +1,4 @@
-"""Which way of training together a request asks for."""
+"""Chooses how processes train together, as the request asks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from explorer.spec.training import Sharding
-from workers.profiler.training.data_parallel import Alone, DataParallel
+from workers.profiler.training.data_parallel import DataParallel, SingleProcess
 from workers.profiler.training.replicated import Replicated, ReplicatedMain
 
 
@@ -17,12 +17,12 @@ def data_parallel(
     parameter_dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> DataParallel:
-    """How `members` train together with this sharding; null for a process that trains alone."""
+    """How the processes of `members` train together with this sharding. Null means that one process trains alone."""
     if members is None:
-        return Alone()
-    own = gradient_dtype is not parameter_dtype
+        return SingleProcess()
+    separate = gradient_dtype is not parameter_dtype
     if sharding is not Sharding.NONE:
         from workers.profiler.training.fully_sharded import FullySharded  # noqa: PLC0415 - takes half a second
 
-        return FullySharded(members, device, sharding, gradient_dtype if own else None)
-    return ReplicatedMain(members) if own else Replicated(members)
+        return FullySharded(members, device, sharding, gradient_dtype if separate else None)
+    return ReplicatedMain(members) if separate else Replicated(members)

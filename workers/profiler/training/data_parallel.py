@@ -1,4 +1,4 @@
-"""What training together asks of a model and its gradients, and a process that trains by itself."""
+"""What data parallelism does to a model and its gradients, and the process that trains alone."""
 
 from __future__ import annotations
 
@@ -14,44 +14,47 @@ Step = Callable[[], None]
 
 
 class DataParallel(Protocol):
-    """What becomes of a model as it is built, and of its gradients as it is trained.
+    """What is done to a model as it is built, and to its gradients as it is trained.
 
-    Every process has a model with the same parameters, and data of its own. After the last micro-step of a step the
-    optimizer has the mean of their gradients, or this process's share of it.
+    All processes have the same parameters and different data. After the last micro-step of a step, the optimizer has
+    the mean of their gradients, or this process's share of that mean.
     """
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """A layer, an embedding or a head has been built: the last one that comes in forward, or another."""
+        """Treat a layer, an embedding or a head that was just built. `is_last`: forward runs it last."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What is to be called in place of the finished model."""
+        """Return the module to call in place of the finished model."""
 
     def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
-        """Bring memory and order of exchange to where they stay; `micro_step` runs one, which may leave gradients."""
+        """Bring memory and the order of communication to their steady state.
+
+        `micro_step` runs a micro-step, and may leave gradients.
+        """
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around the forward and the backward of one of a step's micro-steps."""
+        """A context for the forward and the backward of one micro-step of a step."""
 
     def finish(self) -> None:
-        """Let go of what outlives the model, when the device has come to the end of everything."""
+        """Free what outlives the model. All work of the device has ended."""
 
 
-class Alone:
-    """One process, which exchanges nothing; a model in eval mode."""
+class SingleProcess:
+    """One process that exchanges nothing, or a model in eval mode."""
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """It stays as it is."""
+        """Leaves the unit as it is."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model."""
+        """Returns the model."""
         return model
 
     def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
-        """There is nothing to prepare."""
+        """Does nothing."""
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing happens around it."""
+        """Does nothing around the micro-step."""
         return nullcontext()
 
     def finish(self) -> None:
-        """There is nothing."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""Training state that is sharded over devices, by torch's fully_shard; importing it takes half a second."""
+"""Shards training state over devices with torch's fully_shard. The import takes half a second."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from workers.targets.reference.optimizer import TrainingOptimizer
 
 
 class FullySharded:
-    """A ZeRO level (Rajbhandari et al., 2020, arXiv:1910.02054) by torch's fully_shard.
+    """A ZeRO level (Rajbhandari et al., 2020, arXiv:1910.02054) with torch's fully_shard.
 
-    With ZeRO-3 parameters are whole while a unit runs, and gradients reduced in each micro-step; what comes last in
-    forward comes first in backward, and stays whole between. With ZeRO-2 parameters are gathered in the first
-    micro-step and stay whole to the end of the last. With ZeRO-1 moreover gradients are accumulated whole, and reduced
-    in the last. Units are sharded as soon as they are built, so that the whole model is never in one memory.
+    ZeRO-3 gathers the parameters of a unit while it runs, and reduces gradients in each micro-step. The unit that
+    forward runs last is the first in backward, so its parameters stay whole between the two. ZeRO-2 gathers parameters
+    in the first micro-step, and keeps them whole to the end of the last. ZeRO-1 also accumulates whole gradients, and
+    reduces them in the last micro-step. Each unit is sharded when it is built, so that no device ever holds the whole
+    model.
     """
 
     def __init__(
@@ -34,27 +35,27 @@ class FullySharded:
         self._model: FSDPModule | None = None
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """Shard it."""
+        """Shard the unit."""
         reshard = self._sharding is Sharding.ZERO3 and not is_last
         fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=self._policy)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard what belongs to no unit: an embedding that is tied to the head comes last as well as first."""
+        """Shard what belongs to no unit. A tied embedding also runs last, as the head, so it stays whole."""
         self.take(model, is_last=True)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model
 
     def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
-        """There is nothing to prepare."""
+        """Does nothing."""
 
     @contextmanager
     def micro_step(self, *, is_last: bool) -> Iterator[None]:
-        """Tell the units whether to reduce gradients, and whether to let go of parameters after backward."""
+        """Set whether units reduce gradients, and whether they free whole parameters after backward."""
         assert self._model is not None
         self._model.set_requires_gradient_sync(is_last or self._sharding is not Sharding.ZERO1)
         self._model.set_reshard_after_backward(is_last or self._sharding is Sharding.ZERO3)
         yield
 
     def finish(self) -> None:
-        """There is nothing: fully_shard waits for what it exchanges."""
+        """Does nothing, because fully_shard waits for its own communication."""

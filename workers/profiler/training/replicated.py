@@ -1,4 +1,4 @@
-"""Training state that every process has whole; gradients are all-reduced."""
+"""Training state that every process holds whole. Gradients are all-reduced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.profiler.training.data_parallel import Step
 from workers.targets.reference.optimizer import TrainingOptimizer
 
 WATCHDOG_SECONDS = 0.3
-"""NCCL's process groups look ten times a second at what has ended."""
+"""NCCL's process groups check ten times a second which operations have ended."""
 
 
 class Replicated:
@@ -28,12 +28,12 @@ class Replicated:
         self._model: DistributedDataParallel | None = None
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """It stays as it is."""
+        """Leaves the unit as it is."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as one of its replicas; they are equal already, but for the positions of the tokens they take."""
+        """Return the model as a replica. All replicas have equal parameters already."""
         with warnings.catch_warnings():
-            # Deprecated in torch 2.13, though its successor would still have buffers made equal at first.
+            # Deprecated in torch 2.13, but its successor would still broadcast buffers at first.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self._model = DistributedDataParallel(
                 model,
@@ -45,31 +45,31 @@ class Replicated:
         return self._model
 
     def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
-        """Exchange twice, since the first backward tells the order in which the buckets are built anew.
+        """Run two micro-steps, because torch builds the buckets again in the order of the first backward.
 
-        Gradients are dropped before each, so that none is ever in an old bucket, or in none, and in a new one. The old
-        buckets are no part of a step.
+        Gradients are dropped before each, so that every gradient is in a new bucket afterwards. The old buckets are no
+        part of a step, and are freed.
         """
         for _ in range(2):
             for parameter in optimizer.parameters:
                 parameter.grad = None
             micro_step()
-        self._let_go()
+        self._free_buckets()
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Keep gradients to this process in all but the last."""
+        """Reduce gradients only in the last micro-step."""
         assert self._model is not None
         context: AbstractContextManager[None] = nullcontext() if is_last else self._model.no_sync()
         return context
 
     def finish(self) -> None:
         """Free the buckets."""
-        self._let_go()
+        self._free_buckets()
 
-    def _let_go(self) -> None:
-        """NCCL's process group holds what it has reduced, since nobody waits for the reduction of a bucket as such.
+    def _free_buckets(self) -> None:
+        """Make NCCL's process group free the buckets that it has reduced and holds, because nobody waits for them.
 
-        It lets go of it when a collective begins after its watchdog has seen that it has ended.
+        It frees a bucket when a new collective begins after the watchdog has seen the end of the reduction.
         """
         if dist.get_backend(self._members) == "nccl":
             time.sleep(WATCHDOG_SECONDS)
@@ -77,9 +77,9 @@ class Replicated:
 
 
 class ReplicatedMain:
-    """Gradients in a format of their own, which DistributedDataParallel does not know of.
+    """Main gradients in another dtype than the parameters, which DistributedDataParallel does not support.
 
-    In the last micro-step each is reduced as soon as the backward has added to it, while the backward goes on.
+    In the last micro-step, each gradient is reduced as soon as backward has added to it, while backward goes on.
     """
 
     def __init__(self, members: dist.ProcessGroup) -> None:
@@ -89,21 +89,21 @@ class ReplicatedMain:
         self._reduced: list[Tensor] = []
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """It stays as it is."""
+        """Leaves the unit as it is."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model."""
+        """Returns the model."""
         return model
 
     def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
-        """Follow each gradient's accumulation."""
+        """Reduce each gradient after its accumulation."""
         for parameter, gradient in zip(optimizer.parameters, optimizer.gradients, strict=True):
-            assert gradient is not None, "gradients in a format of their own exist from the start"
-            parameter.register_post_accumulate_grad_hook(self._follow(gradient))
+            assert gradient is not None, "main gradients exist from the start"
+            parameter.register_post_accumulate_grad_hook(self._reduce_after(gradient))
 
     @contextmanager
     def micro_step(self, *, is_last: bool) -> Iterator[None]:
-        """Reduce in the last one; it ends when all gradients are reduced."""
+        """Reduce in the last micro-step, which ends when all gradients are reduced."""
         self._reduces = is_last
         yield
         for work in self._works:
@@ -113,9 +113,9 @@ class ReplicatedMain:
         self._works, self._reduced = [], []
 
     def finish(self) -> None:
-        """There is nothing: each reduction was waited for."""
+        """Does nothing, because each reduction was waited for."""
 
-    def _follow(self, gradient: Tensor) -> Callable[[Tensor], None]:
+    def _reduce_after(self, gradient: Tensor) -> Callable[[Tensor], None]:
         def reduce(_: Tensor) -> None:
             if self._reduces:
                 self._works.append(dist.all_reduce(gradient, group=self._members, async_op=True))

@@ -1,4 +1,4 @@
-"""A model in training: built, begun, and stepped as a trainer would."""
+"""A model in training, built and stepped as a trainer would."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from workers.targets.reference.shapes import torch_dtype
 
 MICRO_STEPS = 2
 EXCHANGING_MICRO_STEPS = 3
-"""The first, the last, and one between them, whose traffic is that of any other."""
+"""The first, the last, and one between, which stands for all others."""
 
 
-class TrainingRun:
+class ReferenceTrainingRun:
     """A model with its optimizer and its micro-batches. Eval mode has no optimizer and no backward.
 
-    The processes of a ranks have the same parameters and train together, sharded as the request says or replicated.
-    Those of a ring share the sequences of a micro-batch, each ring has sequences of its own. Unless they train
-    `together`, each has a model to itself, and exchanges nothing.
+    The ranks of a group have the same parameters and train together, sharded or replicated as the request says. The
+    ranks of a ring share the sequences of a micro-batch, and each ring has different sequences. If `together` is false,
+    each rank trains a model alone and exchanges nothing.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class TrainingRun:
         self._instruments = instruments
         self._trains = request.mode == "train"
         self._mark = mark_of(instruments.device)
-        ranks, training = instruments.ranks, request.training
-        self.exchanges = self._trains and ranks.size > 1 and together
+        group, training = instruments.rank_group, request.training
+        self.exchanges = self._trains and group.size > 1 and together
         self._parallel = data_parallel(
-            ranks.members if self.exchanges else None,
+            group.members if self.exchanges else None,
             instruments.device,
             training.sharding,
             torch_dtype(model.dtype),
@@ -70,7 +70,7 @@ class TrainingRun:
         if self._trains:
             self.optimizer = build_optimizer(decoder.parameters(), training.optimizer, model.dtype)
         shape = (candidate.micro_batch_size, model.seq_length)
-        drawn = instruments.generator(request.seed + 1 + ranks.rank // size) if ranks.size > 1 else generator
+        drawn = instruments.generator(request.seed + 1 + group.rank // size) if group.size > 1 else generator
 
         def tokens() -> Tensor:
             whole = random_tokens(model, shape, instruments.device, drawn)
@@ -81,11 +81,11 @@ class TrainingRun:
 
     @property
     def num_micro_steps(self) -> int:
-        """Of a step."""
+        """The number of micro-steps of a step."""
         return len(self._batches)
 
     def begin(self) -> float:
-        """What a job does before its first step, and a step of one micro-step; returns seconds of a whole one."""
+        """Prepare, and run a step of one micro-step; returns an estimate of a whole step in seconds."""
         seconds: list[float] = []
 
         def timed_micro_step() -> None:
@@ -103,7 +103,7 @@ class TrainingRun:
         return seconds[-1] * len(self._batches)
 
     def step(self) -> list[Mark]:
-        """One step; returns the moments before each micro-step, before the optimizer, and after it."""
+        """Run a step; returns the moments before each micro-step, before the optimizer, and after it."""
         marks = [self._mark()]
         for i in range(len(self._batches)):
             self.micro_step(i)
@@ -112,18 +112,18 @@ class TrainingRun:
         return [*marks, self._mark()]
 
     def finish(self) -> None:
-        """After the last step."""
+        """Wait for the last step, and free what outlives the model."""
         self._instruments.synchronize()
         self._parallel.finish()
 
     def update(self) -> None:
-        """Step the optimizer, and set the gradients to zero."""
+        """Step the optimizer and set the gradients to zero."""
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def micro_step(self, number: int) -> None:
-        """Forward and backward of one micro-batch of a step."""
+        """Run forward and backward of one micro-batch of a step."""
         tokens, targets = self._batches[number]
         with self._parallel.micro_step(is_last=number == len(self._batches) - 1):
             with torch.set_grad_enabled(self._trains):

@@ -1,4 +1,4 @@
-"""Measures what devices exchange of gradients and parameters in a step, and what it costs the computation beside it."""
+"""Measures the communication of gradients and parameters in a step, and how much it slows computation down."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from workers.profiler.trials.host_overhead import measure_host_overhead
 from workers.targets.reference.shapes import torch_dtype
 
 COMPUTE_TOKENS = 4096
-"""Rows of the products that run beside the traffic; no more than a sequence has."""
+"""Rows of the products that run beside the communication; at most a sequence's length."""
 OUTLASTS = 2.0
-"""The computation beside the traffic would take so many times as long as the traffic does, each by itself."""
+"""How many times as long the computation takes as the communication beside it, if each runs alone."""
 LEAST_SECONDS = 4e-3
-"""Of traffic, so that its beginning and its end hardly count."""
+"""The least duration of the communication, so that its beginning and its end hardly count."""
 MOST_BLOCKS = 4096
 REPEATS = 5
 SECONDS = 2.0
-"""For the repeats; two are made in any case."""
+"""The time for the repeats. There are at least two."""
 
-# Named anew in torch 2.13, which warns of the former names.
+# torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _UnitTraffic:
-    """The collectives of one unit, in forward and in backward, on buffers of their real sizes and formats.
+class _UnitCollectives:
+    """The collectives of one unit in forward and backward, on buffers of the real sizes and dtypes.
 
-    To a timer it is a block: its `forward` gathers, its `backward` gathers and reduces, each waits to the end.
+    A timer treats it as a block: `forward` gathers, `backward` gathers and reduces, and each waits for the end.
     """
 
     training = True
@@ -58,17 +58,17 @@ class _UnitTraffic:
         model: ModelSpec,
         request: ExplorationRequest,
         unit: Unit,
-        meet: Callable[[], None] | None,
+        barrier: Callable[[], None] | None,
         *,
         is_last: bool,
     ) -> None:
         self._members = members
-        self._meet = meet
+        self._barrier = barrier
         self._sharding = request.training.sharding
         self._again = self._sharding is Sharding.ZERO3 and not is_last
         ranks = members.size()
         share = -(-unit.num_parameters // ranks)
-        # Means of equal tensors are what they were, however often they are taken; gloo has no means.
+        # A mean of equal tensors does not grow, however often it is taken. gloo has no mean.
         self._mean = dist.ReduceOp.AVG if instruments.device.type == "cuda" else dist.ReduceOp.SUM
         generator = instruments.generator(request.seed)
 
@@ -86,23 +86,22 @@ class _UnitTraffic:
         self._parameters = draw(ranks * share, model.dtype)
 
     def begin_forward(self) -> list[Any]:
-        """Issue what forward asks for; nothing of it needs to have ended."""
+        """Issue the collectives of forward, without waiting for them."""
         if self._sharding is Sharding.NONE:
             return []
         return [_gather(self._parameters, self._shard, group=self._members, async_op=True)]
 
     def begin_backward(self) -> list[Any]:
-        """Issue what backward asks for."""
+        """Issue the collectives of backward, without waiting for them."""
         if self._sharding is Sharding.NONE:
             return [dist.all_reduce(bucket, self._mean, self._members, async_op=True) for bucket in self._buckets]
         gathered = self.begin_forward() if self._again else []
         return [*gathered, _scatter(self._reduced, self._gradients, self._mean, self._members, async_op=True)]
 
     def copy(self) -> None:
-        """What the device itself does for it, beside its computation.
+        """Copy what the device copies for these collectives.
 
-        Parameters are copied from where they were gathered, gradients to where they are reduced from. Replicas keep
-        gradients where they are reduced.
+        Sharding copies gathered parameters out of a buffer, and gradients into one. Replicas reduce gradients in place.
         """
         if self._sharding is not Sharding.NONE:
             for _ in range(2 if self._again else 1):
@@ -110,25 +109,25 @@ class _UnitTraffic:
             self._gradients.clone()
 
     def prepare_forward(self) -> None:
-        """Begin together."""
-        if self._meet is not None:
-            self._meet()
+        """Wait until all ranks are here."""
+        if self._barrier is not None:
+            self._barrier()
 
     def forward(self) -> None:
-        """All that forward asks for."""
+        """Run the collectives of forward."""
         _wait(self.begin_forward())
 
     def prepare_backward(self) -> None:
-        """Begin together."""
-        if self._meet is not None:
-            self._meet()
+        """Wait until all ranks are here."""
+        if self._barrier is not None:
+            self._barrier()
 
     def backward(self) -> None:
-        """All that backward asks for."""
+        """Run the collectives of backward."""
         _wait(self.begin_backward())
 
     def run_chain(self, length: int) -> None:
-        """Units are timed one at a time."""
+        """Does nothing, because units are timed one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,34 +139,37 @@ class _Part:
 def measure_communication(
     instruments: Instruments, model: ModelSpec, component: Component, request: ExplorationRequest, clock: PhaseClock
 ) -> ComponentMeasurement:
-    """Seconds of one exchange of the whole model, unit by unit with nothing beside it, and what it slows down.
+    """Measure one exchange of the whole model.
 
-    Beside it what the host does about exchanges, see `workers.profiler.trials.host_overhead`. Equal layers are
-    timed once. Run by all members of the instruments's ranks at the same time.
+    The units are timed one after another, without computation beside them. Equal layers are timed once. The slowdown of
+    computation and the work of the host (see `workers.profiler.trials.host_overhead`) are measured separately. All
+    ranks must call this at the same time.
     """
-    members = instruments.ranks.members
-    assert members is not None, "an exchange takes more than one process"
+    members = instruments.rank_group.members
+    assert members is not None, "an exchange needs more than one process"
     units = ExchangeUnits.of(model)
     tied = units.last is None
     parts = [_Part(units.first, is_last=tied), *(_Part(layer, is_last=False) for layer in units.layers)]
     if units.last is not None:
         parts.append(_Part(units.last, is_last=True))
     largest = max(parts, key=lambda part: part.unit.count * part.unit.num_parameters)
-    meet = instruments.ranks.barrier(component)
+    barrier = instruments.rank_group.barrier(component)
     timings: list[tuple[int, Timing]] = []
     slowdown = 0.0
     watch = instruments.monitor.watch()
     for part in parts:
         with clock.phase("build"):
-            traffic = _UnitTraffic(instruments, members, model, request, part.unit, meet, is_last=part.is_last)
+            collectives = _UnitCollectives(
+                instruments, members, model, request, part.unit, barrier, is_last=part.is_last
+            )
         with clock.phase("warm_up"):
-            instruments.timer.warm_up(traffic)
+            instruments.timer.warm_up(collectives)
         with clock.phase("timed"), watch:
-            timing = instruments.timer.time(traffic, watch.poll)
+            timing = instruments.timer.time(collectives, watch.poll)
             if part is largest:
-                slowdown = _measure_slowdown(instruments, model, traffic, timing)
+                slowdown = _measure_slowdown(instruments, model, collectives, timing)
         timings.append((part.unit.count, timing))
-        del traffic
+        del collectives
     with clock.phase("timed"):
         host_overhead = measure_host_overhead(instruments, model, request)
     return ComponentMeasurement(
@@ -186,24 +188,26 @@ def measure_communication(
     )
 
 
-def _measure_slowdown(instruments: Instruments, model: ModelSpec, traffic: _UnitTraffic, timing: Timing) -> float:
-    """Seconds that computation loses for each second of the traffic, 0..1.
+def _measure_slowdown(
+    instruments: Instruments, model: ModelSpec, collectives: _UnitCollectives, timing: Timing
+) -> float:
+    """Seconds that computation loses for each second of communication, 0..1.
 
-    Products of a layer's size run alone and beside so many exchanges that these end first; all exchanges are issued
-    beforehand, on the streams or threads that the back end has for them.
+    Products of a layer's size run alone, and beside exchanges that end before the products do. All exchanges are issued
+    first; the back end runs them on streams or threads of its own.
     """
     multiply = _products(instruments, model)
-    (seconds,) = instruments.ranks.all_reduce_max(timing.device_seconds)
+    (seconds,) = instruments.rank_group.all_reduce_max(timing.device_seconds)
     exchanges = max(1, math.ceil(LEAST_SECONDS / seconds))
-    _run(instruments, multiply, 4, traffic, exchanges)  # what a first run adds is not its own
-    (block,) = instruments.ranks.all_reduce_max(_run(instruments, multiply, 4) / 4)
+    _run(instruments, multiply, 4, collectives, exchanges)  # the first run also warms up
+    (block,) = instruments.rank_group.all_reduce_max(_run(instruments, multiply, 4) / 4)
     blocks = min(MOST_BLOCKS, max(1, math.ceil(OUTLASTS * exchanges * seconds / block)))
     repeats = max(2, min(REPEATS, int(SECONDS / (2 * blocks * block))))
     lost = []
     with collector_paused():
         for _ in range(repeats):
             alone = _run(instruments, multiply, blocks)
-            lost.append(_run(instruments, multiply, blocks, traffic, exchanges) - alone)
+            lost.append(_run(instruments, multiply, blocks, collectives, exchanges) - alone)
     return min(1.0, max(0.0, statistics.median(lost) / (exchanges * seconds)))
 
 
@@ -211,23 +215,23 @@ def _run(
     instruments: Instruments,
     multiply: Callable[[], None],
     blocks: int,
-    traffic: _UnitTraffic | None = None,
+    collectives: _UnitCollectives | None = None,
     exchanges: int = 0,
 ) -> float:
-    """Seconds of the products, beside the exchanges."""
+    """Seconds of the products beside the exchanges."""
     mark = mark_of(instruments.device)
-    instruments.ranks.all_reduce_max(0.0)  # all begin together
+    instruments.rank_group.all_reduce_max(0.0)  # all ranks begin together
     instruments.synchronize()
     works: list[Any] = []
     for _ in range(exchanges):
-        assert traffic is not None
-        works += [*traffic.begin_forward(), *traffic.begin_backward()]
+        assert collectives is not None
+        works += [*collectives.begin_forward(), *collectives.begin_backward()]
     start = mark()
     for block in range(blocks):
         multiply()
         for _ in range(exchanges * block // blocks, exchanges * (block + 1) // blocks):
-            assert traffic is not None
-            traffic.copy()
+            assert collectives is not None
+            collectives.copy()
     end = mark()
     _wait(works)
     instruments.synchronize()

@@ -1,8 +1,8 @@
-"""What the host does about an exchange in every step: hooks, copies, events, and the collectives that it issues.
+"""Measures the host's work for communication in a step: hooks, copies, events, and issuing collectives.
 
-Where micro-batches are small the device waits for it. It hardly depends on sizes, so that a miniature of the model
-shows it: as many parameters a layer, next to nothing to compute or to send. It is trained by all devices together and
-by each alone, and the difference is counted for as many units as the model has.
+If micro-batches are small, the device waits for this work. The work hardly depends on sizes, so a miniature of the
+model shows it: it has as many parameter tensors a layer, but next to nothing to compute or to send. All ranks train the
+miniature together, then each trains it alone. The difference is scaled to the number of units of the model.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.profiler.instruments import Instruments
-from workers.profiler.training.run import EXCHANGING_MICRO_STEPS, TrainingRun
+from workers.profiler.training.run import EXCHANGING_MICRO_STEPS, ReferenceTrainingRun
 
 NUM_LAYERS = 4
 WIDTH, HEADS, TOKENS, WORDS = 64, 2, 16, 64
-"""Of the miniature; a head is then 32 wide, whatever part of it the model rotates."""
+"""Sizes of the miniature. A head is 32 wide, so that rotary embeddings work."""
 STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """Seconds of the host: in each micro-step, and what the first and the last of a step take more."""
+    """Seconds of the host: `each` in every micro-step, `once` more in the first and the last of a step together."""
 
     each: float
     once: float
 
 
 def measure_host_overhead(instruments: Instruments, model: ModelSpec, request: ExplorationRequest) -> HostOverhead:
-    """Of one step of the whole model, by all members of the instruments's ranks at the same time."""
+    """The host's work in a step of the whole model. All ranks must call this at the same time."""
     small = _miniature(model)
     changed = request.model_copy(update={"model": small, "execution": "eager"})
     candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=small.query_groups)
     together, alone = (_seconds(instruments, candidate, changed, together=both) for both in (True, False))
     share = ExchangeUnits.of(model).number / ExchangeUnits.of(small).number
     each, once = (max(0.0, share * (a - b)) for a, b in zip(together, alone, strict=True))
-    return HostOverhead(*instruments.ranks.all_reduce_max(each, once))
+    return HostOverhead(*instruments.rank_group.all_reduce_max(each, once))
 
 
 def _seconds(
     instruments: Instruments, candidate: Candidate, request: ExplorationRequest, *, together: bool
 ) -> tuple[float, float]:
     """Of the host, in each micro-step and once a step more: medians of several steps."""
-    training = TrainingRun(instruments, request.model, candidate, request, together=together)
+    training = ReferenceTrainingRun(instruments, request.model, candidate, request, together=together)
     training.begin()
     each, once = [], []
     with collector_paused():
         for _ in range(STEPS):
             seconds = []
-            instruments.ranks.all_reduce_max(0.0)  # all begin together
+            instruments.rank_group.all_reduce_max(0.0)  # all begin together
             instruments.synchronize()
             for i in range(EXCHANGING_MICRO_STEPS):
                 started = time.perf_counter()
@@ -68,7 +68,7 @@ def _seconds(
 
 
 def _miniature(model: ModelSpec) -> ModelSpec:
-    """Of the same make. Experts are left out: their matrices are as few parameters as those of a dense FFN."""
+    """A small model of the same kind. Its FFNs are dense: experts have as few parameter tensors as a dense FFN."""
     sizes = {
         "num_layers": NUM_LAYERS,
         "hidden_size": WIDTH,

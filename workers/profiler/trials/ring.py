@@ -1,4 +1,4 @@
-"""Those processes of a ranks that share the sequences of a block or of a model."""
+"""Finds the ranks that share the sequences of a block or of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.targets.reference.shapes import attention_shape
 def find_ring(
     instruments: Instruments, model: ModelSpec, size: int, layout: str | None, backend: str | None
 ) -> ContextParallel | None:
-    """The ring of this process; null where no layout asks for one, since a share of a sequence needs no other.
+    """The ring of this rank; null if there is no layout, because components without one need no other rank.
 
     Raises:
         UnsupportedTrialError: the sequences cannot be shared by so many, or not with this attention back end.
@@ -21,11 +21,11 @@ def find_ring(
     if model.seq_length % size:
         reason = f"{size} devices cannot share sequences of {model.seq_length} tokens equally"
     elif layout is not None:
-        assert backend is not None, "attention names its back end"
+        assert backend is not None, "attention has a back end"
         try:
             reason = context_parallel_reason(attention_shape(model), size, layout, backend, instruments.device)
         except ValueError as error:
             reason = str(error)
     if reason is not None:
         raise UnsupportedTrialError(reason)
-    return None if layout is None else instruments.ranks.context_parallel(size, layout)
+    return None if layout is None else instruments.rank_group.context_parallel(size, layout)

@@ -1,10 +1,11 @@
-"""Runs the whole model as a trainer would, to check what its components compose to."""
+"""Runs the whole model as a trainer would, to check the figures composed from its components."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -14,20 +15,20 @@ from bexp.measure.timestamps import Mark
 from bexp.measure.timing import collector_paused, standard_error
 from explorer.records.measurement import WholeModelMeasurement
 from explorer.spec.candidate import Candidate
-from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 from workers.profiler.conditions import watched_conditions
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
-from workers.profiler.training.run import TrainingRun
+from workers.targets.target import Target, TrainingRun
 
 MIN_STEPS = 3
 MAX_STEPS = 10
 TIMED_SECONDS = 3.0
 LONG_STEP_SECONDS = 5.0
-"""A step that takes so long is run once: what a first run adds is a small part of it, as is what repeats vary."""
+"""A longer step is run once: warm-up and variation are a small part of it."""
 
 
 def _step_seconds(instruments: Instruments, training: TrainingRun) -> float:
@@ -43,10 +44,10 @@ def _micro_steps(moments: Sequence[Mark]) -> list[float]:
 
 
 def _split(steps: Sequence[Sequence[Mark]]) -> tuple[list[float], list[float]]:
-    """Seconds of a micro-step of each step, and what all of them took beyond that.
+    """Seconds of a typical micro-step of each step, and the seconds that all its micro-steps took beyond that.
 
-    The second one is typical. Where the host is slower than the device, the first seems shorter than it is: it began
-    when the device had caught up with the optimizer, which the host had left behind.
+    The second micro-step is typical. If the host is slower than the device, the first seems too short: the device had
+    to finish the optimizer before it began.
     """
     micro_steps, once = [], []
     for moments in steps:
@@ -58,7 +59,12 @@ def _split(steps: Sequence[Sequence[Mark]]) -> tuple[list[float], list[float]]:
 
 
 def run_whole_model(
-    instruments: Instruments, model: ModelSpec, candidate: Candidate, request: ExplorationRequest, clock: PhaseClock
+    instruments: Instruments,
+    target: Target,
+    model: ExploredModel,
+    candidate: Candidate,
+    request: ExplorationRequest,
+    clock: PhaseClock,
 ) -> WholeModelMeasurement:
     """Train a few steps of accumulated micro-steps, back to back, or run forwards alone in eval mode.
 
@@ -67,19 +73,30 @@ def run_whole_model(
             shared as the candidate says.
     """
     sharded = request.training.sharding is not Sharding.NONE and request.mode == "train"
-    if sharded and instruments.ranks.size < request.num_devices:
-        has = "one" if instruments.ranks.size == 1 else f"{instruments.ranks.size} of them"
+    if sharded and instruments.rank_group.size < request.num_devices:
+        has = "one" if instruments.rank_group.size == 1 else f"{instruments.rank_group.size} of them"
         raise UnsupportedTrialError(
             f"a whole model with sharding '{request.training.sharding}' needs {request.num_devices} devices; "
             f"the profiler has {has}"
         )
     instruments.settle(release=True)
+    with ExitStack() as stack:
+
+        def build() -> TrainingRun:
+            return stack.enter_context(target.training_run(candidate, model, request))
+
+        return _run(instruments, build, request, clock)
+
+
+def _run(
+    instruments: Instruments, build: Callable[[], TrainingRun], request: ExplorationRequest, clock: PhaseClock
+) -> WholeModelMeasurement:
     cuda = instruments.device.type == "cuda"
     with byte_meter(instruments.device, ()) as meter:
         with clock.phase("build"):
-            training = TrainingRun(instruments, model, candidate, request)
+            training = build()
         with clock.phase("warm_up"):
-            (step_seconds,) = instruments.ranks.all_reduce_max(training.begin())
+            (step_seconds,) = instruments.rank_group.all_reduce_max(training.begin())
             is_long = cuda and step_seconds > LONG_STEP_SECONDS
             meter.reset_peak()
             if not is_long:
@@ -87,9 +104,9 @@ def run_whole_model(
             peak = meter.peak()
     if not cuda:
         with clock.phase("warm_up"):
-            training.step()  # the meter slows the host down, and keeps it from compiling
+            training.step()  # not under the meter, which slows the host down and prevents compilation
             step_seconds = _step_seconds(instruments, training)
-    (step_seconds,) = instruments.ranks.all_reduce_max(step_seconds)
+    (step_seconds,) = instruments.rank_group.all_reduce_max(step_seconds)
     num_steps = 1 if is_long else max(MIN_STEPS, min(MAX_STEPS, int(TIMED_SECONDS / step_seconds)))
     with clock.phase("timed"), instruments.monitor.watch() as watch, collector_paused():
         marks = []
@@ -104,7 +121,7 @@ def run_whole_model(
     peak -= instruments.own_bytes
     micro_steps, once = _split(marks)
     optimizer = [before.seconds_until(end) for *_, before, end in marks]
-    if not training.exchanges:  # what the first micro-step lacks was the optimizer's
+    if not training.exchanges:  # time that the first micro-step lacks belongs to the optimizer
         optimizer = [max(0.0, seconds + more) for seconds, more in zip(optimizer, once, strict=True)]
     return WholeModelMeasurement(
         micro_step_seconds=statistics.median(micro_steps),

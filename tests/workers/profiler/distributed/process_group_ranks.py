@@ -36,7 +36,7 @@ def run(folder: Path, rank: int) -> None:
     three, eight = plan(candidate(), num_processes=3), plan(candidate(), num_processes=8)
     for each in (pairs, three, eight, pairs):
         groups.prepare(each)
-    ranks = groups.ranks(pairs)
+    ranks = groups.rank_group(pairs)
     context = ranks.context_parallel(2, "striped")
     assert ranks.members is not None
     total = torch.full((3,), float(rank))
@@ -48,10 +48,10 @@ def run(folder: Path, rank: int) -> None:
         "part": [groups.takes_part(each) for each in (pairs, three)],
     }
     if groups.takes_part(three):
-        found["three"] = groups.ranks(three).all_reduce_max(float(rank))
-        found["gradient"] = mean_gradient(groups.ranks(three))
+        found["three"] = groups.rank_group(three).all_reduce_max(float(rank))
+        found["gradient"] = mean_gradient(groups.rank_group(three))
     try:
-        groups.ranks(eight)
+        groups.rank_group(eight)
     except UnsupportedTrialError as error:
         found["eight"] = str(error)
     (folder / f"{rank}.json").write_text(json.dumps(found))

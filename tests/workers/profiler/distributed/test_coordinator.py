@@ -16,12 +16,12 @@ from explorer.spec.hardware import HardwareSpec
 from tests.workers.profiler.samples import candidate, components_of, plan
 from tests.workers.profiler.test_session import HARDWARE
 from workers.process.protocol import (
+    Command,
     ComponentMeasured,
     ComponentStarted,
     HardwareReply,
     Hello,
     MeasureHardware,
-    Order,
     RankLost,
     Refused,
     Reply,
@@ -41,9 +41,9 @@ class ScriptedMessageQueue:
 
     def __init__(self, said: list[tuple[int, Reply]]) -> None:
         self.said = deque(said)
-        self.ordered: list[tuple[int, Order]] = []
+        self.ordered: list[tuple[int, Command]] = []
 
-    def order(self, rank: int, order: Order) -> None:
+    def order(self, rank: int, order: Command) -> None:
         self.ordered.append((rank, order))
 
     def next_reply(self, seconds: float | None = None) -> tuple[int, Reply] | None:
@@ -85,11 +85,11 @@ def finished(
     return TrialFinished(measurement=measurement, **({"seconds": 1.0} | fields))
 
 
-def heard(said: list[tuple[int, Reply]], order: Order | None = None, *, ends: bool = False) -> list[Frozen]:
+def heard(said: list[tuple[int, Reply]], order: Command | None = None, *, ends: bool = False) -> list[Frozen]:
     """What the parent hears of one order, after the greeting."""
     hellos: list[tuple[int, Reply]] = [(rank, Hello(pid=100 + rank)) for rank in (1, 0)]
     sent: list[Frozen] = []
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[Command] = queue.SimpleQueue()
     orders.put(order or RunTrial(plan=PLAN))
     messages = ScriptedMessageQueue([*hellos, *said])
     served = Coordinator(messages, DEVICES, sent.append)  # type: ignore[arg-type]  # a stand-in
@@ -97,14 +97,14 @@ def heard(said: list[tuple[int, Reply]], order: Order | None = None, *, ends: bo
     class EndOfTest(Exception):  # noqa: N818 - no error
         pass
 
-    class OneOrder(queue.SimpleQueue[Order]):
-        def get(self, *_: Any, **__: Any) -> Order:
+    class OneCommand(queue.SimpleQueue[Command]):
+        def get(self, *_: Any, **__: Any) -> Command:
             if orders.empty():
                 raise EndOfTest
             return orders.get()
 
     with pytest.raises(GroupEndedError if ends else EndOfTest):
-        served.serve(OneOrder())
+        served.serve(OneCommand())
     assert sent[0].model_dump()["ranks"] == (100, 101)
     assert [rank for rank, _ in messages.ordered] == [0, 1]
     return sent[1:]

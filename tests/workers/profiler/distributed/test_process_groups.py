@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workers.profiler.distributed.__main__ import launch_config
+from workers.profiler.distributed.launch import launch_config
 
 
 def test_ranks_find_their_rings_and_agree(tmp_path: Path) -> None:

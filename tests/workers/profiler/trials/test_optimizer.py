@@ -13,7 +13,9 @@ from explorer.spec.request import ExplorationRequest
 from tests.workers.profiler.samples import MODEL, candidate
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
-from workers.profiler.trials.optimizer import _parameters, _parts, measure_optimizer
+from workers.profiler.trials.optimizer import measure_optimizer
+from workers.targets.reference.optimizer import TrainingOptimizer
+from workers.targets.reference.target import ReferenceTarget
 
 OPTIMIZER = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_query_groups=2)
 
@@ -34,7 +36,9 @@ class OneSecond:
 def measure(model: ModelSpec) -> ComponentMeasurement:
     instruments = Instruments(torch.device("cpu"))
     instruments.timer = OneSecond()
-    return measure_optimizer(instruments, model, OPTIMIZER, candidate(), ExplorationRequest(model=model), PhaseClock())
+    request = ExplorationRequest(model=model)
+    target = ReferenceTarget(request, instruments)
+    return measure_optimizer(instruments, target, model, OPTIMIZER, candidate(), request, PhaseClock())
 
 
 def test_layers_count_as_often_as_the_model_has_them() -> None:
@@ -55,10 +59,11 @@ def test_a_step_allocates_what_it_converts() -> None:
 def test_the_parts_hold_every_parameter_once(tied: bool) -> None:
     model = MODEL.model_copy(update={"tie_embeddings": tied})
     instruments, request = Instruments(torch.device("cpu")), ExplorationRequest(model=model)
-    sizes = [
-        sum(parameter.numel() for parameter in _parameters(instruments, model, part, request))
-        for part in _parts(model, candidate())
-    ]
+    sizes = []
+    for part in ReferenceTarget(request, instruments).optimizer_parts(candidate(), model, request):
+        optimizer = part.build()
+        assert isinstance(optimizer, TrainingOptimizer)
+        sizes.append(sum(parameter.numel() for parameter in optimizer.parameters))
     dense, moe = dict.fromkeys(model.layer_kinds)
     assert sizes == [
         count_embedding(model) + count_head(model),

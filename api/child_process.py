@@ -1,0 +1,33 @@
+"""How a child process of a command is started. It imports nothing from the folder that a person stands in."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
+"""The folder that holds the service's packages: site-packages, or the root of a checkout."""
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command line of a child that runs `module`. `-P` keeps Python from adding the working directory."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment`, changed so that no descendant imports from the working directory.
+
+    PYTHONSAFEPATH does for the child's own children what `-P` does for the child. PYTHONPATH keeps its entries except
+    those that mean the working directory, as an empty one does. It begins with the folder of the service's packages
+    unless Python finds that folder by itself, so that a child runs the same code as its parent.
+    """
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []
+    here = Path.cwd()
+    kept = [entry for entry in entries if Path(entry).resolve() not in {here, PACKAGES_FOLDER}]
+    if str(PACKAGES_FOLDER) not in {*site.getsitepackages(), site.getusersitepackages()}:
+        kept.insert(0, str(PACKAGES_FOLDER))
+    safe = {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(kept)}
+    return safe if kept else {name: value for name, value in safe.items() if name != "PYTHONPATH"}

@@ -1,0 +1,88 @@
+"""What the best candidate gains over what people would train with instead, on tables that hold the whole truth.
+
+    python -m benchmarks.gains benchmarks/results/tables/*.jsonl --out benchmarks/results/h200-gains.json
+
+Each table holds the measured throughput of every legal candidate, so nothing here is predicted. The best is compared
+with the largest micro-batch that fits without tiling and recomputation, with the largest that fits in any way (also at
+its fastest), and with the best that needs none of our kernels and no tiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.replay.ground_truth import GroundTruth
+from explorer.spec.candidate import Candidate, Recompute
+
+LEVEL = 0.005
+"""Gains below this are counted as none: runs of one candidate differ by about as much."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare on every table and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    rows = [gains(GroundTruth.read(path)) for path in options.tables]
+    summary = summarize(rows)
+    write_results(options.out, {"environment": describe_environment(), "rows": rows, "summary": summary})
+    for what, gained in summary.items():
+        print(f"{what}: {gained}")
+    return 0
+
+
+def gains(truth: GroundTruth) -> dict[str, Any]:
+    """The best candidate of a table, and its throughput relative to each alternative; null where there is none."""
+    hardware = truth.report
+
+    def is_plain(c: Candidate) -> bool:
+        return c.bta_tile is None and c.recompute is Recompute.NONE
+
+    def is_stock(c: Candidate) -> bool:
+        return c.bta_tile is None and hardware.is_stock(c.attention_backend, c.expert_backend)
+
+    return {
+        "name": truth.name,
+        "device": hardware.hardware.describe(),
+        "best": truth.table.candidates[int(truth.tokens_C.argmax())].model_dump(mode="json"),
+        "over_largest_without_recompute": _over(truth, is_plain, largest=True),
+        "over_largest": _over(truth, lambda _: True, largest=True),
+        "over_stock": _over(truth, is_stock, largest=False),
+    }
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """For each alternative: on how many tables it exists, on how many the best gains nothing, median and largest."""
+    found = {}
+    for what in ("over_largest_without_recompute", "over_largest", "over_stock"):
+        ratios = [row[what]["gain"] for row in rows if row[what] is not None]
+        found[what] = {
+            "num_tables": len(ratios),
+            "num_level": sum(ratio <= 1 + LEVEL for ratio in ratios),
+            "median": statistics.median(ratios) if ratios else None,
+            "max": max(ratios, default=None),
+        }
+    return found
+
+
+def _over(truth: GroundTruth, allowed: Callable[[Candidate], bool], *, largest: bool) -> dict[str, Any] | None:
+    """The best's gain over the fastest feasible candidate that is allowed, of the largest micro-batch or of any."""
+    fits = [(c, float(t)) for c, t in zip(truth.table.candidates, truth.tokens_C, strict=True) if t > 0 and allowed(c)]
+    if largest:
+        size = max((c.micro_batch_size for c, _ in fits), default=0)
+        fits = [(c, t) for c, t in fits if c.micro_batch_size == size]
+    if not fits:
+        return None
+    candidate, tokens_per_second = max(fits, key=lambda found: found[1])
+    return {"candidate": candidate.model_dump(mode="json"), "gain": truth.best / tokens_per_second}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Runs transformers' own Trainer for a few steps, each run in a process of its own.
+
+    python -m benchmarks.trainer_runs CONFIG.json --seq-length 2048 --runs '[{"micro_batch_size": 4}]' --out runs.json
+    python -m benchmarks.trainer_runs CONFIG.json --seq-length 2048 --sweep --out sweep.json
+
+A run is one Trainer of 20 steps on random text in the model's own format, under the allocator's setting that the run
+names. `--sweep` tries every micro-batch size from 1 upwards, with and without gradient checkpointing, until memory runs
+out or throughput has fallen twice by more than 2%. A `recommendation` in a run is applied by `bexp.apply`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment, write_results
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+STEPS = 20
+WARM_UP_STEPS = 5
+MIN_STEPS = 8
+FALL = 0.98
+ALLOCATORS = {"default": "", "expandable_segments": "expandable_segments:True"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run everything that is asked for and write one JSON file, after each run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_runs", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seq-length", type=int, required=True)
+    parser.add_argument("--runs", type=json.loads, default=[])
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="default")
+    parser.add_argument("--padding", action="store_true", help="texts of half the length to all of it")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--max-seconds", type=float, default=15.0, help="a run ends after so long, with 8 steps at least"
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    config = json.loads(options.config.read_text())
+    common = {
+        "seq_length": options.seq_length,
+        "allocator": options.allocator,
+        "padding": options.padding,
+        "steps": options.steps,
+        "max_seconds": options.max_seconds,
+    }
+    found: list[dict[str, Any]] = []
+    runs: Iterator[dict[str, Any]] = iter(options.runs)
+    for run in [*runs] if not options.sweep else _sweep(found):
+        found.append(run_trainer(config, {**common, **run}))
+        print(_line(found[-1]), flush=True)
+        results = {"model": options.config.stem, "environment": describe_environment(), "runs": found}
+        write_results(options.out, results)
+    return 0
+
+
+def _sweep(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The next run, given those that have been made."""
+    for checkpointing in (False, True):
+        best, falls = 0.0, 0
+        for size in SIZES:
+            yield {"micro_batch_size": size, "gradient_checkpointing": checkpointing}
+            speed = found[-1].get("tokens_per_second")
+            if speed is None:
+                break
+            falls = falls + 1 if speed < FALL * best else 0
+            best = max(best, speed)
+            if falls == 2:
+                break
+
+
+def run_trainer(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """One run in a process of its own: what was asked for, and what it reached or why it failed."""
+    import transformers  # noqa: F401, PLC0415 - once, for all processes that are forked from this one
+    from transformers import Trainer  # noqa: F401, PLC0415
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    started = time.perf_counter()
+    process = context.Process(target=_child, args=(config, run, sender))
+    process.start()
+    sender.close()
+    try:
+        result: dict[str, Any] = receiver.recv()
+    except EOFError:
+        result = {"error": "the process ended without a result"}
+    process.join()
+    return {**run, **result, "wall_seconds": time.perf_counter() - started}
+
+
+def _child(config: dict[str, Any], run: dict[str, Any], sender: Any) -> None:
+    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[run["allocator"]]
+    import torch  # noqa: PLC0415 - the allocator reads its setting when it is first used
+
+    try:
+        sender.send(_train(config, run))
+    except torch.OutOfMemoryError as error:
+        sender.send({"error": "out of memory", "message": str(error)[:300]})
+    except Exception as error:  # noqa: BLE001 - whatever a model raises is the run's result
+        sender.send({"error": type(error).__name__, "message": str(error)[:600]})
+
+
+def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    import torch  # noqa: PLC0415
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415
+
+    cuda = torch.cuda.is_available()
+    torch.manual_seed(0)
+    model = build(config, "cuda" if cuda else "cpu")
+    described = {}
+    if "recommendation" in run:
+        import bexp  # noqa: PLC0415 - only where it is applied
+
+        described["applied"] = str(bexp.apply(model, run["recommendation"]))
+    texts = Texts(model.config.get_text_config(decoder=True).vocab_size, run["seq_length"], padding=run["padding"])
+    clock = Clock(run["max_seconds"])
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=run["micro_batch_size"],
+            gradient_checkpointing=run.get("gradient_checkpointing", False),
+            max_steps=run["steps"],
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+            use_cpu=not cuda,
+            dataloader_drop_last=True,
+        )
+        trainer = Trainer(model=model, args=settings, train_dataset=texts, callbacks=[clock.callback()])
+        trainer.train()
+    seconds = clock.step_seconds[WARM_UP_STEPS:] or clock.step_seconds[-1:]
+    tokens = run["micro_batch_size"] * run["seq_length"]
+    return {
+        **described,
+        "num_steps": len(clock.step_seconds),
+        "step_seconds": clock.step_seconds,
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
+        "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"] if cuda else None,
+    }
+
+
+def build(config: dict[str, Any], device: str) -> Any:
+    """The model with random weights in bfloat16, as `from_pretrained(..., dtype=torch.bfloat16)` leaves one."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    resolved = AutoConfig.for_model(config["model_type"], **settings)
+    resolved.use_cache = False
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(resolved, dtype=torch.bfloat16)
+
+
+class Texts:
+    """Random tokens; padded texts are at least half as long as the others."""
+
+    def __init__(self, vocab_size: int, seq_length: int, *, padding: bool) -> None:
+        self._vocab_size, self._seq_length, self._padding = vocab_size, seq_length, padding
+
+    def __len__(self) -> int:
+        """More than any run takes."""
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Token ids and labels, shape (S,)."""
+        import torch  # noqa: PLC0415
+
+        generator = torch.Generator().manual_seed(index)
+        ids_S = torch.randint(10, self._vocab_size, (self._seq_length,), generator=generator)
+        labels_S = ids_S.clone()
+        item = {"input_ids": ids_S, "labels": labels_S}
+        if self._padding:
+            length = int(torch.randint(self._seq_length // 2, self._seq_length + 1, (), generator=generator))
+            mask_S = (torch.arange(self._seq_length) < length).long()
+            labels_S[length:] = -100
+            item["attention_mask"] = mask_S
+        return item
+
+
+class Clock:
+    """Seconds of each step, the device's work included; ends a run that takes too long."""
+
+    def __init__(self, max_seconds: float) -> None:
+        self.step_seconds: list[float] = []
+        self._max_seconds = max_seconds
+        self._started = 0.0
+
+    def callback(self) -> Any:
+        """What the Trainer calls after each step."""
+        import torch  # noqa: PLC0415
+        from transformers import TrainerCallback  # noqa: PLC0415
+
+        clock = self
+
+        class StepClock(TrainerCallback):  # type: ignore[misc]  # untyped in transformers
+            """Waits for the device at the end of each step."""
+
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                """The first step begins."""
+                clock._started = time.perf_counter()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                """A step has ended, and the next begins."""
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                now = time.perf_counter()
+                clock.step_seconds.append(now - clock._started)
+                clock._started = now
+                done = len(clock.step_seconds)
+                if done >= MIN_STEPS and sum(clock.step_seconds) > clock._max_seconds:
+                    control.should_training_stop = True
+
+        return StepClock()
+
+
+def _line(run: dict[str, Any]) -> str:
+    settings = f"m={run['micro_batch_size']} checkpointing={run.get('gradient_checkpointing', False)}"
+    if "error" in run:
+        return f"{settings}: {run['error']} ({run.get('message', '')[:200]})"
+    peak = (run["peak_reserved_bytes"] or 0) / 2**30
+    return f"{settings}: {run['tokens_per_second']:.0f} tokens/s, {peak:.2f} GiB reserved, {run['wall_seconds']:.1f} s"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

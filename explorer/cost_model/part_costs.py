@@ -1,0 +1,131 @@
+"""Components of a model that a target describes by its parts, and what they are expected to cost.
+
+The estimates come from the target's counts: they only decide what is measured first, and measured figures replace them.
+"""
+
+from __future__ import annotations
+
+from explorer.cost_model.components import (
+    BlockRecompute,
+    Component,
+    ComponentKind,
+    Decomposition,
+    LayerGroup,
+    group_layers,
+)
+from explorer.cost_model.work import ComponentBytes, Work
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.parts import ModelParts, Part
+from explorer.spec.request import ExplorationRequest
+
+CHUNKED_LOSS = "chunked"
+KEPT_SHARES = {
+    BlockRecompute.NONE: 1.0,
+    BlockRecompute.SELECTIVE: 0.9,
+    BlockRecompute.ACTIVATIONS: 0.6,
+    BlockRecompute.PROJECTIONS: 0.3,
+    BlockRecompute.FULL: 1.0,
+}
+"""Share of its saved bytes that a layer is expected to keep under a policy by operation. A layer that is recomputed as
+a whole keeps everything while it runs again."""
+_BY_OPERATION = {
+    Recompute.SELECTIVE: BlockRecompute.SELECTIVE,
+    Recompute.ACTIVATIONS: BlockRecompute.ACTIVATIONS,
+    Recompute.PROJECTIONS: BlockRecompute.PROJECTIONS,
+}
+
+
+class PartsDecomposer:
+    """Splits the steps of one model's candidates into shell, layers and optimizer, sharing equal components."""
+
+    def __init__(self, parts: ModelParts, *, training: bool) -> None:
+        self._parts = parts
+        self._training = training
+        self._components: dict[tuple[object, ...], Component] = {}
+
+    def __call__(self, candidate: Candidate) -> Decomposition:
+        """The components of one step of `candidate`."""
+        m = candidate.micro_batch_size
+        recomputed = self._parts.recomputed_layers(candidate.recompute.layer_share)
+        sorts = list(zip(self._parts.layers, recomputed, strict=True))
+        policy = _BY_OPERATION.get(candidate.recompute, BlockRecompute.NONE)
+        layers = []
+        for (name, again), count, below in group_layers(sorts):
+            experts = candidate.expert_backend if self._parts.kind(name).has_experts else None
+            backend = "+".join(each for each in (candidate.attention_backend, experts) if each is not None)
+            recompute = BlockRecompute.FULL if again else policy
+            block = self._share(ComponentKind.LAYER, m, name, backend, recompute, candidate.bta_tile)
+            layers.append(LayerGroup(count, (block,), again, below))
+        return Decomposition(
+            embedding=None,
+            layers=tuple(layers),
+            head=self._share(ComponentKind.SHELL, m, None, candidate.loss),
+            optimizer=self._share(ComponentKind.OPTIMIZER, 0) if self._training else None,
+        )
+
+    def _share(
+        self,
+        kind: ComponentKind,
+        micro_batch_size: int,
+        part: str | None = None,
+        backend: str | None = None,
+        recompute: BlockRecompute = BlockRecompute.NONE,
+        bta_tile: int | None = None,
+    ) -> Component:
+        key = (kind, micro_batch_size, part, backend, recompute, bta_tile)
+        if key not in self._components:
+            self._components[key] = Component(
+                kind=kind,
+                micro_batch_size=micro_batch_size,
+                part=part,
+                backend=backend,
+                recompute=recompute,
+                bta_tile=bta_tile,
+            )
+        return self._components[key]
+
+
+def part_of(component: Component, parts: ModelParts) -> Part:
+    """The part that a layer or shell component stands for."""
+    if component.kind is ComponentKind.SHELL:
+        return parts.shell
+    assert component.part is not None, "a layer names its kind"
+    return parts.kind(component.part)
+
+
+def predict_part_bytes(component: Component, parts: ModelParts, request: ExplorationRequest) -> ComponentBytes:
+    """Expected activation bytes of one component, as `ComponentMeasurement` defines them."""
+    if component.kind is ComponentKind.OPTIMIZER:
+        return ComponentBytes(0, 0, 0)
+    part = part_of(component, parts)
+    tokens = component.micro_batch_size * parts.seq_length
+    output = tokens * parts.output_bytes_per_token
+    live = round(tokens * part.saved_bytes_per_token)
+    transient = round(tokens * part.transient_bytes_per_token)
+    if component.kind is ComponentKind.SHELL and component.backend == CHUNKED_LOSS:
+        live, transient = min(live, 3 * output), min(transient, output)
+    if request.mode == "eval":
+        return ComponentBytes(output, output + transient, 0)
+    saved = max(output, round(KEPT_SHARES[component.recompute] * live))
+    if component.bta_tile is not None:
+        saved = max(output, live // 2)  # attention's half is recomputed tile by tile
+    return ComponentBytes(saved, live + transient, live + transient + output)
+
+
+def part_work(component: Component, parts: ModelParts) -> Work:
+    """Operations and bytes of a forward pass."""
+    part = part_of(component, parts)
+    tokens = component.micro_batch_size * parts.seq_length
+    flops = tokens * part.flops_per_token + component.micro_batch_size * part.flops_per_sequence
+    return Work(flops, part.parameter_bytes + 2.0 * tokens * part.saved_bytes_per_token)
+
+
+def again_work(component: Component, parts: ModelParts, forward: Work) -> Work | None:
+    """What the backward pass runs again; null if nothing."""
+    if component.recompute is BlockRecompute.FULL or component.bta_tile is not None:
+        return forward
+    if component.recompute is BlockRecompute.SELECTIVE:
+        return Work(component.micro_batch_size * part_of(component, parts).flops_per_sequence, 0.0)
+    if component.recompute.by_operation:
+        return Work(forward.flops / 3, forward.bytes / 2)
+    return None

@@ -1,0 +1,59 @@
+"""From a trial and its events to the `Progress` that is handed out: one step, with the recommendation if it changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explorer.cost_model.step import memory_limit
+from explorer.records.event import EventDraft, Progress, recommendation_event, render_message
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Trial
+from explorer.search.event_messages import space_event, variant_event
+from explorer.search.pruned_space import PrunedSpace
+from explorer.search.variant_context import VariantContext
+
+
+class ProgressLog:
+    """Makes the steps of one variant. A recommendation event is emitted only when its message changes.
+
+    The first step of a variant also says what its space is. After a resume that was said before, and is not said again.
+    """
+
+    def __init__(self, context: VariantContext, space: PrunedSpace) -> None:
+        self._is_main = context.is_main
+        self._unsent: list[EventDraft] = []
+        self._space: dict[str, Any] | None = None
+        self._last_message = ""
+        if context.trials:
+            return
+        if len(context.request.variants()) > 1:
+            self._unsent.append(variant_event(context.model))
+        limit = memory_limit(context.request, context.report.hardware)
+        self._unsent.append(space_event(space.legal, space.num_predicted_out, limit))
+        self._space = space.legal.summarize() if context.is_main else None
+
+    def add(self, event: EventDraft) -> None:
+        """Emit an event with the next step."""
+        self._unsent.append(event)
+
+    def resume(self, recommendation: Recommendation | None) -> None:
+        """Take `recommendation` as emitted: an earlier lease has stored it."""
+        if recommendation is not None:
+            self._last_message = render_message(recommendation_event(recommendation))
+
+    def step(
+        self,
+        trial: Trial | None = None,
+        events: list[EventDraft] | None = None,
+        recommendation: Recommendation | None = None,
+    ) -> Progress:
+        """The next step, with everything that was not emitted yet."""
+        drafts, space = [*self._unsent, *(events or [])], self._space
+        self._unsent, self._space = [], None
+        if recommendation is not None:
+            event = recommendation_event(recommendation)
+            if render_message(event) != self._last_message:
+                self._last_message = render_message(event)
+                drafts.append(event)
+        shown = recommendation if self._is_main else None
+        return Progress(events=tuple(drafts), trial=trial, recommendation=shown, space=space)

@@ -1,0 +1,56 @@
+"""The space of one variant before anything is measured, without what is predicted not to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from explorer.cost_model.collectives import is_exchange_timed
+from explorer.cost_model.search_space import LegalSpace, base_candidates, enumerate_candidates
+from explorer.cost_model.step import memory_limit
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.parts import ExploredModel
+from explorer.spec.request import ExplorationRequest
+
+OPTIMISTIC_ACTIVATIONS = 0.7
+"""A candidate is left out only if it would not fit even with this share of its predicted activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedSpace:
+    """The candidates of a variant that may fit; it depends on neither seed nor budget.
+
+    `legal` holds those that may be recommended, `num_predicted_out` counts the ones that were left out. `bases` are in
+    order of preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the
+    `bases` that may fit; it is null if nothing may.
+    """
+
+    legal: LegalSpace
+    num_predicted_out: int
+    bases: tuple[Candidate, ...]
+    table: SpaceTable | None
+
+
+PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
+
+
+def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
+    """Enumerate the space of a variant and drop the candidates that are predicted not to fit.
+
+    Raises:
+        EmptySpaceError: the request admits no candidate on this device.
+    """
+    space = enumerate_candidates(request, report, model)
+    members = set(space.candidates)
+    bases = base_candidates(request, report, model)
+    exchanges = is_exchange_timed(request, report.hardware)
+    others = (c for c in bases if c not in members)
+    everything = SpaceTable((*space.candidates, *others), model, request, exchanges=exchanges)
+    required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
+    limit = memory_limit(request, report.hardware)
+    fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
+    legal = space.restrict(c for c in fitting if c in members)
+    table = SpaceTable(fitting, model, request, exchanges=exchanges) if legal.candidates else None
+    return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)

@@ -1,0 +1,57 @@
+"""A suggestion: which components of which candidate to measure, why, and how long that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from explorer.cost_model.candidate_table import Floats, SpaceTable
+from explorer.cost_model.components import Component
+from explorer.surrogate.gaussian_process import Surrogate
+
+TRIAL_OVERHEAD_SECONDS = 0.15
+"""Seconds to build and warm up one component."""
+TIMED_PASSES = 8
+"""Forward and backward passes that one measurement of a component takes, warm-up included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A row of the table, the components of it to measure, and the reason in words.
+
+    `again` says that all of the components were measured before.
+    """
+
+    row: int
+    components: tuple[Component, ...]
+    again: bool = False
+    reason: str = ""
+
+
+def measuring_seconds(seconds_K: Floats) -> Floats:
+    """Seconds that it takes to measure components whose single pass takes `seconds_K`."""
+    return np.asarray(TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * seconds_K)
+
+
+def split_suggestion(
+    suggestion: Suggestion, most: int, table: SpaceTable, surrogate: Surrogate
+) -> tuple[Suggestion, ...]:
+    """Split a suggestion into at most `most` parts that take about equally long.
+
+    The longest component goes to the shortest part first (longest processing time first; Graham, 1969). Each part keeps
+    its components in their order.
+    """
+    if most <= 1 or len(suggestion.components) <= 1:
+        return (suggestion,)
+    columns = [table.column[c] for c in suggestion.components]
+    costs = measuring_seconds(surrogate.device_mean_K[columns])
+    parts: list[list[int]] = [[] for _ in range(min(most, len(columns)))]
+    loads = [0.0] * len(parts)
+    for i in np.argsort(-costs, kind="stable"):
+        shortest = loads.index(min(loads))
+        parts[shortest].append(int(i))
+        loads[shortest] += float(costs[i])
+    return tuple(
+        replace(suggestion, components=tuple(suggestion.components[i] for i in sorted(part))) for part in parts
+    )

@@ -1,0 +1,48 @@
+"""What the search of one variant works with, and shares with the job's other variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from explorer.records.trial import Trial
+from explorer.search.candidate_study import CopyStudy
+from explorer.search.history import TrialHistory
+from explorer.search.trial_executor import TrialExecutor
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.parts import ExploredModel
+from explorer.spec.request import ExplorationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class VariantContext:
+    """One variant of a job. `index` counts the job's variants; 0 is the main one, whose model is the request's own."""
+
+    index: int
+    model: ExploredModel
+    request: ExplorationRequest
+    report: DeviceReport
+    executor: TrialExecutor
+    history: TrialHistory
+    clock: Callable[[], float]
+    copy_study: CopyStudy
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the variant whose recommendation is the job's."""
+        return self.index == 0
+
+    @property
+    def num_query_groups(self) -> int:
+        """What tells the variants of a job apart."""
+        return self.model.query_groups
+
+    @property
+    def study_name(self) -> str:
+        """Distinguishes the variant's study from those of the job's other variants; empty for the main one."""
+        return "" if self.is_main else f"num_query_groups={self.num_query_groups}"
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The trials of this variant so far, in order."""
+        return self.history.trials_of(self.num_query_groups)

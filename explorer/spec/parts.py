@@ -1,0 +1,108 @@
+"""What a target hands to the search when it measures a model's own code: the parts of a training step.
+
+A part is built and measured by itself. The `shell` is everything but the decoder layers: embedding, final norm, head
+and loss. A layer kind stands for all layers that compute alike. Parameter counts are exact; operations and bytes are
+estimates, which only decide what is worth measuring.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from explorer.spec.base import Frozen
+from explorer.spec.model import DType, ModelSpec
+
+MAX_LAYERS = 1024
+
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0)]
+
+
+class Part(Frozen):
+    """One part of a training step.
+
+    `flops_per_token` are those of the forward pass's matrix products with the weights that a token meets,
+    `flops_per_sequence` those of attention's products of tokens with tokens. `saved_bytes_per_token` is what a forward
+    pass keeps for the backward pass, the part's output included.
+    """
+
+    num_parameters: Count
+    parameter_bytes: Count
+    trainable_bytes: Count = Field(description="Bytes of the parameters that receive gradients.")
+    flops_per_token: Amount
+    flops_per_sequence: Amount = 0.0
+    saved_bytes_per_token: Amount
+    transient_bytes_per_token: Amount = Field(0.0, description="Alive beyond the saved bytes at the part's peak.")
+
+
+class LayerPart(Part):
+    """A kind of decoder layer. `name` is unique in a model and stays the same from process to process."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    description: str = ""
+    has_experts: bool = False
+
+
+class ModelParts(Frozen):
+    """A model as the code that trains it defines it.
+
+    `layers` names the kind of each decoder layer in order. `output_bytes_per_token` is what one layer hands to the
+    next. `dtype` is the number format of the matrix products. The totals count shared parameters once.
+    """
+
+    target: str
+    target_version: str
+    name: str = Field(description="The model's type, for people.")
+    dtype: DType
+    seq_length: Annotated[int, Field(ge=1)]
+    layers: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_LAYERS)]
+    kinds: Annotated[tuple[LayerPart, ...], Field(min_length=1)]
+    shell: Part
+    output_bytes_per_token: Annotated[int, Field(ge=1)]
+    num_parameters: Count
+    parameter_bytes: Count
+    trainable_bytes: Count
+    largest_trainable_bytes: Count = Field(0, description="Of the largest single parameter that is trained.")
+    policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
+    tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
+    unavailable: dict[str, str] = Field({}, description="What the code cannot do, each with its reason.")
+
+    @model_validator(mode="after")
+    def _known_kinds(self) -> Self:
+        names = [kind.name for kind in self.kinds]
+        if len(set(names)) < len(names):
+            raise ValueError("two kinds of layer have the same name")
+        unknown = sorted(set(self.layers) - set(names))
+        if unknown:
+            raise ValueError(f"layers of unknown kinds: {', '.join(unknown)}")
+        return self
+
+    @property
+    def query_groups(self) -> int:
+        """A model's own code has one variant, which is known by the number 1."""
+        return 1
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return any(kind.has_experts for kind in self.kinds)
+
+    def kind(self, name: str) -> LayerPart:
+        """The kind of a name; KeyError if there is none."""
+        return {kind.name: kind for kind in self.kinds}[name]
+
+    def recomputed_layers(self, share: float) -> tuple[bool, ...]:
+        """For each layer, whether it is recomputed when that share of the layers is: the first ones, at least one."""
+        number = max(1, round(share * self.num_layers)) if share > 0 else 0
+        return tuple(i < number for i in range(self.num_layers))
+
+
+ExploredModel = ModelSpec | ModelParts
+"""A model of our reference layers, or one that a target describes by its parts."""

@@ -1,0 +1,112 @@
+"""The fields of a request, with the rules that each field has by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
+from explorer.spec.base import Frozen
+from explorer.spec.candidate import Recompute
+from explorer.spec.context_parallel import ContextParallelSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.options import (
+    BackendName,
+    BTASpec,
+    Budget,
+    Count,
+    MicroBatch,
+    MicroBatchChoice,
+    ParallelismSpec,
+)
+from explorer.spec.routing import RoutingSpec
+from explorer.spec.shorthands import expand_query_groups, expand_sharding
+from explorer.spec.target import TargetName, check_hugging_face_config
+from explorer.spec.training import Sharding, TrainingSpec
+
+MAX_NUM_QUERY_GROUPS_VARIANTS = 8
+
+
+class RequestFields(Frozen):
+    """What a person writes in a request; `ExplorationRequest` adds what follows from it."""
+
+    target: TargetName | None = Field(
+        None,
+        description="The code whose training step is measured: `bexp` (reference layers), `transformers`, or a name "
+        "that a worker has registered. Null: `transformers` for `hf_config`, else `bexp`.",
+    )
+    if TYPE_CHECKING:
+        model: ModelSpec  # null for other targets; typed as present, because all code of target `bexp` relies on it
+    else:
+        model: ModelSpec | None = None
+    hf_config: dict[str, Any] | None = Field(
+        None, description="A Hugging Face config.json as it came, for target `transformers`; at most 256 KiB."
+    )
+    hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
+        None, description="Tokens a sequence in training, for `hf_config`."
+    )
+    mode: Literal["train", "eval"] = "train"
+    micro_batch_size: MicroBatchChoice = "explore"
+    batch_size: Count = 512
+    num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
+    )
+    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: whichever worker claims the job.")
+    num_query_groups: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=1, le=1024)] | None, ...],
+            Field(min_length=1, max_length=MAX_NUM_QUERY_GROUPS_VARIANTS),
+        ]
+        | None
+    ) = Field(None, description="Settings to compare as separate models; they change the model.")
+    bta: BTASpec = BTASpec()
+    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=len(Recompute))] | None = None
+    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
+    flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
+    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
+    routing: RoutingSpec = RoutingSpec()
+    execution: Literal["eager", "compile"] = "eager"
+    allocator: Literal["default", "expandable_segments"] = Field(
+        "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
+    )
+    training: TrainingSpec = TrainingSpec()
+    losses: Annotated[tuple[Literal["library", "chunked"], ...], Field(min_length=1, max_length=2)] = Field(
+        ("library",),
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits.",
+    )
+    sharding_levels: (
+        Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
+    ) = Field(
+        None,
+        description="Levels to choose among in place of training.sharding, `explore` for all; a list or `explore` "
+        "there means the same.",
+    )
+    parallelism: ParallelismSpec = ParallelismSpec()
+    context_parallel: ContextParallelSpec = ContextParallelSpec()
+    memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
+        None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
+    )
+    base_micro_batch_size: MicroBatch | None = None
+    tolerance: Annotated[float, Field(gt=0, le=0.2)] = 0.01
+    budget: Budget = Budget()
+    verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
+    seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+    sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
+        "bexp",
+        description="The Optuna sampler that suggests trials: our own, or a stock one to compare with. Recommendation "
+        "and confidence are computed alike for all.",
+    )
+
+    notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(
+        (), description="What was noted when the configuration was read, such as keys that were ignored."
+    )
+
+    @field_validator("hf_config")
+    @classmethod
+    def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if config is None else check_hugging_face_config(config)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_shorthands(cls, data: Any) -> Any:
+        return expand_sharding(expand_query_groups(data)) if isinstance(data, dict) else data

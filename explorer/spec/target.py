@@ -1,0 +1,60 @@
+"""The target of a request: the code whose training step is measured."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from explorer.spec.base import RuleError
+
+BEXP = "bexp"
+"""The reference layers of this project. A `ModelSpec` describes the model."""
+
+TRANSFORMERS = "transformers"
+"""The classes of the installed transformers library. A Hugging Face config.json describes the model."""
+
+HUGGING_FACE_DEFAULT = BEXP
+"""The target of a Hugging Face config.json in a request that names none."""
+
+TargetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
+
+MAX_CONFIG_BYTES = 256 * 1024
+MAX_CONFIG_DEPTH = 16
+
+REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
+"""Keys of a config.json that ask for code from elsewhere to be run."""
+
+
+def default_target(*, is_hugging_face: bool) -> str:
+    """Return the target of a request that names none; `is_hugging_face` says that its model is a config.json."""
+    return HUGGING_FACE_DEFAULT if is_hugging_face else BEXP
+
+
+def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` if its structure is acceptable. What its keys mean is left to the transformers library.
+
+    Raises:
+        RuleError: it has no `model_type`, is larger than 256 KiB as JSON, is nested deeper than 16 levels, or asks for
+            code from elsewhere at any level.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise RuleError("must name the kind of model as text, such as llama", "model_type")
+    if _measure(config, ()) > MAX_CONFIG_BYTES:
+        raise RuleError(f"the configuration is larger than {MAX_CONFIG_BYTES // 1024} KiB")
+    return config
+
+
+def _measure(value: Any, path: tuple[str, ...]) -> int:
+    """Return a lower bound of the size of `value` as JSON, in bytes, and check what is below it."""
+    if len(path) > MAX_CONFIG_DEPTH:
+        raise RuleError(f"the configuration is nested deeper than {MAX_CONFIG_DEPTH} levels", path[:1])
+    if isinstance(value, dict):
+        for key in REMOTE_CODE_KEYS:
+            if value.get(key):
+                raise RuleError("code that comes with a model is never run; remove this key", (*path, key))
+        return 2 + sum(len(str(key)) + 4 + _measure(inner, (*path, str(key))) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return 2 + sum(1 + _measure(inner, (*path, str(index))) for index, inner in enumerate(value))
+    return len(str(value).encode("utf-8", "surrogatepass"))

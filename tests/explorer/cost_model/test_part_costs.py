@@ -1,0 +1,231 @@
+"""A model described by its parts: its components, what they are expected to cost, and how they add up to a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.part_costs import PartsDecomposer, again_work, part_work
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.search_space import base_candidates, enumerate_candidates, explored_models
+from explorer.cost_model.step import static_parts
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.parts import LayerPart, ModelParts, Part
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.cost_model.test_candidate_table import MODEL
+from tests.explorer.simulator import report
+
+LAYERS = ("dense", "sliding", "experts", "sliding", "experts", "experts")
+
+
+def part(parameters: int, **changes: Any) -> dict[str, Any]:
+    counts = {"num_parameters": parameters, "parameter_bytes": 2 * parameters, "trainable_bytes": 2 * parameters}
+    return {**counts, "flops_per_token": 2.0 * parameters, "saved_bytes_per_token": 640.0, **changes}
+
+
+def parts(**changes: Any) -> ModelParts:
+    kinds = [
+        LayerPart(name="dense", **part(5000, flops_per_sequence=7e6)),
+        LayerPart(name="sliding", **part(4000)),
+        LayerPart(name="experts", has_experts=True, **part(50_000, flops_per_token=2e4)),
+    ]
+    total = 5000 + 2 * 4000 + 3 * 50_000 + 9000
+    described = {
+        "target": "transformers",
+        "target_version": "5.17.0",
+        "name": "a_model",
+        "dtype": "bfloat16",
+        "seq_length": 32,
+        "layers": LAYERS,
+        "kinds": kinds,
+        "shell": Part(**part(9000, transient_bytes_per_token=400.0)),
+        "output_bytes_per_token": 128,
+        "num_parameters": total,
+        "parameter_bytes": 2 * total,
+        "trainable_bytes": 2 * total,
+        "policies": tuple(Recompute),
+        "tiles": True,
+    }
+    return ModelParts.model_validate({**described, **changes})
+
+
+def request(**changes: Any) -> ExplorationRequest:
+    return ExplorationRequest.model_validate(
+        {"model": MODEL, "batch_size": 8, "routing": {"kind": "uniform"}, **changes}
+    )
+
+
+def device(**changes: Any) -> DeviceReport:
+    return report().model_copy(update={"parts": parts(**changes)})
+
+
+def candidate(**changes: Any) -> Candidate:
+    shape = {"micro_batch_size": 4, "attention_backend": "sdpa", "expert_backend": "grouped_mm", "num_query_groups": 1}
+    return Candidate.model_validate({**shape, "loss": "library", **changes})
+
+
+def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
+    found = PartsDecomposer(parts(), training=True)(candidate())
+    assert found.embedding is None
+    assert (found.head.kind, found.head.backend) == (ComponentKind.SHELL, "library")
+    assert {group.blocks[0].part: group.count for group in found.layers} == {"dense": 1, "sliding": 2, "experts": 3}
+    backends = {group.blocks[0].part: group.blocks[0].backend for group in found.layers}
+    assert backends == {"dense": "sdpa", "sliding": "sdpa", "experts": "sdpa+grouped_mm"}
+    assert len(found.components) == 5
+    assert PartsDecomposer(parts(), training=False)(candidate()).optimizer is None
+
+
+def test_partial_recomputation_takes_the_first_layers() -> None:
+    assert parts().recomputed_layers(0.5) == (True, True, True, False, False, False)
+    assert parts().recomputed_layers(0.01) == (True, *[False] * 5)
+    assert parts().recomputed_layers(0.0) == (False,) * 6
+    found = PartsDecomposer(parts(), training=True)(candidate(recompute="partial_50"))
+    counts = {(group.blocks[0].part, group.recomputed): group.count for group in found.layers}
+    assert counts == {
+        ("dense", True): 1,
+        ("sliding", True): 1,
+        ("experts", True): 1,
+        ("sliding", False): 1,
+        ("experts", False): 2,
+    }
+    modes = {group.blocks[0].recompute for group in found.layers if group.recomputed}
+    assert modes == {BlockRecompute.FULL}
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.PARTIAL_50, Recompute.FULL, Recompute.ACTIVATIONS])
+def test_seconds_and_bytes_add_up_over_the_layers_in_order(recompute: Recompute) -> None:
+    chosen = candidate(recompute=recompute)
+    table = SpaceTable([chosen], parts(), request())
+    rng = np.random.default_rng(3)
+    count = len(table.components)
+    seconds_K, sizes_3K = rng.uniform(0.1, 1.0, count), rng.integers(1000, 90_000, (3, count)).astype(float)
+    at = {component: i for i, component in enumerate(table.components)}
+    found = table.decompositions[0]
+    order = list(zip(LAYERS, parts().recomputed_layers(recompute.layer_share), strict=True))
+    block = {(g.blocks[0].part, g.recomputed): at[g.blocks[0]] for g in found.layers}
+    shell, output = at[found.head], 4 * 32 * 128
+
+    expected = seconds_K[shell] + sum(seconds_K[block[sort]] for sort in order)
+    assert table.micro_step_seconds(seconds_K[None], np.zeros(count))[0, 0] == pytest.approx(expected)
+
+    saved, forward, backward = sizes_3K
+    held, peak = float(output), 0.0  # the embedding's output is the first layer's input
+    levels = []
+    for sort in order:
+        levels.append(held)
+        peak = max(peak, held + forward[block[sort]])
+        held += output if sort[1] else saved[block[sort]]
+    peak = max(peak, held - output + max(forward[shell], backward[shell]))
+    for sort, level in zip(order, levels, strict=True):
+        peak = max(peak, level + output + backward[block[sort]])
+    optimizer = at[found.optimizer] if found.optimizer is not None else 0
+    peak = max(peak, forward[optimizer], backward[optimizer])
+    kept, transient = table.activation_bytes(saved, forward, backward)
+    assert kept[0] + transient[0] == pytest.approx(peak)
+
+
+def test_training_state_is_what_the_parameters_take_as_they_are() -> None:
+    state = static_parts(parts(), request())
+    assert state.parameters == state.gradients == parts().parameter_bytes
+    assert state.optimizer_states == 2 * parts().trainable_bytes
+    assert state.master_weights == 0
+    frozen = static_parts(parts(trainable_bytes=100), request(training={"optimizer": {"name": "sgd"}}))
+    assert (frozen.gradients, frozen.optimizer_states) == (100, 100)
+    assert static_parts(parts(), request(mode="eval")).total == parts().parameter_bytes
+
+
+def test_policies_by_operation_and_tiles_are_tried_when_named() -> None:
+    (model,) = explored_models(request(), device())
+    assert model == parts()
+    space = enumerate_candidates(request(micro_batch_size=[2]), device(), model).candidates
+    assert {c.recompute for c in space} == {
+        Recompute.NONE,
+        Recompute.PARTIAL_25,
+        Recompute.PARTIAL_50,
+        Recompute.PARTIAL_75,
+        Recompute.FULL,
+    }
+    assert {(c.bta_tile, c.loss, c.num_query_groups) for c in space} == {(None, "library", 1)}
+    named = request(
+        micro_batch_size=[2], recompute=["activations"], bta={"enable": True}, losses=["library", "chunked"]
+    )
+    space = enumerate_candidates(named, device(), model).candidates
+    assert {c.recompute for c in space} == {Recompute.ACTIVATIONS}
+    assert {c.bta_tile for c in space} == {1, 2}
+    assert {c.loss for c in space} == {"library", "chunked"}
+
+
+def test_what_the_code_cannot_run_is_not_in_the_space() -> None:
+    plain = device(policies=("none", "full"), tiles=False)
+    (model,) = explored_models(request(), plain)
+    space = enumerate_candidates(request(micro_batch_size=[2], bta={"enable": None}), plain, model).candidates
+    assert {c.recompute for c in space} == {Recompute.NONE, Recompute.FULL}
+    assert [c.recompute for c in base_candidates(request(), plain, model)] == [Recompute.NONE, Recompute.FULL]
+
+
+def test_without_parts_the_variants_of_the_request_are_explored() -> None:
+    assert explored_models(request(), report()) == request().variants()
+
+
+def layer(**changes: Any) -> Component:
+    settings = {"kind": "layer", "part": "dense", "micro_batch_size": 4, "backend": "sdpa"}
+    return Component.model_validate({**settings, **changes})
+
+
+def test_expected_bytes_follow_tokens_and_policy() -> None:
+    plain = predict_component_bytes(layer(), parts(), request())
+    assert plain.saved == 4 * 32 * 640
+    assert predict_component_bytes(layer(micro_batch_size=8), parts(), request()).saved == 2 * plain.saved
+    kept = [
+        predict_component_bytes(layer(recompute=mode), parts(), request()).saved
+        for mode in ("none", "selective", "activations", "projections")
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 4
+    tiled = predict_component_bytes(layer(bta_tile=2), parts(), request())
+    assert tiled.saved < plain.saved
+    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="library")
+    chunked = shell.model_copy(update={"backend": "chunked"})
+    library = predict_component_bytes(shell, parts(), request())
+    assert library.forward_peak == 4 * 32 * (640 + 400)
+    assert predict_component_bytes(chunked, parts(), request()).forward_peak < library.forward_peak
+    evaluated = predict_component_bytes(layer(), parts(), request(mode="eval"))
+    assert (evaluated.saved, evaluated.backward_peak) == (4 * 32 * 128, 0)
+
+
+def test_expected_work_counts_products_attention_and_what_runs_again() -> None:
+    work = part_work(layer(), parts())
+    assert work.flops == 4 * (32 * 2.0 * 5000 + 7e6)
+    assert again_work(layer(), parts(), work) is None
+    assert again_work(layer(recompute="full"), parts(), work) == work
+    core = again_work(layer(recompute="selective"), parts(), work)
+    assert core is not None
+    assert core.flops == 4 * 7e6
+
+
+def test_expected_seconds_grow_with_what_runs() -> None:
+    hardware = report().hardware
+
+    def seconds(component: Component, mode: str = "train") -> float:
+        return predict_component_seconds(component, parts(), request(mode=mode), hardware).device
+
+    assert seconds(layer(recompute="full")) == pytest.approx(4 / 3 * seconds(layer()))
+    assert seconds(layer()) == pytest.approx(3 * seconds(layer(), "eval"))
+    optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
+    assert seconds(optimizer) == pytest.approx(7 * parts().trainable_bytes / hardware.memory_bandwidth_bytes_per_second)
+    host = predict_component_seconds(layer(bta_tile=1), parts(), request(), hardware).host
+    assert host == pytest.approx(16 / 3 * predict_component_seconds(layer(), parts(), request(), hardware).host)
+
+
+def test_kinds_are_named_once_and_layers_name_them() -> None:
+    twice = parts().kinds[:1] * 2
+    with pytest.raises(ValueError, match="same name"):
+        parts(kinds=twice, layers=("dense",))
+    with pytest.raises(ValueError, match="unknown kinds: nothing"):
+        parts(layers=("dense", "nothing"))

@@ -1,0 +1,64 @@
+"""A small exploration on a simulated device, and how to read its steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from explorer.records.event import EventCode, Progress
+from explorer.records.recommendation import Answer
+from explorer.records.trial import Measure, Trial
+from explorer.search.explore import explore
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.simulator import report
+
+MODEL: dict[str, Any] = {
+    "name": "moe",
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_query_groups": 4,
+    "vocab_size": 32000,
+    "seq_length": 2048,
+    "moe": {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 512},
+}
+
+
+def request(**changes: Any) -> ExplorationRequest:
+    """A space of some hundred candidates, so that a run takes well under a second."""
+    small = {"micro_batch_size": {"explore": {"min": 1, "max": 16}}, "attention_backends": ["cudnn", "flash"]}
+    return ExplorationRequest.model_validate({"model": MODEL, **small, **changes})
+
+
+def run(
+    req: ExplorationRequest,
+    device: Measure,
+    *,
+    rep: DeviceReport | None = None,
+    history: Sequence[Trial] = (),
+    stop_after: int | None = None,
+) -> list[Progress]:
+    steps = []
+    for step in explore(req, rep or report(memory_gib=40), device, history=history):
+        steps.append(step)
+        if stop_after is not None and len(steps) >= stop_after:
+            break
+    return steps
+
+
+def answer_of(steps: list[Progress]) -> Answer:
+    answer = steps[-1].answer
+    assert answer is not None
+    return answer
+
+
+def trials_of(steps: list[Progress]) -> list[Trial]:
+    return [step.trial for step in steps if step.trial is not None]
+
+
+def lines(steps: list[Progress], code: EventCode) -> list[str]:
+    """The messages without the wall-clock seconds of trials, which no two runs share."""
+    found = [event.message for step in steps for event in step.events if event.code is code]
+    return [re.sub(r" in \d+\.\d s\)", ")", message) for message in found]

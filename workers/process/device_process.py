@@ -1,0 +1,185 @@
+"""The one profiler process of a device or a group: the lock that it needs, its start, its replies, and its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from workers.devices.lock import DeviceLocks
+from workers.process.child import ProcessEndedError, ProfilerProcess
+from workers.process.exit_status import describe_status, name_ended
+from workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
+from workers.process.protocol import Command, HardwareReply, Hello, RankLost, Refused, Reply, ReportReply
+from workers.process.trial_run import END_GRACE_SECONDS, TICK_SECONDS
+
+R = TypeVar("R", Hello, HardwareReply, ReportReply)
+
+
+class DeviceProcess:
+    """Holds the devices' locks and at most one process on these devices, and starts that process.
+
+    Args:
+        devices: the devices as a profiler process names them.
+        locks: of these devices; the process inherits them.
+        environment: of the process.
+        on_wait: called once, with the reason, if another profiler holds a device.
+        lock_timeout_seconds: how long to wait for the devices; null: as long as it takes.
+        start_timeout_seconds: how long to wait for the reply to a command before a trial.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        locks: DeviceLocks,
+        *,
+        environment: Mapping[str, str],
+        on_wait: Callable[[str], None] | None,
+        lock_timeout_seconds: float | None,
+        start_timeout_seconds: float,
+    ) -> None:
+        self.name = devices[0] if len(devices) == 1 else f"{{{', '.join(devices)}}}"
+        self.restarts = 0
+        self.locks = locks
+        self.current: ProfilerProcess | None = None
+        self.interrupted = threading.Event()
+        self._devices = tuple(devices)
+        self._environment = environment
+        self._on_wait = on_wait
+        self._lock_timeout_seconds = lock_timeout_seconds
+        self._start_timeout_seconds = start_timeout_seconds
+        self._start_seconds = 0.0
+        # The kernel ends the process with the thread that started it (PR_SET_PDEATHSIG), so that thread must stay.
+        self._starter: ThreadPoolExecutor | None = None
+
+    def ensure(self) -> ProfilerProcess:
+        """The process, started if there is none.
+
+        Raises:
+            ProfilerStartError: it was killed before it was ready.
+            ProfilerError: it has no such device, or cannot run at all.
+            DeviceBusyError: the device was not free in time.
+            ProfilerInterruptedError: `interrupt()` was called.
+        """
+        self.check_interrupted()
+        if self.current is not None:
+            if self.current.alive:
+                return self.current
+            self.replace()  # it ended while it had nothing to do
+        if not self.locks.acquire(
+            timeout_seconds=self._lock_timeout_seconds, on_wait=self._on_wait, cancelled=self.interrupted.is_set
+        ):
+            raise ProfilerInterruptedError("interrupted while waiting for the device")
+        started = time.perf_counter()
+        if self._starter is None:
+            self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"profiler-starter-{self.name}")
+        process = self._starter.submit(self._spawn).result()
+        self.current = process
+        self.check_interrupted()
+        process.set_ranks(self._receive(process, Hello).ranks)
+        self.check_interrupted()
+        self._start_seconds += time.perf_counter() - started
+        return process
+
+    def ask(self, process: ProfilerProcess, command: Command, kind: type[R]) -> R:
+        """The reply to a command that prepares a trial. Raises as `ensure` does."""
+        started = time.perf_counter()
+        try:
+            process.send(command)
+        except ProcessEndedError as error:
+            raise self._ended_early(process) from error
+        reply = self._receive(process, kind)
+        self._start_seconds += time.perf_counter() - started
+        return reply
+
+    def take_start_seconds(self) -> float:
+        """The seconds that starting and preparing processes took since the last call."""
+        seconds, self._start_seconds = self._start_seconds, 0.0
+        return seconds
+
+    def interrupt(self) -> None:
+        """End the process at once, from any thread; what runs or comes later raises until `resume`."""
+        self.interrupted.set()
+        process = self.current
+        if process is not None:
+            process.kill()
+
+    def resume(self) -> None:
+        """Take an interruption back."""
+        if self.interrupted.is_set():
+            self.end()
+            self.interrupted.clear()
+
+    def check_interrupted(self) -> None:
+        """Raise ProfilerInterruptedError if `interrupt` was called."""
+        if self.interrupted.is_set():
+            self.end()
+            raise ProfilerInterruptedError(f"the profiler of {self.name} was interrupted")
+
+    def replace(self, grace_seconds: float = 0.0) -> int:
+        """End the process because of what a candidate did to it. `ensure` starts another."""
+        self.restarts += 1
+        return self.end(grace_seconds)
+
+    def end(self, grace_seconds: float = 0.0) -> int:
+        """End the process if there is one; returns its exit status, see `ProfilerProcess.end`."""
+        process, self.current = self.current, None
+        if process is None:
+            return 0
+        try:
+            return process.end(grace_seconds)
+        except TimeoutError as error:
+            raise ProfilerError(str(error)) from error
+
+    def close(self) -> None:
+        """End the process and give the devices back."""
+        self.end()
+        self.locks.release()
+        if self._starter is not None:
+            self._starter.shutdown()
+            self._starter = None
+
+    def unexpected(self, reply: Reply) -> ProfilerError:
+        """End the process; the error for a reply that is none to the command."""
+        self.end()
+        return ProfilerError(f"the profiler process of {self.name} sent a reply that was not asked for: {reply.type}")
+
+    def _spawn(self) -> ProfilerProcess:
+        try:
+            return ProfilerProcess(self._devices, environment=self._environment, inherited=self.locks.descriptors)
+        except OSError as error:
+            raise ProfilerStartError(f"the profiler process cannot be started: {error}") from error
+
+    def _receive(self, process: ProfilerProcess, kind: type[R]) -> R:
+        deadline = time.monotonic() + self._start_timeout_seconds
+        while True:
+            try:
+                reply = process.receive(TICK_SECONDS)
+            except ProcessEndedError as error:
+                self.check_interrupted()
+                raise self._ended_early(process) from error
+            self.check_interrupted()
+            if isinstance(reply, kind):
+                return reply
+            if isinstance(reply, Refused):
+                self.end()
+                raise ProfilerError(reply.reason)
+            if isinstance(reply, RankLost):
+                raise self._ended_early(process, reply)
+            if reply is not None:
+                raise self.unexpected(reply)
+            if time.monotonic() >= deadline:
+                self.end()
+                raise ProfilerError(
+                    f"the profiler of {self.name} did not answer within {self._start_timeout_seconds:g} s"
+                )
+
+    def _ended_early(self, process: ProfilerProcess, lost: RankLost | None = None) -> ProfilerError:
+        """The error for a process that ended before it was ready: a signal is no fault of the installation."""
+        name, status = name_ended(self.end(END_GRACE_SECONDS), lost)
+        output = process.last_output()
+        ended = f"{name} of {self.name} {describe_status(status)}"
+        message = f"{ended}: {output}" if output else ended
+        return ProfilerStartError(message) if status < 0 else ProfilerError(message)

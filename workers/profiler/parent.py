@@ -1,0 +1,81 @@
+"""The worker that started this process: its commands, the replies to it, and the end of this process with it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from explorer.spec.base import Frozen
+from workers.process.protocol import COMMANDS, Command, encode
+
+PR_SET_PDEATHSIG = 1
+
+CommandQueue = queue.SimpleQueue[Command]
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """What the parent gave to this process: `devices` to own, `commands` to answer, and `send` for the answers."""
+
+    devices: tuple[str, ...]
+    commands: CommandQueue
+    send: Callable[[Frozen], None]
+
+
+def connect_to_parent(program: str) -> Parent:
+    """Read the command line of a profiler process, and tie the life of this process to its parent's.
+
+    This comes before torch is imported: the import takes seconds, in which the parent may end.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {program}")
+    parser.add_argument("--devices", required=True)
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    os.set_inheritable(arguments.socket, False)
+    connection = socket.socket(fileno=arguments.socket)
+    return Parent(
+        devices=tuple(arguments.devices.split(",")),
+        commands=_read_commands(connection),
+        send=lambda message: connection.sendall(encode(message)),
+    )
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; see prctl(2), PR_SET_PDEATHSIG."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent had ended before the kernel was told
+        end_group()
+
+
+def end_group() -> None:
+    """End this process and all its children, compilers included. This process leads a process group."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _read_commands(connection: socket.socket) -> CommandQueue:
+    """Read commands in a separate thread, which notices the parent's end also during a trial."""
+    commands: CommandQueue = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    commands.put(COMMANDS.validate_json(line))
+        finally:
+            end_group()
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    return commands

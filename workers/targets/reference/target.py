@@ -1,0 +1,98 @@
+"""The target `bexp`: reference layers, built of a `ModelSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.experts.registry import expert_backend
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ExploredModel
+from explorer.spec.request import ExplorationRequest
+from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.instruments import Instruments
+from workers.profiler.report import report_device
+from workers.profiler.training.run import ReferenceTrainingRun
+from workers.profiler.trials.ring import find_ring
+from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.optimizer_parts import optimizer_parts
+from workers.targets.reference.passes import BlockPasses
+from workers.targets.reference.shapes import attention_shape, experts_shape, torch_dtype
+from workers.targets.target import OptimizerPart
+
+
+class ReferenceTarget:
+    """One job's reference layers, on the device of `instruments`."""
+
+    def __init__(self, request: ExplorationRequest, instruments: Instruments) -> None:
+        self._request = request
+        self._instruments = instruments
+        self._reasons: dict[tuple[ComponentKind, str, ModelSpec], str | None] = {}
+
+    def report(self, hardware: HardwareSpec) -> DeviceReport:
+        """Return which back ends can serve the request's model."""
+        return report_device(self._request.model, hardware, self._instruments.device)
+
+    def check(self, candidate: Candidate, model: ExploredModel) -> None:
+        """Raise UnsupportedTrialError if a back end of the candidate cannot serve the model."""
+        self._check_backend(ComponentKind.ATTENTION, candidate.attention_backend, _specified(model))
+        if candidate.expert_backend is not None:
+            self._check_backend(ComponentKind.MOE_FFN, candidate.expert_backend, _specified(model))
+
+    @contextmanager
+    def component(
+        self, component: Component, model: ExploredModel, request: ExplorationRequest
+    ) -> Iterator[BlockPasses]:
+        """Build the block of a component with example inputs."""
+        spec = _specified(model)
+        if component.backend is not None:
+            self._check_backend(component.kind, component.backend, spec)
+        instruments = self._instruments
+        generator = instruments.generator(request.seed)
+        size, layout = component.context_parallel_size, component.context_parallel_layout
+        ring = find_ring(instruments, spec, size, layout, component.backend)
+        block = build_block(spec, component, request, instruments.device, generator=generator, context_parallel=ring)
+        inputs = example_inputs(spec, component, instruments.device, generator)
+        gradient_dtype = torch_dtype(request.training.optimizer.gradient_dtype(spec.dtype))
+        barrier = instruments.rank_group.barrier(component)
+        yield BlockPasses(block, inputs, training=request.mode == "train", gradient_dtype=gradient_dtype, meet=barrier)
+
+    def optimizer_parts(
+        self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
+    ) -> Iterator[OptimizerPart]:
+        """Embedding with head, and one layer of each kind."""
+        return optimizer_parts(self._instruments, _specified(model), candidate, request)
+
+    @contextmanager
+    def training_run(
+        self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
+    ) -> Iterator[ReferenceTrainingRun]:
+        """Build the whole model, sharded and spread as the candidate says."""
+        yield ReferenceTrainingRun(self._instruments, _specified(model), candidate, request)
+
+    def _check_backend(self, kind: ComponentKind, name: str, model: ModelSpec) -> None:
+        key = (kind, name, model)
+        if key not in self._reasons:
+            self._reasons[key] = self._unsupported_reason(kind, name, model)
+        if (reason := self._reasons[key]) is not None:
+            raise UnsupportedTrialError(reason)
+
+    def _unsupported_reason(self, kind: ComponentKind, name: str, model: ModelSpec) -> str | None:
+        device = self._instruments.device
+        try:
+            if kind is ComponentKind.ATTENTION:
+                return attention_backend(name).unsupported_reason(attention_shape(model), device)
+            shape = experts_shape(model)
+            assert shape is not None, "the model has experts"
+            return expert_backend(name).unsupported_reason(shape, device)
+        except ValueError as error:
+            return str(error)
+
+
+def _specified(model: ExploredModel) -> ModelSpec:
+    assert isinstance(model, ModelSpec), "reference layers are built of a specification"
+    return model

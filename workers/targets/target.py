@@ -1,0 +1,92 @@
+"""A target: the code whose training step is measured, opened for one job on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from bexp.measure.passes import MeteredPasses, Passes
+from bexp.measure.timestamps import Mark
+from explorer.cost_model.components import Component
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.parts import ExploredModel
+from explorer.spec.request import ExplorationRequest
+
+
+class ComponentPasses(Passes, MeteredPasses, Protocol):
+    """Passes that can be timed and whose memory can be measured."""
+
+
+class Optimizer(Protocol):
+    """Steps parameters whose gradients exist."""
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The gradients that the next step reads; null for a parameter that has none yet."""
+
+    def step(self) -> None:
+        """Update the parameters."""
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero, or drop them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """Parameters that are stepped together, and how often the model has as many. `build` makes them on the device."""
+
+    count: int
+    build: Callable[[], Optimizer]
+
+
+class TrainingRun(Protocol):
+    """A whole model with its optimizer and micro-batches."""
+
+    exchanges: bool
+    """Whether several devices exchange gradients or parameters."""
+
+    def begin(self) -> float:
+        """Do what precedes the first step, and a step of one micro-step; returns seconds of a whole step."""
+
+    def step(self) -> list[Mark]:
+        """Run one step; returns the moments before each micro-step, before the optimizer, and after it."""
+
+    def finish(self) -> None:
+        """Called after the last step."""
+
+
+class Target(Protocol):
+    """What the profiler asks of the code that it measures.
+
+    What a method builds is alone on its device: the caller drops it before it asks for the next.
+    """
+
+    def report(self, hardware: HardwareSpec) -> DeviceReport:
+        """Return what can be varied here, and the model's parts where the target measures its own code.
+
+        Raises:
+            UnsupportedTrialError: the target cannot measure this model at all; the message has the cause.
+        """
+
+    def check(self, candidate: Candidate, model: ExploredModel) -> None:
+        """Raise UnsupportedTrialError if the candidate cannot be run here."""
+
+    def component(
+        self, component: Component, model: ExploredModel, request: ExplorationRequest
+    ) -> AbstractContextManager[ComponentPasses]:
+        """Build the passes of a component; the context's end releases what they hold."""
+
+    def optimizer_parts(
+        self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
+    ) -> Iterator[OptimizerPart]:
+        """The parameters of the model, part by part."""
+
+    def training_run(
+        self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
+    ) -> AbstractContextManager[TrainingRun]:
+        """Build the whole model; the context's end releases it."""

@@ -1,0 +1,40 @@
+"""Whether two tensors are the same but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_RELATIVE = 1e-4  # float32 sums in another order; a wrong mask or weight is off by far more
+_ABSOLUTE = 1e-6
+
+
+class DifferenceError(AssertionError):
+    """A part computes something else than the model."""
+
+
+def require_equal(what: str, found: Tensor | None, expected: Tensor | None) -> None:
+    """DifferenceError if the two differ by more than rounding, or one of them is missing and the other not zero."""
+    if found is None or expected is None:
+        there = found if found is not None else expected
+        if there is not None and float(there.abs().max()) > _ABSOLUTE:
+            raise DifferenceError(f"{what}: {'none' if found is None else 'one'} where the model has another")
+        return
+    if found.shape != expected.shape:
+        raise DifferenceError(f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+    if not bool(torch.isfinite(expected).all()):
+        raise DifferenceError(f"{what}: the model's own values are not finite")
+    if found.numel() == 0:
+        return
+    scale = float(expected.abs().max())
+    error = float((found - expected).abs().max())
+    if not error <= _RELATIVE * scale + _ABSOLUTE:
+        raise DifferenceError(f"{what}: off by {error:.2g}, the largest value is {scale:.2g}")
+
+
+def require_all_equal(what: str, pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> None:
+    """DifferenceError for the first (name, found, expected) that differs."""
+    for name, found, expected in pairs:
+        require_equal(f"{what} of {name}", found, expected)

@@ -1,0 +1,158 @@
+"""A Hugging Face configuration, resolved by the installed transformers: no download, and no remote code."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from workers.targets.transformers.shrink import depth_of
+
+MINIMUM_VERSION = (5, 0)
+MAX_LAYERS = 512
+_REMOTE_CODE = ("auto_map", "trust_remote_code")
+_NO_PART_OF_TRAINING = ("quantization_config", "architectures", "transformers_version", "_name_or_path")
+
+
+class UnsupportedModelError(ValueError):
+    """The installed transformers cannot build a configuration; the message has the cause and the library's version."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason} (transformers {library_version() or 'is not installed'})")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What the library makes of a raw configuration.
+
+    config:      a PreTrainedConfig with `use_cache` off, no remote code and no quantization
+    model_class: the class that AutoModelForCausalLM builds for it
+    ignored:     the keys of the raw configuration that were left out
+    """
+
+    model_type: str
+    config: Any
+    model_class: type
+    version: str
+    seq_length: int
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def text_config(self) -> Any:
+        """The part of the configuration that describes the language model: `config` itself, or a nested one."""
+        return self.config.get_text_config(decoder=True)
+
+
+def library_version() -> str | None:
+    """The installed transformers' version, or None where there is none."""
+    try:
+        import transformers  # noqa: PLC0415 - optional, and slow to import
+    except ImportError:
+        return None
+    return str(transformers.__version__)
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """The library's warnings and log lines below errors are held back, and the earlier level comes back afterwards."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def resolve_config(raw: Mapping[str, Any], seq_length: int, *, max_layers: int = MAX_LAYERS) -> ResolvedConfig:
+    """`raw` (the content of a config.json) as the installed library understands it.
+
+    UnsupportedModelError if transformers is missing or too old, if `raw` asks for remote code, names no type or one
+    that the library does not know, has no causal language model, holds a value that the class refuses, or states more
+    than `max_layers` layers.
+    """
+    version = _checked_version()
+    for name in _REMOTE_CODE:
+        if raw.get(name):
+            raise UnsupportedModelError(f"{name}: remote code is never run; remove it to use the library's own class")
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModelError("the configuration has no model_type")
+    ignored = tuple(name for name in _NO_PART_OF_TRAINING if raw.get(name) is not None)
+    config = _build_config(model_type, {name: value for name, value in raw.items() if name not in ignored})
+    depth = config_depth(config)
+    if depth is not None and depth > max_layers:
+        raise UnsupportedModelError(f"{depth} layers; at most {max_layers} are allowed")
+    config.use_cache = False
+    text_config = config.get_text_config(decoder=True)
+    text_config.use_cache = False
+    return ResolvedConfig(model_type, config, _model_class(config, model_type), version, seq_length, ignored)
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """A configuration of the same class with `values` (a dict as `to_dict` returns it), `use_cache` off.
+
+    UnsupportedModelError if the class refuses them.
+    """
+    arguments = {name: value for name, value in values.items() if name != "model_type"}
+    with quiet_library():
+        try:
+            made = type(config)(**copy.deepcopy(arguments))
+        except Exception as error:
+            raise UnsupportedModelError(f"{type(config).__name__} refuses the values: {one_line(error)}") from error
+    made.use_cache = False
+    made.get_text_config(decoder=True).use_cache = False
+    return made
+
+
+def config_depth(config: Any) -> int | None:
+    """The number of decoder layers that the configuration states, or None."""
+    text_config = config.get_text_config(decoder=True)
+    depth = getattr(text_config, "num_hidden_layers", None)
+    return depth if isinstance(depth, int) else depth_of(text_config.to_dict())
+
+
+def one_line(error: BaseException) -> str:
+    """The type and the message of `error` on one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _checked_version() -> str:
+    version = library_version()
+    if version is None:
+        raise UnsupportedModelError("transformers is missing: pip install 'bexp[transformers]'")
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
+        raise UnsupportedModelError("transformers is too old: 5.0 or later is needed")
+    return version
+
+
+def _build_config(model_type: str, raw: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415
+
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library")
+    arguments = copy.deepcopy({name: value for name, value in raw.items() if name != "model_type"})
+    with quiet_library():
+        try:
+            return CONFIG_MAPPING[model_type](**arguments)
+        except Exception as error:
+            raise UnsupportedModelError(f"the configuration of {model_type!r} is refused: {one_line(error)}") from error
+
+
+def _model_class(config: Any, model_type: str) -> type:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
+
+    try:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise UnsupportedModelError(f"{model_type!r} has no causal language model") from error
+    except Exception as error:
+        raise UnsupportedModelError(f"the class of {model_type!r} cannot be imported: {one_line(error)}") from error
+    return cast(type, found[0] if isinstance(found, tuple) else found)

@@ -1,0 +1,138 @@
+"""Which modules of a model are its layers, and which of them are alike."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from workers.targets.transformers.config import UnsupportedModelError, config_depth
+
+_OWN_NUMBER = re.compile(r".*(layer|block|depth).*(idx|ids?|index|number|num)|idx|layer")
+
+_OTHER_TOWER = re.compile(r".*(Vision|Image|Audio|Speech|Siglip).*(Model|Encoder|Tower|Embedding|Transformer)")
+
+
+def find_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers of a causal language model, in the order in which it holds them.
+
+    They are the outermost ModuleList that is as long as the configuration says, the one with most parameters if there
+    are several; else the siblings among the outermost layers that the library can checkpoint. UnsupportedModelError if
+    there is neither. Towers for images and sound are passed over.
+    """
+    lists = _outermost(
+        model, lambda module: isinstance(module, nn.ModuleList) and len(module) == config_depth(model.config)
+    )
+    if lists:
+        return list(max(lists, key=_num_parameters).children())
+    from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415
+
+    layers = _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer))
+    parents = [
+        parent for parent in model.modules() if any(child is one for child in parent.children() for one in layers)
+    ]
+    if not parents:
+        raise UnsupportedModelError(f"no list of layers was found in {type(model).__name__}")
+    parent = max(parents, key=_num_parameters)
+    return [child for child in parent.children() if any(child is one for one in layers)]
+
+
+def kind_names(layers: Sequence[nn.Module], config: Any) -> list[str]:
+    """The kind of each layer: layers with the same name cost the same.
+
+    Layers are alike if class, parameter and buffer shapes, the entries of the configuration's lists by layer (such as
+    `layer_types`) and the switches inside the modules agree. Numbers that merely count the layers, and factors that
+    depend on the depth, do not matter.
+    """
+    keys = _keys(layers, config)
+    order = list(dict.fromkeys(keys))
+    labels = {key: _label(layers[keys.index(key)], keys.index(key), config) for key in order}
+    repeated = Counter(labels.values())
+    seen: Counter[str] = Counter()
+    for key in order:
+        label = labels[key]
+        if repeated[label] > 1:
+            seen[label] += 1
+            labels[key] = f"{label}#{seen[label]}"
+    return [labels[key] for key in keys]
+
+
+def _keys(layers: Sequence[nn.Module], config: Any) -> list[Hashable]:
+    shapes = [(type(layer).__qualname__, _shapes(layer)) for layer in layers]
+    by_shape: dict[Hashable, list[int]] = defaultdict(list)
+    for index, shape in enumerate(shapes):
+        by_shape[shape].append(index)
+    switches: dict[int, Hashable] = {}
+    for indices in by_shape.values():
+        attributes = {index: _attributes(layers[index]) for index in indices}
+        counting = _counting(list(attributes.values()))
+        for index in indices:
+            kept = ((name, value) for name, value in attributes[index].items() if name not in counting)
+            switches[index] = tuple(sorted(kept, key=str))
+    return [(shapes[i], _config_entries(config, i, len(layers)), switches[i]) for i in range(len(layers))]
+
+
+def _counting(attributes: list[dict[str, Hashable]]) -> set[str]:
+    """Names of whole numbers that differ in every layer: they number the layers."""
+    if len(attributes) < 2:
+        return set()
+    names = set().union(*attributes)
+    values = {name: [one.get(name) for one in attributes] for name in names}
+    return {name for name, found in values.items() if _is_int(found[0]) and len(set(found)) == len(found)}
+
+
+def _attributes(layer: nn.Module) -> dict[str, Hashable]:
+    found: dict[str, Hashable] = {}
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or _OWN_NUMBER.fullmatch(name):
+                continue
+            if value is None or isinstance(value, (bool, str, int)):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def _shapes(layer: nn.Module) -> Hashable:
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    modules = tuple(type(module).__qualname__ for module in layer.modules())
+    return modules, tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors)
+
+
+def _config_entries(config: Any, index: int, count: int) -> Hashable:
+    entries = []
+    for name, value in config.to_dict().items():
+        if isinstance(value, (list, tuple)) and len(value) == count and isinstance(value[index], (bool, str, int)):
+            entries.append((name, value[index]))
+    return tuple(entry for entry in entries if not _OWN_NUMBER.fullmatch(entry[0]))
+
+
+def _label(layer: nn.Module, index: int, config: Any) -> str:
+    layer_types = getattr(config, "layer_types", None)
+    if isinstance(layer_types, (list, tuple)) and index < len(layer_types) and len(set(layer_types)) > 1:
+        return f"{type(layer).__name__}[{layer_types[index]}]"
+    return type(layer).__name__
+
+
+def _outermost(model: nn.Module, matches: Any) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if _OTHER_TOWER.fullmatch(type(module).__name__):
+            continue
+        if matches(module):
+            found.append(module)
+        else:
+            pending.extend(reversed(list(module.children())))
+    return found
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

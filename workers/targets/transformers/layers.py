@@ -1,0 +1,72 @@
+"""One layer of a kind, replayed forward and backward with the arguments that its model gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.targets.transformers.model import BuildSettings
+from workers.targets.transformers.skeleton import LayerCall, hidden_states
+from workers.targets.transformers.trees import copied, map_tensors, tensors_of
+
+
+class LayerPart:
+    """A layer alone on its device, with the arguments of one micro-batch.
+
+    module: the layer, real weights in training or eval mode as the settings say
+    hidden: its hidden states in, a leaf that requires grad in training
+    inputs: every argument that gets a gradient; `hidden` is among them
+    """
+
+    def __init__(
+        self, module: nn.Module, call: LayerCall, settings: BuildSettings, followed_outputs: Sequence[int] | None = None
+    ) -> None:
+        self.module = module
+        self._followed = followed_outputs
+        self.settings = settings
+        self.device = call.hidden.device
+        given = id(call.hidden)
+
+        def leaf(tensor: Tensor) -> Tensor:
+            wanted = settings.training and (tensor.requires_grad or id(tensor) == given)
+            return copied(tensor.detach()).requires_grad_(wanted)
+
+        self.args, self.kwargs = map_tensors((call.args, call.kwargs), leaf)
+        self.hidden = hidden_states(self.args, self.kwargs)
+        self.inputs = tuple(tensor for tensor in tensors_of((self.args, self.kwargs)) if tensor.requires_grad)
+        self._gradients: tuple[Tensor, ...] = ()
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Runs the layer; the outputs that the rest of the model computes with, the hidden states first."""
+        return self.followed(self.forward_all())
+
+    def forward_all(self) -> Any:
+        """Runs the layer; everything that it returns, as it returns it."""
+        with torch.set_grad_enabled(self.settings.training), self.settings.autocast(self.device):
+            return self.module(*self.args, **self.kwargs)
+
+    def followed(self, output: Any) -> tuple[Tensor, ...]:
+        """The tensors of a layer's output that the rest of the model computes with.
+
+        They are those whose places the self-check has found, else those with the shape of the hidden states.
+        """
+        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        if self._followed:
+            return tuple(floating[place] for place in self._followed)
+        alike = [tensor for tensor in floating if tensor.shape == self.hidden.shape]
+        return tuple(alike or [tensor for tensor in floating if tensor.requires_grad] or floating)
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> None:
+        """Adds to the gradients of inputs and parameters; the gradient that comes in is random and made once."""
+        taken = tuple(tensor for tensor in outputs if tensor.requires_grad)
+        if len(self._gradients) != len(taken):
+            self._gradients = tuple(torch.randn_like(tensor) for tensor in taken)
+        torch.autograd.backward(taken, self._gradients)
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients of inputs and parameters."""
+        for tensor in [*self.inputs, *self.module.parameters()]:
+            tensor.grad = None

@@ -1,0 +1,142 @@
+"""A model of the library, built layer by layer where it is wanted: on the meta device, on a real one, or in parts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
+
+META = torch.device("meta")
+Precision = Literal["pure", "autocast"]
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How a model is built and run.
+
+    precision: `pure` keeps parameters in `dtype`, except those that the class always keeps in float32; `autocast` keeps
+               them in float32 and runs under autocast of `dtype`
+    attention: the library's name of an attention implementation, or None for its default
+    experts:   the library's name of an experts implementation, or None for its default
+    prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device
+    """
+
+    precision: Precision = "pure"
+    dtype: torch.dtype = torch.bfloat16
+    attention: str | None = None
+    experts: str | None = None
+    training: bool = True
+    seed: int = 0
+    prepare: Callable[[Any], None] | None = None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """The dtype that parameters are created in."""
+        return torch.float32 if self.precision == "autocast" else self.dtype
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context that a forward runs in on `device`."""
+        if self.precision == "pure":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.dtype)
+
+
+@dataclass
+class Construction:
+    """Notes the layers of the given classes in the order in which a model constructs them.
+
+    `device_of(number)` says where layer `number` is created; the rest of the model is created on the device that is
+    current. Class constructors are wrapped while the context is open, so no two may be open at the same time.
+    """
+
+    classes: frozenset[type[nn.Module]]
+    device_of: Callable[[int], torch.device]
+    built: list[nn.Module] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Constructions inside the context are noted in `built`."""
+        own = {one: one.__dict__.get("__init__") for one in self.classes}
+        wrapped = {one: self._wrapped(one.__init__) for one in self.classes}
+        try:
+            for one in self.classes:
+                one.__init__ = wrapped[one]  # type: ignore[method-assign]
+            yield
+        finally:
+            for one, original in own.items():
+                if original is None:
+                    del one.__init__
+                else:
+                    one.__init__ = original  # type: ignore[method-assign]
+
+    def _wrapped(self, original: Callable[..., None]) -> Callable[..., None]:
+        state = self
+
+        def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if any(module is one for one in state.built[-1:]):  # a subclass calls its parent's constructor
+                original(module, *args, **kwargs)
+                return
+            state.built.append(module)
+            with state.device_of(len(state.built) - 1):
+                original(module, *args, **kwargs)
+
+        return construct
+
+
+def build_model(
+    resolved: ResolvedConfig,
+    settings: BuildSettings,
+    device: torch.device,
+    construction: Construction | None = None,
+) -> Any:
+    """A causal language model with random weights on `device`, as `from_config` makes it.
+
+    The weights are drawn by the class's own `_init_weights` and from `settings.seed`, so they resemble the start of a
+    training run. With a `construction` its layers lie where that says. The caller's random state is kept.
+    UnsupportedModelError if the class fails to build, or refuses an implementation.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
+
+    chosen = {"attn_implementation": settings.attention, "experts_implementation": settings.experts}
+    arguments = {name: value for name, value in chosen.items() if value is not None}
+    recording = nullcontext() if construction is None else construction.recording()
+    devices = [device] if device.type == "cuda" else []
+    with quiet_library(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(settings.seed)
+        try:
+            with device, recording:
+                model = from_config(copy.deepcopy(resolved.config), dtype=settings.parameter_dtype, **arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            name = resolved.model_class.__name__
+            raise UnsupportedModelError(f"{name} does not build: {one_line(error)}") from error
+    if settings.precision == "pure":
+        _keep_in_float32(model, settings.parameter_dtype)
+    if settings.prepare is not None:
+        settings.prepare(model)
+    return model.train(settings.training)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Casts what the class never lowers, as loading a checkpoint in `dtype` does."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name in names:
+        pattern = re.compile(rf"(^|\.){name}($|\.)")
+        for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if pattern.search(tensor_name) and tensor.is_floating_point():
+                tensor.data = tensor.data.float()

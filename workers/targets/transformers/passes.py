@@ -1,0 +1,124 @@
+"""What is timed of a transformers model: one layer, or the shell, with the settings of a component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from bexp.measure.passes import ModulePasses
+from bexp.transformers.set_up import Applied, set_up
+from bexp.transformers.settings import Settings
+from workers.targets.transformers.layers import LayerPart
+from workers.targets.transformers.model import BuildSettings
+from workers.targets.transformers.shell import ShellPart
+
+
+class LayerPasses(ModulePasses):
+    """A layer with its captured arguments. `recompute` says whether all of it is recomputed in backward.
+
+    Its memory is measured without that recomputation, since the composition adds it.
+    """
+
+    def __init__(self, part: LayerPart, build: BuildSettings, settings: Settings, *, recompute: bool) -> None:
+        self._layer = part.module
+        self._applied = set_up(part.module, settings, strict=True)
+        self._recomputed: Applied | None = None
+        super().__init__(
+            _Run(part.module, build.autocast(part.device)),
+            part.args,
+            part.kwargs,
+            training=build.training,
+            chained=_place(part),
+        )
+        if recompute:
+            self._recompute()
+
+    def without_recomputation(self) -> AbstractContextManager[None]:
+        """Within the context, the layer keeps what it computes."""
+        return self._kept() if self._recomputed is not None else nullcontext()
+
+    def restore(self) -> None:
+        """Leave the layer as the library has it, without gradients."""
+        if self._recomputed is not None:
+            self._recomputed.undo()
+        self._applied.undo()
+        for parameter in self._layer.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        assert self._recomputed is not None, "the layer is recomputed"
+        self._recomputed.undo()
+        try:
+            yield
+        finally:
+            self._recompute()
+
+    def _recompute(self) -> None:
+        self._recomputed = set_up(self._layer, Settings(recompute="full"), strict=True)
+
+
+class ShellPasses(ModulePasses):
+    """Everything but the layers; its forward ends in the loss."""
+
+    def __init__(self, part: ShellPart, build: BuildSettings, settings: Settings) -> None:
+        self._applied = set_up(part.model, settings)
+        super().__init__(_Shell(part), (), training=build.training)
+
+    def restore(self) -> None:
+        """Leave the shell as the library has it, without gradients."""
+        self._applied.undo()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+class _Run(nn.Module):
+    """A layer under autocast."""
+
+    def __init__(self, layer: nn.Module, autocast: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._autocast = autocast
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns."""
+        with self._autocast:
+            return self.layer(*args, **kwargs)
+
+
+class _Shell(nn.Module):
+    """The shell as a module of no arguments, with the parameters that are on the device."""
+
+    def __init__(self, part: ShellPart) -> None:
+        super().__init__()
+        self._part = part  # no module, so that the layers that wait elsewhere are not its parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those outside the layers."""
+        inside = {id(p) for layer in self._part.skeleton.layers for p in layer.parameters(recurse)}
+        return (p for p in self._part.model.parameters() if id(p) not in inside)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Those outside the layers."""
+        inside = {id(b) for layer in self._part.skeleton.layers for b in layer.buffers(recurse)}
+        return (b for b in self._part.model.buffers() if id(b) not in inside)
+
+    def train(self, mode: bool = True) -> _Shell:
+        """Sets the model's mode."""
+        self._part.model.train(mode)
+        return self
+
+    def forward(self) -> Tensor:
+        """The loss, a scalar."""
+        return self._part.forward()
+
+
+def _place(part: LayerPart) -> int | str | None:
+    """The argument that holds the hidden states: its position or its name."""
+    for position, value in enumerate(part.args):
+        if value is part.hidden:
+            return position
+    return next((name for name, value in part.kwargs.items() if value is part.hidden), None)

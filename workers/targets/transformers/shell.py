@@ -1,0 +1,109 @@
+"""Everything but the layers: embedding, norm, head and loss as the library computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states, passed_through
+from workers.targets.transformers.trees import map_tensors, tensors_of
+
+
+class Bridge(torch.autograd.Function):
+    """Stands where a layer was: gives known outputs forward, and known gradients (or the incoming one) backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: Sequence[Tensor | None] | None, outputs: Sequence[Tensor], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`outputs`, as new tensors."""
+        ctx.gradients = gradients
+        ctx.shapes = [tensor.shape for tensor in inputs]
+        return tuple(tensor.view_as(tensor) for tensor in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+        """The gradients that were given, else for each input the first incoming gradient of its shape."""
+        if ctx.gradients is not None:
+            return None, None, *ctx.gradients
+        found = [
+            next((grad for grad in incoming if grad is not None and grad.shape == shape), None) for shape in ctx.shapes
+        ]
+        return None, None, *found
+
+
+@dataclass(frozen=True)
+class LayerStandIn:
+    """What stands for a layer when the shell is compared with the whole model.
+
+    output:    the layer's true output
+    gradients: for each floating-point tensor among its arguments, the true gradient, or None
+    """
+
+    output: Any
+    gradients: tuple[Tensor | None, ...]
+
+
+class ShellPart:
+    """The model with its layers taken out, for one micro-batch.
+
+    Each layer hands its hidden states on; the last one gives the hidden states of a real layer's output, so that head
+    and loss work on values like the model's. The backward pass goes through the head, and then through the embedding.
+    """
+
+    def __init__(self, skeleton: Skeleton, batch: Mapping[str, Tensor], calls: Mapping[int, LayerCall]) -> None:
+        self.skeleton = skeleton
+        self.batch = dict(batch)
+        self._outputs = {index: _outline(call, skeleton.device) for index, call in calls.items()}
+        last = calls[skeleton.representatives[-1]]
+        self._last_output = map_tensors(last.output, lambda tensor: tensor.to(skeleton.device))
+
+    @property
+    def model(self) -> Any:
+        """The model that the shell is made of; only its parameters outside the layers get gradients."""
+        return self.skeleton.model
+
+    def forward(self) -> Tensor:
+        """The loss, a scalar."""
+        return self._run(self._step_aside).loss  # type: ignore[no-any-return]
+
+    def forward_with(self, stand_ins: Sequence[LayerStandIn]) -> Any:
+        """The model's output with each layer replaced by its stand-in."""
+
+        def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()]
+            return bridged(stand_ins[index].output, inputs, stand_ins[index].gradients)
+
+        return self._run(handle)
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients of the model's parameters."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _run(self, handle: Any) -> Any:
+        with self.skeleton.stubbed(handle):
+            return self.skeleton.run(self.batch)
+
+    def _step_aside(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = hidden_states(args, kwargs)
+        if index < len(self.skeleton.layers) - 1:
+            return passed_through(self._outputs[self.skeleton.representatives[index]], hidden)
+        return bridged(self._last_output, [hidden], None)
+
+
+def bridged(output: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> Any:
+    """`output` with its floating-point tensors computed from `inputs` as far as autograd can see."""
+    floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    made = iter(Bridge.apply(gradients, floating, *inputs))  # type: ignore[no-untyped-call]
+    return map_tensors(output, lambda tensor: next(made) if tensor.is_floating_point() else tensor)
+
+
+def _outline(call: LayerCall, device: torch.device) -> Any:
+    """The output of `call` on `device`, without memory for the tensors that the hidden states will replace."""
+    shape = call.hidden.shape
+    return map_tensors(call.output, lambda tensor: tensor.to("meta" if tensor.shape == shape else device))
