@@ -36,7 +36,7 @@ class RunReport:
     versions: dict[str, str]
 
 
-class TrainerCallback(_Callback):  # type: ignore[misc]  # transformers is not typed
+class TrainerCallback(_Callback):
     """Compares tokens/s and the peak of memory with the recommendation, and logs both when training ends.
 
     Tokens are counted from the Trainer's batches: `seq_length` tokens a sequence, or the recommendation's. The first

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 import bexp
 
@@ -28,7 +29,8 @@ class Example:
         time.sleep(0.008 + 0.002 * len(x))
         loss = self.model(x).square().sum()
         loss.backward()
-        return loss.detach()
+        found: torch.Tensor = loss.detach()
+        return found
 
 
 def explore(example: Example, **changed: Any) -> Any:
@@ -141,9 +143,9 @@ def _rank(rank: int, port: int, answers: Any) -> None:
 
 
 def test_what_one_process_meets_counts_for_all() -> None:
-    with mp.Manager() as manager:
+    with multiprocessing.Manager() as manager:
         answers = manager.dict()
-        mp.spawn(_rank, args=(free_port(), answers), nprocs=2)
+        spawn(_rank, args=(free_port(), answers), nprocs=2)
         assert dict(answers)[0] == dict(answers)[1]
         assert dict(answers)[0][1] == ("ok", "ok", "out_of_memory")
 

@@ -61,7 +61,9 @@ def fused_without_hopper(*args: Any) -> Tensor:
 
     routes, w_in, w_out = args[1], args[3], args[4]
     gated = w_in.shape[2] == 2 * w_out.shape[1]
-    return fused_ffn(*args, default_tiles(routes.numel(), w_in.shape[0], gated, 2, False))
+    ffn: Any = fused_ffn
+    out: Tensor = ffn(*args, tiles=default_tiles(routes.numel(), w_in.shape[0], gated, 2, False))
+    return out
 
 
 def fused_on_hopper(*args: Any) -> Tensor:
@@ -71,7 +73,9 @@ def fused_on_hopper(*args: Any) -> Tensor:
 
     if not has_hopper_kernels(DEVICE):
         pytest.skip("needs compute capability 9.0 and its Gluon")
-    return fused_ffn(*args, ON_HOPPER)
+    ffn: Any = fused_ffn
+    out: Tensor = ffn(*args, tiles=ON_HOPPER)
+    return out
 
 
 def fused_operator(*args: Any) -> Tensor:
@@ -117,7 +121,7 @@ def test_experts_read_weights_as_they_lie(
     routes, (x, weights, w_in, w_out, grad) = expert_cases.problem(problem, torch.bfloat16, DEVICE)
     lying = [x, weights, *map(expert_cases.transposed_storage, (w_in, w_out), (in_transposed, out_transposed)), grad]
     inputs = references.leaves(lying[:4], torch.bfloat16)
-    out = IMPLEMENTATIONS[implementation](inputs[0], routes, *inputs[1:], problem.activation)
+    out = IMPLEMENTATIONS[implementation](inputs[0], routes, inputs[1], inputs[2], inputs[3], problem.activation)
     out.backward(grad)
     found = [out, *(tensor.grad for tensor in inputs)]
     for actual, wanted in zip(found, expert_cases.expected(problem, routes, lying), strict=True):
@@ -238,7 +242,8 @@ def test_the_chunked_loss_holds_no_logits() -> None:
 
 def test_no_weight_is_copied_in_a_step() -> None:
     model = model_of("olmoe", torch.bfloat16)
-    experts = decoder_layers(model)[0].mlp.experts
+    first: Any = decoder_layers(model)[0]
+    experts = first.mlp.experts
     reason = unsupported_reason(experts, "bexp_fused")
     if reason is not None:
         pytest.skip(reason)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +42,7 @@ def train(rank: int, port: int, answers: Any) -> None:
 
 
 def _sharded(model: Any) -> Any:
-    mesh = dist.init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,))
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)

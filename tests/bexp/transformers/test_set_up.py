@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,13 +69,14 @@ def test_settings_change_what_runs() -> None:
     """Otherwise the test above would pass for settings that do nothing."""
     model = models.tiny("olmoe")
     calls: list[str] = []
-    attention = decoder_layers(model)[0].self_attn.forward
+    first: Any = decoder_layers(model)[0]
+    attention = first.self_attn.forward
 
     def counted(*args: object, **kwargs: object) -> object:
         calls.append("attention")
         return attention(*args, **kwargs)
 
-    decoder_layers(model)[0].self_attn.forward = counted
+    first.self_attn.forward = counted
     batch = models.batch()
     for settings, count in [
         (Settings(), 1),
@@ -177,7 +179,8 @@ def test_one_layer_alone_is_set_up_like_the_model() -> None:
 def test_the_expert_kernels_copy_no_weight() -> None:
     model = models.tiny("olmoe")
     set_up(model, Settings(experts="bexp_fused"))
-    experts = decoder_layers(model)[0].mlp.experts
+    first: Any = decoder_layers(model)[0]
+    experts = first.mlp.experts
     kept: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
