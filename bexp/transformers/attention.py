@@ -89,7 +89,7 @@ def _register(name: str, base: str, backend: str, *, recompute_core: bool, stric
     from transformers import AttentionInterface  # noqa: PLC0415 - optional
     from transformers.masking_utils import AttentionMaskInterface  # noqa: PLC0415 - optional
 
-    functions: Any = AttentionInterface()  # type: ignore[no-untyped-call]
+    functions: Any = AttentionInterface()
     if name in functions:
         return
     if base == "eager":
@@ -102,7 +102,7 @@ def _register(name: str, base: str, backend: str, *, recompute_core: bool, stric
     if recompute_core:
         function = _recomputed(function)
     AttentionInterface.register(name, function)
-    masks: Any = AttentionMaskInterface()  # type: ignore[no-untyped-call]
+    masks: Any = AttentionMaskInterface()
     if base in masks:
         AttentionMaskInterface.register(name, masks[base])
 

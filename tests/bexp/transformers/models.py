@@ -49,7 +49,7 @@ def tiny(model_type: str, **changed: Any) -> Any:
     """A model with random weights, the same for each call, in training mode."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**CONFIGURATIONS[model_type], **changed})
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.train()
 
 

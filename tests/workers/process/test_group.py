@@ -222,7 +222,7 @@ def test_whoever_dies_between_trials_takes_the_others_along_and_is_replaced_in_s
     assert process is not None
     os.kill(before[who].pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while process.is_alive or any(is_alive(one) for one in before):
+    while process.alive or any(is_alive(one) for one in before):
         assert time.monotonic() < deadline, "the others stay"
         time.sleep(0.02)
     assert works(group)

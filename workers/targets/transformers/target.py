@@ -129,11 +129,7 @@ class TransformersTarget:
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
         yield OptimizerPart(1, self._optimizer(lambda builder: _shell_parameters(builder.shell(1))))
         for kind in model.kinds:
-            name = kind.name
-            yield OptimizerPart(
-                model.layers.count(name),
-                self._optimizer(lambda builder, name=name: list(builder.layer(name, 1).module.parameters())),
-            )
+            yield OptimizerPart(model.layers.count(kind.name), self._optimizer(_layer_parameters(kind.name)))
 
     @contextmanager
     def training_run(
@@ -329,6 +325,10 @@ def _has_experts(layer: nn.Module) -> bool:
     from bexp.transformers.experts import expert_modules  # noqa: PLC0415 - needs transformers
 
     return bool(expert_modules(layer))
+
+
+def _layer_parameters(kind: str) -> Callable[[PartsBuilder], list[nn.Parameter]]:
+    return lambda builder: list(builder.layer(kind, 1).module.parameters())
 
 
 def _shell_parameters(part: Any) -> list[nn.Parameter]:
