@@ -1,9 +1,12 @@
-# `make demo` explores a small model on this machine; `make test` runs every check. Both set up .venv first.
+# `make demo` replays a recorded exploration and then explores a small model on this machine; `make test` runs every
+# check. Both set up .venv first.
 # Another interpreter: make PYTHON=python3.12 (after `make clean`, if .venv exists already).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RECORDED := benchmarks/tables/olmoe-zipf
+RECORDING := benchmarks/results/tables/olmoe-zipf.jsonl
 
 # Threads that spin at a barrier while another program has the core make small kernels tens of times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -14,7 +17,11 @@ TEST_PROCESSES ?= 4
 .PHONY: demo test style types tests setup clean
 
 demo: $(STAMP)
-	$(BIN)/bexp explore examples/tiny-moe.yaml
+	@echo "1 of 2: a recording. OLMoE-1B-7B was measured on one H200; this replays those measurements, without a GPU."
+	@$(BIN)/bexp explore $(RECORDED).yaml --device replay:$(RECORDING)
+	@echo
+	@echo "2 of 2: this machine. A small mixture-of-experts model is measured on its CPU, in about a minute."
+	@$(BIN)/bexp explore examples/tiny-moe.yaml
 
 # The type check runs beside the tests; each is told whether or not the other fails.
 test: $(STAMP)
@@ -35,7 +42,7 @@ tests: $(STAMP)
 
 setup: $(STAMP)
 
-# A .venv whose pip does not run is what an interrupted set-up left: it is built anew.
+# An interrupted set-up leaves a .venv whose pip does not run. It is built again.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || \
 	  { echo "bexp needs Python 3.11 or 3.12, but $(PYTHON) is: $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""The answer of an exploration, as text for a person."""
+"""The answer of an exploration as text for a person."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from explorer.records.recommendation import (
     VariantAnswer,
     WholeModelCheck,
 )
+from explorer.records.run_report import RunReport
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 
@@ -21,7 +22,7 @@ LABEL_WIDTH = 18
 
 
 def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
-    """The whole answer, without a line break at its end."""
+    """Return the whole answer, without a line break at its end."""
     lines: list[str] = []
     main = answer.variants[0]
     if main.recommendation is None:
@@ -38,7 +39,7 @@ def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
 
 
 def render_recommendation(best: Recommendation, request: ExplorationRequest | None) -> list[str]:
-    """The lines of one recommendation."""
+    """Return the lines of one recommendation."""
     lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}", ""]
     lines += _candidate_rows(best.candidate)
     within = f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
@@ -74,8 +75,21 @@ def render_recommendation(best: Recommendation, request: ExplorationRequest | No
     return lines + [_row("note", note) for note in notes]
 
 
+def render_run_report(report: RunReport, best: Recommendation) -> str:
+    """Return one line about a real run, compared with `best` if it used the micro-batch size of `best`."""
+    line = (
+        f"a run on {report.hardware} reached {_rate(report.tokens_per_second)} a device with micro_batch_size "
+        f"{report.micro_batch_size} in {report.steps:,} steps, peak {bytes_text(report.peak_bytes)}"
+    )
+    if report.micro_batch_size != best.candidate.micro_batch_size:
+        return line
+    speed = report.tokens_per_second / best.tokens_per_second
+    memory = report.peak_bytes / best.measured_peak_bytes if best.measured_peak_bytes else None
+    return f"{line}: {speed:.2f}x the speed{f' and {memory:.2f}x the peak' if memory is not None else ''} promised"
+
+
 def bytes_text(count: int) -> str:
-    """A number of bytes in the largest binary unit that leaves it at least 1."""
+    """Return a number of bytes in the largest binary unit in which it is at least 1."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -83,7 +97,7 @@ def bytes_text(count: int) -> str:
 
 
 def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
-    """What holds memory at the peak, by name; parts of no size left out."""
+    """Return the parts of the memory at the peak by name, without those of size 0."""
     return [(name.replace("_", " "), size) for name, size in memory.model_dump().items() if size]
 
 

@@ -15,7 +15,7 @@ from api import examples
 from api.auth import authorize
 from api.metrics import LatencyMiddleware, Metrics
 from api.problems import Problem, install_problem_handlers
-from api.routes import explorations, logs, monitoring, results, schemas
+from api.routes import explorations, logs, monitoring, results, run_reports, schemas
 from api.service import run_service
 from api.settings import ServiceSettings
 from explorer.spec.request import ExplorationRequest
@@ -54,7 +54,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     )
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
-    for module in (explorations, results, logs, schemas):
+    for module in (explorations, results, run_reports, logs, schemas):
         app.include_router(module.router, dependencies=[Depends(authorize)], responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
     _describe(app)

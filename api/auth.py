@@ -1,4 +1,4 @@
-"""Who may use the service: holders of a token, or this machine alone."""
+"""Who may use the service: holders of a token, or, without tokens, this machine only."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def authorize(
     """Dependency of every route but the health checks.
 
     Raises:
-        ProblemException: 401 without a valid token where one is required; where none is, 403 for a request that a web
-            page of another origin sent, or that reached the loopback interface under a foreign name.
+        ProblemException: 401 if a token is required and the request has no valid one. 403 if no token is required, and
+            a web page of another origin sent the request, or it used a name that is not one of this machine.
     """
     if not service.settings.require_token:
         _refuse_foreign(request)
@@ -39,7 +39,7 @@ async def authorize(
 
 
 def _refuse_foreign(request: Request) -> None:
-    """Web pages can send requests to loopback: by name (DNS rebinding) and across origins."""
+    """Refuse what web pages can send to the loopback interface, by DNS rebinding and across origins."""
     if not is_loopback(_host_name(f"//{request.headers.get('host', '')}")):
         raise ProblemException(
             HTTPStatus.FORBIDDEN,

@@ -1,4 +1,4 @@
-"""The body of a submission: read up to a limit, decoded, and handed on as plain data."""
+"""The body of a request: read up to a limit, decoded, and parsed as plain data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"}
 
 
 async def read_document(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON or YAML mapping in the body of `request`.
+    """Return the JSON or YAML mapping in the body of `request`.
 
     Raises:
-        ProblemException: 415 for another media type or an encoded body, 413 beyond `max_bytes`, 422 for bytes that
-            are not UTF-8.
+        ProblemException: 415 for another media type or an encoded body, 413 if it has more than `max_bytes`, 422 for
+            bytes that are not UTF-8.
         FormatError: the text is not a mapping of plain data.
     """
     _check_media_type(request)

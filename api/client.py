@@ -1,4 +1,4 @@
-"""A Python client of the REST API: what the command line uses, and what a program may use."""
+"""A Python client of the REST API, for the command line and for other programs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from api.settings import is_loopback
 from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
+from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
 from explorer.spec.request import ExplorationRequest
 
@@ -26,11 +27,11 @@ JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
-SILENCE_SECONDS = 45.0  # the server sends a comment more often than this while nothing happens
+SILENCE_SECONDS = 45.0  # the server sends comments more often than this while nothing happens
 
 
 class ServiceError(Exception):
-    """The service cannot be reached, or it failed, or what it answered makes no sense."""
+    """The service cannot be reached, it failed, or its answer cannot be understood."""
 
 
 class ProblemError(Exception):
@@ -45,14 +46,14 @@ class ProblemError(Exception):
         super().__init__(str(problem.get("detail") or problem.get("title") or f"HTTP {status}"))
 
     def lines(self) -> list[str]:
-        """For a person: what is wrong, then each field with the rule that it breaks."""
+        """Return lines for a person: what is wrong, then each field with the rule that it breaks."""
         errors = self.problem.get("errors")
         listed = [_error_line(e) for e in errors if isinstance(e, dict)] if isinstance(errors, list) else []
         return [str(self), *listed]
 
 
 class Job(BaseModel):
-    """An exploration as the service reports it. Fields that are not named here are kept as they came."""
+    """An exploration as the service reports it. Fields that are not named here are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -75,7 +76,7 @@ class Job(BaseModel):
 
 
 class Result(BaseModel):
-    """What is known of an exploration; `final` when it will not change any more.
+    """The result of an exploration; `final` says that it will not change any more.
 
     A finished exploration without a `recommendation` says why in the variants of its `answer`, which is null before
     the end and after a failure.
@@ -85,6 +86,9 @@ class Result(BaseModel):
 
     state: JobState
     final: bool
+    target: str | None = None
+    target_version: str | None = None
+    allocator: str | None = None
     recommendation: Recommendation | None
     answer: Answer | None
 
@@ -100,8 +104,9 @@ class JobPage:
 class Client:
     """Talks to one service.
 
-    Every method raises `ProblemError` when the service refuses (4xx) and `ServiceError` when it cannot be reached or
-    fails. `timeout` is in seconds, of one request. The client holds connections: close it, or use it in a `with`.
+    Every method raises `ProblemError` if the service refuses the request (4xx), and `ServiceError` if it cannot be
+    reached or fails. `timeout` is in seconds, for one request. The client holds connections: close it, or use it in a
+    `with`.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class Client:
             address = httpx.URL(self.url)
             if address.scheme not in {"http", "https"}:
                 raise ValueError("it must start with http:// or https://")  # noqa: TRY301 - one message for both
-            beyond = not is_loopback(address.host)  # a proxy is never on the way to this machine itself
+            beyond = not is_loopback(address.host)  # no proxy stands between this machine and itself
             self._http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=beyond
             )
@@ -140,35 +145,35 @@ class Client:
         self._http.close()
 
     def is_alive(self) -> bool:
-        """Whether a service answers at the URL, and not something else."""
+        """Return whether a service of this kind answers at the URL."""
         try:
             return bool(self._http.get("/healthz", timeout=2.0).json() == {"status": "alive"})
         except (httpx.HTTPError, ValueError):
             return False
 
     def submit(self, request: ExplorationRequest | dict[str, Any], *, idempotency_key: str | None = None) -> Job:
-        """Enqueue an exploration."""
+        """Submit an exploration."""
         body = request.model_dump(mode="json") if isinstance(request, ExplorationRequest) else request
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         return self._parse(Job, self._request("POST", "/v1/explorations", json=body, headers=headers))
 
     def get(self, job_id: str) -> Job:
-        """One exploration."""
+        """Return one exploration."""
         return self._parse(Job, self._request("GET", _path(job_id)))
 
     def list(self, *, state: JobState | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
-        """A page of explorations."""
+        """Return a page of explorations."""
         asked = {"state": state, "limit": limit, "cursor": cursor}
         params = {key: value for key, value in asked.items() if value is not None}
         page = self._page(self._request("GET", "/v1/explorations", params=params))
         return JobPage(tuple(self._parse(Job, item) for item in page["items"]), page.get("next_cursor"))
 
     def cancel(self, job_id: str) -> Job:
-        """Ask for the end of an exploration; its worker stops within seconds."""
+        """Cancel an exploration; its worker stops within seconds."""
         return self._parse(Job, self._request("POST", _path(job_id, "cancel")))
 
     def recommendation(self, job_id: str) -> Result | None:
-        """The best candidate known so far and, at the end, the whole answer; null while nothing is known."""
+        """Return the best candidate so far and, at the end, the whole answer; null while nothing is known."""
         try:
             document = self._request("GET", _path(job_id, "recommendation"))
         except ProblemError as error:
@@ -178,7 +183,7 @@ class Client:
         return self._parse(Result, document)
 
     def trials(self, job_id: str) -> tuple[Trial, ...]:
-        """Every trial that is stored so far, in the order of their numbers."""
+        """Return every trial that is stored so far, in the order of their numbers."""
         trials: list[Trial] = []
         params: dict[str, Any] = {}
         while True:
@@ -189,11 +194,21 @@ class Client:
                 return tuple(sorted(trials, key=lambda trial: trial.number))  # pages are in the order of storing
             params = {"cursor": cursor}
 
+    def report_run(self, job_id: str, report: RunReport) -> None:
+        """Send back what a real run of the recommendation reached."""
+        self._request("POST", _path(job_id, "run-reports"), json=report.model_dump(mode="json"))
+
+    def run_reports(self, job_id: str) -> tuple[RunReport, ...]:
+        """Return every report of a real run, in the order in which they arrived."""
+        params: dict[str, Any] = {"limit": 1000}
+        page = self._page(self._request("GET", _path(job_id, "run-reports"), params=params))
+        return tuple(self._parse(RunReport, item.get("report")) for item in page["items"])
+
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60.0) -> Iterator[Event]:
         """Follow a job's events from `after` (exclusive) to its end, each exactly once and in order.
 
-        A dropped connection is taken up again where it broke. Nothing is yielded when `after` is the last event there
-        will ever be. Raises ServiceError when the service stays away for `patience_seconds`.
+        After a dropped connection it continues where the connection broke. It yields nothing if `after` is the last
+        event of a job that has ended. Raises ServiceError if the service cannot be reached for `patience_seconds`.
         """
         seq, waited, delay = after, 0.0, 0.2
         while True:
@@ -261,11 +276,11 @@ class Client:
 
 
 class _RestartingError(Exception):
-    """The service, or what stands before it, asks to come back later."""
+    """The service, or a proxy before it, asks the client to come back later."""
 
 
 class _CompleteError(Exception):
-    """Every event that there will ever be was seen."""
+    """The job has ended, and all of its events were seen."""
 
 
 def _path(job_id: str, *rest: str) -> str:
@@ -290,7 +305,7 @@ def _raise_for(response: httpx.Response) -> None:
 
 
 def _sse_data(lines: Iterator[str]) -> Iterator[str]:
-    """The data of each server-sent event (WHATWG HTML, 9.2); an event that the stream's end cuts off is dropped."""
+    """The data of each server-sent event (WHATWG HTML, 9.2); an incomplete last event is dropped."""
     data: list[str] = []
     for line in lines:
         if not line:

@@ -30,12 +30,12 @@ VERBOSE = ("Traceback (most recent call last)", "usage: ")
 
 
 def child_environment(database_url: str) -> dict[str, str]:
-    """This process's environment with the database in it: on a command line, others could read its password."""
+    """Return this environment with the database's URL; other users could read its password on a command line."""
     return safe_environment({**os.environ, "BEXP_DATABASE_URL": database_url})
 
 
 class ChildEndedError(ServiceError):
-    """A child ended by itself; `status` is its exit status, negative for a signal."""
+    """A child process ended by itself. `status` is its exit status, negative for a signal."""
 
     def __init__(self, message: str, status: int) -> None:
         self.status = status
@@ -43,7 +43,7 @@ class ChildEndedError(ServiceError):
 
 
 class Child:
-    """A process with a log file, ended together with everything in its process group."""
+    """A process with a log file. It is ended together with its whole process group."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, *, environment: dict[str, str], pass_fds: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process and of its group."""
+        """The id of the process and of its group."""
         return self._process.pid
 
     def check(self) -> None:
@@ -75,7 +75,7 @@ class Child:
             raise ChildEndedError(message, status)
 
     def last_line(self) -> str:
-        """What it said last."""
+        """Return the last lines of its log."""
         return self._tail()[-1]
 
     def tell(self, line: str) -> None:
@@ -98,7 +98,7 @@ class Child:
         deadline = time.monotonic() + grace_seconds
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.02)
-        # While the process has not been waited for, its group id cannot have been given to anybody else.
+        # The system cannot have reused the group id, because the process has not been waited for yet.
         with suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -109,7 +109,7 @@ class Child:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _tail(self) -> list[str]:
-        """The last lines of the log; of a traceback or a usage message only the error."""
+        """Return the last lines of a log; only the error, if they are a traceback or a usage message."""
         lines = [line.rstrip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         if any(line.startswith(VERBOSE) for line in lines):
             lines = [line for line in lines if not line.startswith((" ", *VERBOSE))][-1:]
@@ -167,12 +167,12 @@ class EmbeddedService:
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def adopt(self, job_id: str) -> None:
-        """Have the worker run this exploration, and no other, and have it cancelled if the command is killed."""
+        """Make the worker run only this exploration, and make the service cancel it if the command is killed."""
         for child in self._children:
             child.tell(job_id)
 
     def last_words(self) -> str:
-        """What the worker said last."""
+        """Return the last lines of the worker's log."""
         return self._children[-1].last_line()
 
     def check(self) -> None:
@@ -181,7 +181,7 @@ class EmbeddedService:
             child.check()
 
     def stop(self) -> None:
-        """End the children, the worker first, so that its last writes find the database in peace."""
+        """End the children: the worker first, so that the API does not disturb its last writes."""
         for child in reversed(self._children):
             child.ask_to_end()
         for child in reversed(self._children):

@@ -1,4 +1,4 @@
-"""The API as a child of a command: `python -m api.embedded_api FD [with-worker]`, FD being an inherited socket.
+"""The API as a child of a command: `python -m api.embedded_api FD [with-worker]`, where FD is an inherited socket.
 
 The database comes from the environment. The command writes the ids of its explorations, one a line, to the child's
 stdin. The child ends on SIGTERM; when stdin closes, because the command was killed, it first cancels the explorations
@@ -24,7 +24,7 @@ from storage.schema import upgrade
 
 CANCEL_SECONDS = 6.0
 NEVER = 1e9
-WRONG_USAGE = 2  # as argparse ends the worker
+WRONG_USAGE = 2  # the status with which argparse ends the worker
 
 
 def main(listener: socket.socket, *, with_worker: bool) -> None:
@@ -62,7 +62,7 @@ def _is_cancelled(queue: Queue, job_id: str) -> bool:
             return True
     except JobNotFoundError:
         return True
-    queue.note_waiting()  # ends the job if its worker has put it back in the meantime
+    queue.note_waiting()  # ends the job if its worker has put it back meanwhile
     return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
@@ -12,6 +13,7 @@ from explorer.records.event import Event as LogEvent
 from explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
 from explorer.records.measurement import Measurement, Outcome
 from explorer.records.recommendation import Recommendation
+from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial, TrialKind
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
@@ -124,9 +126,28 @@ RECOMMENDATION: dict[str, Any] = {
     "id": JOB_ID,
     "state": "running",
     "final": False,
+    "target": "bexp",
+    "target_version": None,
+    "allocator": "default",
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
     "answer": None,
 }
+RUN_REPORT: dict[str, Any] = {
+    "number": 1,
+    "received_at": "2026-01-15T21:04:07Z",
+    "report": RunReport(
+        tokens_per_second=5010.0,
+        peak_bytes=263_192_576,
+        peak_reserved_bytes=301_989_888,
+        steps=200,
+        micro_batch_size=2,
+        seconds=327.0,
+        hardware="NVIDIA H100 80GB HBM3",
+        versions={"torch": "2.11.0", "transformers": "5.17.0"},
+        finished_at=datetime(2026, 1, 15, 21, 4, 5, tzinfo=UTC),
+    ).model_dump(mode="json"),
+}
+RUN_REPORTS: dict[str, Any] = {"items": [RUN_REPORT], "next_cursor": None}
 PAGE: dict[str, Any] = {"items": [SUMMARY], "next_cursor": None}
 EVENTS: dict[str, Any] = {"items": [event.model_dump(mode="json") for event in _LOG], "next_cursor": None}
 TRIALS: dict[str, Any] = {"items": [_TRIAL.model_dump(mode="json")], "next_cursor": None, "end_cursor": "0"}
@@ -144,6 +165,10 @@ _DETAILS: dict[HTTPStatus, dict[str, Any]] = {
         "detail": "There is no exploration with this id.",
     },
     HTTPStatus.NOT_ACCEPTABLE: {"detail": "This is offered as application/json."},
+    HTTPStatus.CONFLICT: {
+        "type": "urn:bexp:problem:no-recommendation",
+        "detail": "The exploration has recommended nothing that a run could have followed.",
+    },
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: {"detail": "A request may have 256 KiB at most."},
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: {"detail": "Send the request as application/json or application/yaml."},
     HTTPStatus.UNPROCESSABLE_ENTITY: {

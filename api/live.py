@@ -29,7 +29,7 @@ PART_COLORS = {
 
 
 class LiveView:
-    """What is known of a running job, drawn anew whenever rich asks."""
+    """The state of a running job, drawn each time that rich asks for it."""
 
     def __init__(self, job_id: str, request: ExplorationRequest | None) -> None:
         self._job_id = job_id
@@ -43,7 +43,7 @@ class LiveView:
         self._failures: dict[int, str] = {}
 
     def show(self, event: Event) -> None:
-        """Take in an event."""
+        """Update the state with an event."""
         self._status = event.message
         match event.code:
             case EventCode.STARTED | EventCode.RESUMED:
@@ -51,7 +51,7 @@ class LiveView:
             case EventCode.RECOMMENDATION if isinstance(event.data.get("recommendation"), dict):
                 self._best = Recommendation.model_validate(event.data["recommendation"])
                 self._note_rate(self._best.candidate.micro_batch_size, self._best.tokens_per_second)
-            case EventCode.VARIANT:  # another model: nothing of the last one compares
+            case EventCode.VARIANT:  # another model, whose figures cannot be compared with the last one's
                 self._best = None
                 self._rates.clear()
                 self._failures.clear()
@@ -63,7 +63,7 @@ class LiveView:
                 pass
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        bar = Table.grid(expand=True)  # a bar by itself ends no line
+        bar = Table.grid(expand=True)  # a bar alone does not end its line
         bar.add_row(self._bar())
         status = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
         parts: list[RenderableType] = [self._head(), bar, status]
@@ -145,7 +145,7 @@ class LiveView:
         return table
 
     def _memory(self, best: Recommendation, width: int) -> list[RenderableType]:
-        """The parts of the peak, against the limit where they would be seen there, else against each other."""
+        """Return the parts of the peak, scaled to the limit if they are large enough to be seen, else to each other."""
         total, limit = best.memory.total, best.memory_limit_bytes
         whole = limit if total > limit * SMALLEST_SHARE else total
         cells = max(10, width - 4)

@@ -1,4 +1,4 @@
-"""What monitoring sees, in Prometheus' text format: the queue, the workers, the trials, the requests."""
+"""Metrics in Prometheus' text format: the queue, the workers, the trials and the requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class Metrics:
-    """The metrics of one application; two in a process do not mix."""
+    """The metrics of one application, separate from those of others in the same process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -36,7 +36,7 @@ class Metrics:
         self._latency.labels(method, route, str(status)).observe(seconds)
 
     def render(self, database: Database, num_streams: int) -> bytes:
-        """Everything, as text; reads the database."""
+        """Return all metrics as text; this reads the database."""
         self._streams.set(num_streams)
         stored = CollectorRegistry()
         stored.register(_StoredCounts(read_statistics(database)))
@@ -44,7 +44,7 @@ class Metrics:
 
 
 class _StoredCounts(Collector):
-    """What the database counts."""
+    """Counts that are stored in the database."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
@@ -86,7 +86,7 @@ class LatencyMiddleware:
         started = False
 
         def observe(status: int) -> None:
-            # The template, not the path: the labels of a histogram must be few.
+            # The label is the template and not the path, because the labels of a histogram must be few.
             route = getattr(scope.get("route"), "path", "unmatched")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self.metrics.observe_request(method, route, status, time.perf_counter() - start)
@@ -101,5 +101,5 @@ class LatencyMiddleware:
         try:
             await self.app(scope, receive, send_observed)
         finally:
-            if not started:  # an exception, which becomes a response further out; or the client is gone
+            if not started:  # an exception, which an outer layer turns into a response, or a client that has left
                 observe(500)

@@ -1,4 +1,4 @@
-"""Which of the media types that a route offers a client takes (RFC 9110, section 12.5.1)."""
+"""The choice of a media type that a route offers and the client accepts (RFC 9110, section 12.5.1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN_TEXT = "text/plain"
 
 
 def choose_media_type(request: Request, offered: Sequence[str]) -> str:
-    """The one of `offered` that the Accept header prefers; the first of equals.
+    """Return the media type in `offered` that the Accept header prefers, the first of equals.
 
     Raises:
         ProblemException: 406, none of them is acceptable.
@@ -49,7 +49,7 @@ def _parse_range(part: str) -> tuple[str, float]:
 
 
 def _quality(media_type: str, ranges: list[tuple[str, float]]) -> float:
-    """Of the most specific range that covers `media_type`."""
+    """Return the quality of the most specific range that covers `media_type`."""
     for covering in (media_type, f"{media_type.partition('/')[0]}/*", "*/*"):
         for media_range, quality in ranges:
             if media_range == covering:

@@ -1,4 +1,4 @@
-"""Errors as problem details (RFC 9457): one shape for everything that is refused, and nothing of the input in it."""
+"""Errors as problem details (RFC 9457): one shape for every refusal, which never repeats the input."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class FieldError(BaseModel):
-    """A field and the rule that it breaks; without `field` and `pointer` (RFC 6901) the document as a whole."""
+    """A field and the rule that it breaks; without `field` and `pointer` (RFC 6901), the whole document breaks it."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=False)
 
     field: str | None = None
-    pointer: Annotated[str | None, Field(description="Of a field of the body.")] = None
+    pointer: Annotated[str | None, Field(description="Where the field is in the body.")] = None
     message: str
 
 
@@ -67,18 +67,20 @@ class ProblemException(Exception):  # noqa: N818  (it is a response, not a fault
         self.headers = headers
 
 
-def invalid_body(errors: Iterable[tuple[tuple[str | int, ...], str]]) -> ProblemException:
-    """422 for a body that breaks rules, each with the location of the field in it."""
+def invalid_body(
+    errors: Iterable[tuple[tuple[str | int, ...], str]], detail: str = "The request is not one that can be explored."
+) -> ProblemException:
+    """Return a 422 for a body that breaks rules; each error has the location of the field in the body."""
     return ProblemException(
         HTTPStatus.UNPROCESSABLE_ENTITY,
-        "The request is not one that can be explored.",
+        detail,
         name="invalid-request",
         errors=[_body_error(location, message) for location, message in errors],
     )
 
 
 def invalid_parameter(name: str, message: str) -> ProblemException:
-    """422 for a query parameter or a header."""
+    """Return a 422 for a query parameter or a header."""
     return ProblemException(
         HTTPStatus.UNPROCESSABLE_ENTITY,
         f"{name}: {message}",
@@ -96,7 +98,7 @@ def problem_response(
     errors: list[FieldError] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """The response for a problem; `name` makes its type, without one the status says everything."""
+    """Return the response for a problem; `name` makes its type, which is `about:blank` without a name."""
     problem = Problem(
         type=f"urn:bexp:problem:{name}" if name else "about:blank",
         title=HTTPStatus(status).phrase,
@@ -187,6 +189,6 @@ def _body_error(location: tuple[str | int, ...], message: str) -> FieldError:
 
 
 def readable(text: str, limit: int) -> str:
-    """`text` without control characters and lone surrogates, at most `limit` characters."""
+    """Return `text` without control characters and lone surrogates, at most `limit` characters."""
     cleaned = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: limit + 1])
     return cleaned if len(cleaned) <= limit else cleaned[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -9,12 +9,16 @@ from pydantic import BaseModel, Field
 
 from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
+from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from storage.jobs import Job, JobState
+from storage.run_reports import StoredRunReport
 
-NextCursor = Annotated[str | None, Field(description="Ask again with it for what follows; null: nothing does yet.")]
+NextCursor = Annotated[
+    str | None, Field(description="Pass it as `cursor` to get what follows; null if nothing follows yet.")
+]
 
 
 class Links(BaseModel):
@@ -25,14 +29,15 @@ class Links(BaseModel):
     log: str
     recommendation: str
     trials: str
+    run_reports: str
     cancel: str
 
     @classmethod
     def of(cls, job_id: str) -> Links:
-        """The links of one exploration."""
+        """Return the links of one exploration."""
         here = exploration_path(job_id)
         parts = {part: f"{here}/{part}" for part in ("events", "log", "recommendation", "trials", "cancel")}
-        return cls(self=here, **parts)
+        return cls(self=here, run_reports=f"{here}/run-reports", **parts)
 
 
 class ExplorationSummary(BaseModel):
@@ -53,12 +58,12 @@ class ExplorationSummary(BaseModel):
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """The summary of a job."""
+        """Return the summary of a job."""
         return cls.model_validate(cls.fields_of(job))
 
     @classmethod
     def fields_of(cls, job: Job) -> dict[str, Any]:
-        """What a summary shows of a job."""
+        """Return the fields that a summary shows of a job."""
         best = job.recommendation
         return {
             "id": job.id,
@@ -84,29 +89,72 @@ class Exploration(ExplorationSummary):
     ]
     attempt: Annotated[int, Field(description="How often a worker has taken it up.")]
     last_seq: Annotated[int, Field(description="The seq of its latest event.")]
-    report: Annotated[DeviceReport | None, Field(description="The device that it runs on and what is usable there.")]
-    space: Annotated[dict[str, Any] | None, Field(description="The legal space, summarised.")]
+    report: Annotated[
+        DeviceReport | None, Field(description="The device that it runs on, and the back ends that are usable there.")
+    ]
+    space: Annotated[dict[str, Any] | None, Field(description="A summary of the legal space.")]
     recommendation: Recommendation | None
     answer: Answer | None
 
     @classmethod
     def fields_of(cls, job: Job) -> dict[str, Any]:
-        """What is shown of a job."""
+        """Return the fields that are shown of a job."""
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
         return super().fields_of(job) | {name: getattr(job, name) for name in names}
 
 
 class RecommendationResource(BaseModel):
-    """The best candidate known; `final` when it will not change any more.
+    """The best known candidate; `final` says that it will not change any more.
 
-    With nothing feasible, a finished exploration has a null `recommendation`, and the variants of `answer` say why.
+    If nothing fits, a finished exploration has a null `recommendation`, and the variants of `answer` say why.
     """
 
     id: str
     state: JobState
     final: bool
+    target: Annotated[str | None, Field(description="The code whose training step was measured.")]
+    target_version: Annotated[
+        str | None,
+        Field(description="The version of the library whose code was measured; null for the reference layers."),
+    ]
+    allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
     recommendation: Recommendation | None
     answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Return the recommendation of a job; the target and the allocator are null if its request cannot be read."""
+        best = job.recommendation if job.answer is None else job.answer.recommendation
+        return cls(
+            id=job.id,
+            state=job.state,
+            final=job.state.is_final,
+            target=job.request.target_name if job.request else None,
+            target_version=job.report.parts.target_version if job.report and job.report.parts else None,
+            allocator=job.request.allocator if job.request else None,
+            recommendation=best,
+            answer=job.answer,
+        )
+
+
+class RunReportResource(BaseModel):
+    """A report of a real run, and when it arrived."""
+
+    number: Annotated[int, Field(description="Counts the reports of an exploration from 1.")]
+    received_at: datetime
+    report: RunReport
+
+    @classmethod
+    def of(cls, stored: StoredRunReport) -> Self:
+        """Return the resource of a stored report."""
+        return cls(number=stored.seq, received_at=stored.received_at, report=stored.report)
+
+
+class RunReportPage(BaseModel):
+    """Reports of real runs in the order in which they arrived."""
+
+    items: list[RunReportResource]
+    next_cursor: NextCursor
 
 
 class ExplorationPage(BaseModel):
@@ -128,15 +176,15 @@ class TrialPage(BaseModel):
 
     items: list[Trial]
     next_cursor: NextCursor
-    end_cursor: Annotated[str, Field(description="Ask later with it for what has been stored since.")]
+    end_cursor: Annotated[str, Field(description="Pass it as `cursor` later to get what has been stored since.")]
 
 
 class Health(BaseModel):
-    """Whether the service lives, or can do its work."""
+    """Whether the service is alive, or can do its work."""
 
     status: str
 
 
 def exploration_path(job_id: str) -> str:
-    """Where an exploration is."""
+    """Return the path of an exploration."""
     return f"/v1/explorations/{job_id}"

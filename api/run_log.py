@@ -11,7 +11,7 @@ from explorer.records.event import Event, render_line
 
 
 def log_path(directory: Path, mode: Literal["train", "eval"], model_name: str, job_id: str) -> Path:
-    """Where the BEXP lines of a job go, below `directory`."""
+    """Return the file for the BEXP lines of a job, below `directory`."""
     return directory / f"local_compile_{mode}" / model_name / f"run_{job_id}.log"
 
 
@@ -21,7 +21,7 @@ class ObservationLog:
     Events are numbered from 1 without gaps and each is one line, so the number of lines in the file is the number of
     the last event in it. While one process writes a file, another that opens it writes nothing.
 
-    Raises OSError when the file cannot be made.
+    Raises OSError if the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,11 +49,11 @@ class ObservationLog:
 
     @property
     def is_writing(self) -> bool:
-        """Whether lines go to the file: not when another process has it."""
+        """Whether this process writes the file; false if another process does."""
         return self._file is not None
 
     def write(self, event: Event) -> None:
-        """Append the line of `event` unless it is there."""
+        """Append the line of `event` if it is not in the file yet."""
         if self._file is None or event.seq <= self._seq:
             return
         self._file.write(render_line(event).encode() + b"\n")

@@ -23,7 +23,7 @@ HOW_TO_ADMIT = "The service asks for a token, and there is none yet: create one 
 
 
 class ServeError(Exception):
-    """The service cannot start, for a reason that the person who started it can change."""
+    """The service cannot start, for a reason that the user can change."""
 
 
 def serve(
@@ -39,16 +39,16 @@ def serve(
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        settings: how to serve. Tokens are required in any case when `host` is not a loopback one.
+        settings: how to serve. Tokens are always required if `host` is not a loopback address.
         host: name or address to bind to.
-        port: 0 for any that is free.
+        port: 0 for any free port.
         on_ready: called with the URL once requests are answered.
-        notify: called with what the person who started the service should know.
+        notify: called with messages for the person who started the service.
         upgrade_schema: bring the database's schema up to date first.
         access_log: write a line for each request to stderr.
 
     Raises:
-        ServeError: the address is taken or not this machine's.
+        ServeError: the address is in use, or is not an address of this machine.
         ValueError: the database's URL is malformed.
     """
     if not is_loopback(host):
@@ -60,17 +60,17 @@ def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to `host` and `port` (0: any that is free), not yet listening.
+    """Return a socket that is bound to `host` and `port` (0: any free port) and does not listen yet.
 
     Raises:
-        ServeError: the address is taken or not this machine's.
+        ServeError: the address is in use, or is not an address of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host is that long
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long for a host
         raise ServeError(f"cannot listen on {host}: {getattr(error, 'strerror', None) or 'not a host'}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,7 +88,7 @@ def serve_on(
     on_ready: Callable[[], None] = lambda: None,
     access_log: bool = False,
 ) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; open streams are ended, not waited for."""
+    """Serve on a bound socket until SIGINT or SIGTERM; open streams are then ended."""
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -101,7 +101,7 @@ def serve_on(
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which says when it is ready and ends open streams when it shuts down."""
+    """A uvicorn server that reports when it is ready, and that ends open streams when it shuts down."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, on_ready: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
@@ -109,18 +109,18 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
+        """Start, then call `on_ready`."""
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn waits for responses to end, and a stream ends only when its exploration does, or when told."""
+        """End the open streams, then shut down, because uvicorn waits for all responses to end."""
         self._app.state.service.feed.close()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop as asked; unlike uvicorn, without raising the signal again: a service told to end has not failed."""
+        """Stop, but do not raise the signal again as uvicorn does: a service that is told to end has not failed."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True

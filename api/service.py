@@ -1,4 +1,4 @@
-"""What the routes of one application share: the database, the queue, the event feed, the metrics."""
+"""The resources that the routes of one application share: database, queue, event feed and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One application's resources, for as long as it runs."""
+    """The resources of a running application."""
 
     settings: ServiceSettings
     database: Database
@@ -53,7 +53,7 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
 
 
 def service_of(request: Request) -> Service:
-    """Dependency: the service of the application that answers `request`."""
+    """Dependency: return the service of the application that answers `request`."""
     service: Service = request.app.state.service
     return service
 
@@ -62,7 +62,7 @@ ServiceDep = Annotated[Service, Depends(service_of)]
 
 
 async def _note_waiting(service: Service) -> None:
-    """Tell the log of each queued job that nobody can take what it waits for."""
+    """Keep writing into the log of each job that no worker can take what it waits for."""
     while True:
         try:
             await run_sync(service.queue.note_waiting)

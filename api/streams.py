@@ -1,4 +1,4 @@
-"""Following a job's events: one cheap query a job and tick, however many clients watch it."""
+"""Streams of a job's events: one cheap query for each job and tick, however many clients watch it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Watch:
-    """A job that streams wait on, until it has an event with a seq > `after`."""
+    """A job that streams wait for, until it has an event with a seq > `after`."""
 
     after: int
     watchers: int = 0
@@ -29,7 +29,7 @@ class _Watch:
 
 
 class EventFeed:
-    """Hands out a job's events as they are appended.
+    """Yields a job's events as they are appended.
 
     No connection is held between two polls. `run` must be kept running while streams are open; `close` ends them.
     """
@@ -43,7 +43,7 @@ class EventFeed:
 
     @property
     def num_watchers(self) -> int:
-        """Streams that wait for an event."""
+        """The number of streams that wait for an event."""
         return sum(watch.watchers for watch in self._watches.values())
 
     async def run(self) -> None:
@@ -57,13 +57,13 @@ class EventFeed:
                 grown = await run_sync(self._select_grown, asked)
             except DBAPIError as error:
                 logger.warning("the database does not answer: %s", error.orig)
-                grown = list(asked)  # the streams meet the error themselves, and end
+                grown = list(asked)  # each stream then gets the error itself, and ends
             for job_id in grown:
                 if (watch := self._watches.pop(job_id, None)) is not None:
                     watch.changed.set()
 
     def close(self) -> None:
-        """End every stream, so that a shutdown need not wait for them."""
+        """End every stream, so that a shutdown does not wait for them."""
         self._closing = True
         for watch in self._watches.values():
             watch.changed.set()
@@ -88,11 +88,11 @@ class EventFeed:
                 yield []
 
     async def read(self, job_id: str, after: int) -> list[Event]:
-        """One page of the events that exist."""
+        """Return one page of the stored events."""
         return await run_sync(lambda: read_events(self._database, job_id, after=after, limit=PAGE))
 
     async def _wait(self, job_id: str, after: int) -> bool:
-        """Wait until the job may have an event with seq > `after`; false when the time for a keep-alive has come."""
+        """Wait until the job may have an event with seq > `after`; return false if a keep-alive is due first."""
         watch = self._watches.setdefault(job_id, _Watch(after))
         watch.after = min(watch.after, after)
         watch.watchers += 1

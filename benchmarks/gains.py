@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     rows = [gains(GroundTruth.read(path)) for path in options.tables]
-    found = {"environment": describe_environment(), "rows": rows, "summary": summarize(rows)}
-    write_results(options.out, found)
-    for what, gained in found["summary"].items():
+    summary = summarize(rows)
+    write_results(options.out, {"environment": describe_environment(), "rows": rows, "summary": summary})
+    for what, gained in summary.items():
         print(f"{what}: {gained}")
     return 0
 

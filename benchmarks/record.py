@@ -5,10 +5,10 @@
 Components go through the same profiler as in the service, one a trial, each once in ascending micro-batch size; then
 whole models of a share of the candidates (or all); then every component again, in random order, until `--runs` of each
 exist, so that the noise between runs is known. A larger component than one that ran out of memory is inferred to do
-so, and the row says that. What was timed on a shared or throttled device is recorded as contaminated, and measured again up
-to twice. The file is appended to: a second start continues where the first ended, by itself, by its budget or by a
-signal. With several configurations `--out` is the folder of their tables. `--plan` only counts. `--reuse` takes over
-the component runs of tables of the same model on the same device, which differ in limits or choices alone.
+so, and the row says that. What was timed on a shared or throttled device is recorded as contaminated and measured
+again, up to twice. The file is appended to: a second start continues where the first ended, by itself, by its budget
+or by a signal. With several configurations `--out` is the folder of their tables. `--plan` only counts. `--reuse`
+takes over the component runs of tables of the same model on the same device, which differ in limits or choices alone.
 """
 
 from __future__ import annotations

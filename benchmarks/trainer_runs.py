@@ -206,7 +206,7 @@ class Clock:
 
         clock = self
 
-        class StepClock(TrainerCallback):  # type: ignore[misc]  # untyped in transformers
+        class StepClock(TrainerCallback):
             """Waits for the device at the end of each step."""
 
             def on_train_begin(self, *_: Any, **__: Any) -> None:

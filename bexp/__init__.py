@@ -1,1 +1,37 @@
-"""What runs in a training process: kernels, measuring."""
+"""What runs in a training process: kernels, measuring, and what sets a model up as recommended.
+
+The names below are loaded when they are first asked for, so that `import bexp` imports nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bexp.callback import TrainerCallback
+    from bexp.model_setup import apply, restore
+    from bexp.recommendation import Recommendation
+    from bexp.step_exploration import explore
+    from bexp.trainer_arguments import training_arguments
+    from bexp.transformers.settings import Settings
+
+__all__ = ["Recommendation", "Settings", "TrainerCallback", "apply", "explore", "restore", "training_arguments"]
+
+_MODULES = {  # none is called like what it holds: a loaded module would stand where the function should
+    "Recommendation": "bexp.recommendation",
+    "Settings": "bexp.transformers.settings",
+    "TrainerCallback": "bexp.callback",
+    "apply": "bexp.model_setup",
+    "explore": "bexp.step_exploration",
+    "restore": "bexp.model_setup",
+    "training_arguments": "bexp.trainer_arguments",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'bexp' has no attribute '{name}'")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

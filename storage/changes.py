@@ -1,4 +1,4 @@
-"""How a job's row is changed: with its version, its events, and the fence of a lease, in one statement."""
+"""Changes of a job's row: its version, its events, and the fence of a lease, in one statement."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def end_job(
 
 
 def end_event(state: JobState, error: str | None) -> EventDraft:
-    """The event that closes the log."""
+    """Return the event that closes the log."""
     return EventDraft(code=_END_EVENTS[state], message=f"Exploration {state}" + (f": {error}" if error else ""))
 
 
 def end_values(database: Database, state: JobState, error: str | None) -> dict[str, Any]:
-    """The columns of a job that ends."""
+    """Return the columns of a job that ends."""
     return {
         "state": state.value,
         "error": error,
@@ -85,7 +85,7 @@ def end_values(database: Database, state: JobState, error: str | None) -> dict[s
 
 
 def fence(lease: Lease) -> Conditions:
-    """Met by the job of `lease` as long as it is held."""
+    """Return the conditions that the job of `lease` meets as long as the lease is held."""
     return [
         jobs.c.id == lease.job_id,
         jobs.c.owner == lease.owner,
@@ -95,6 +95,6 @@ def fence(lease: Lease) -> Conditions:
 
 
 def is_unowned(database: Database) -> sa.ColumnElement[bool]:
-    """Met by jobs that wait for a worker: queued ones, and those whose worker's lease has run out."""
+    """Return the condition of jobs that wait for a worker: they are queued, or their worker's lease has run out."""
     expired = (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at <= database.clock())
     return sa.or_(jobs.c.state == JobState.QUEUED.value, expired)

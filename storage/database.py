@@ -31,7 +31,7 @@ class Database:
 
     @property
     def url(self) -> str:
-        """With the driver and the password in it; not for display."""
+        """The URL with the driver and the password; not for display."""
         return self.engine.url.render_as_string(hide_password=False)
 
     @property
@@ -41,30 +41,30 @@ class Database:
 
     @property
     def sqlite_path(self) -> Path | None:
-        """The file of a SQLite database."""
+        """The file of a SQLite database; null for PostgreSQL."""
         return None if self.is_postgresql else Path(self.engine.url.database or "")
 
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:
-        """A transaction that may write; on SQLite it holds the write lock from its start."""
+        """Open a transaction that may write; on SQLite it holds the write lock from its start."""
         with self.engine.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A transaction that only reads; on SQLite it does not wait for writers that have yet to commit."""
+        """Open a transaction that only reads; on SQLite it does not wait for writers that have not committed yet."""
         with self._reader.connect() as connection, connection.begin():
             yield connection
 
     def now(self, connection: sa.Connection) -> datetime:
-        """The database's clock, in UTC: the server's on PostgreSQL, the host's on SQLite."""
+        """Return the database's time in UTC: the server's on PostgreSQL, the host's on SQLite."""
         if not self.is_postgresql:
             return datetime.now(UTC)
         now: datetime = connection.execute(sa.select(self.clock())).scalar_one()
         return now
 
     def clock(self, offset: timedelta = timedelta(0)) -> sa.ColumnElement[datetime]:
-        """`now` + `offset` as an expression, so that one statement can both read the clock and store it."""
+        """Return `now` + `offset` as an expression, so that one statement can both read the clock and store it."""
         if self.is_postgresql:
             now = sa.func.clock_timestamp(type_=UTCDateTime())
             return sa.type_coerce(now + sa.literal(offset, sa.Interval()), UTCDateTime())

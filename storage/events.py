@@ -12,7 +12,7 @@ from storage.tables import events
 
 
 def read_events(database: Database, job_id: str, *, after: int = 0, limit: int = 500) -> list[Event]:
-    """Events with `seq` > `after`, in order, at most `limit`; none for a job that does not exist."""
+    """Return events with `seq` > `after`, in order, at most `limit`; none for a job that does not exist."""
     query = sa.select(events).where(events.c.job_id == job_id, events.c.seq > after).order_by(events.c.seq).limit(limit)
     with database.read() as connection:
         rows = connection.execute(query).all()

@@ -1,4 +1,4 @@
-"""Jobs as they are read: one exploration each. All changes go through `storage.queue`."""
+"""Jobs as they are read; each is one exploration. All changes go through `storage.queue`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from explorer.spec.request import ExplorationRequest, name_of_config
 from storage.database import Database
 from storage.tables import jobs
 
@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class JobState(StrEnum):
-    """Where a job stands."""
+    """The state of a job."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -31,7 +31,7 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether it never changes again."""
+        """Whether the state never changes again."""
         return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
 
@@ -51,8 +51,8 @@ class InvalidCursorError(ValueError):
 class Job:
     """One exploration. `version` grows with every visible change; `last_seq` is its latest event.
 
-    What another version of this program stored may break the rules of this one: such parts are null, and `unreadable`
-    names the first of them with the rule.
+    A part that another version of this program stored may break the rules of this version. It is then null, and
+    `unreadable` names the first such part with the rule.
     """
 
     id: str
@@ -90,7 +90,7 @@ def get_job(database: Database, job_id: str) -> Job:
 def list_jobs(
     database: Database, *, state: JobState | None = None, limit: int = 50, cursor: str | None = None
 ) -> tuple[list[Job], str | None]:
-    """A page of jobs, newest first, and the cursor of the next page (null at the end).
+    """Return a page of jobs, newest first, and the cursor of the next page (null at the end).
 
     Raises:
         InvalidCursorError: `cursor` is not one that this function gave out.
@@ -118,7 +118,7 @@ def select_job(connection: sa.Connection, job_id: str, *, lock: bool = False) ->
 
 
 def job_from_row(row: sa.Row[Any]) -> Job:
-    """The job in a row that holds every column of the table."""
+    """Return the job in a row that holds every column of the table."""
     problems: list[str] = []
 
     def parse(model: type[Model], name: str) -> Model | None:
@@ -154,15 +154,21 @@ def job_from_row(row: sa.Row[Any]) -> Job:
 
 
 def describe_unreadable(name: str, error: ValidationError) -> str:
-    """Why a stored document cannot be read: its first field that breaks a rule, and the rule."""
+    """Say why a stored document cannot be read: name its first field that breaks a rule, and the rule."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
     return f"another version stored what this one cannot read: {field}: {first['msg']}"
 
 
 def _find_model_name(request: Any) -> str:
+    """Return the model's name, also in a request that cannot be read as one."""
     model = request.get("model") if isinstance(request, dict) else None
     name = model.get("name") if isinstance(model, dict) else None
+    config = request.get("hf_config") if isinstance(request, dict) else None
+    if isinstance(config, dict):
+        name = name_of_config(config)
+    if name is None and isinstance(request, dict):
+        name = request.get("target")
     return name if isinstance(name, str) else "unknown"
 
 

@@ -1,4 +1,4 @@
-"""What a worker holds while it runs a job."""
+"""Leases: the right of one worker to run and to write a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from storage.jobs import Job
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to write to a job. `attempt` grows with every claim, so that an old lease fits nothing."""
+    """The right to write to a job. `attempt` grows with every claim, so an old lease writes nothing."""
 
     job_id: str
     owner: str
@@ -20,7 +20,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job to run, and what earlier leases have measured of it."""
+    """A job to run, and the trials that earlier leases have measured."""
 
     job: Job
     request: ExplorationRequest
@@ -30,13 +30,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatStatus:
-    """What a worker learns by its heartbeat."""
+    """What a heartbeat tells the worker."""
 
     cancel_requested: bool
 
 
 class LeaseLostError(RuntimeError):
-    """The job has another owner, or has ended: nothing of this lease was written, nor will be."""
+    """The job has another owner or has ended, so nothing can be written under this lease."""
 
     def __init__(self, lease: Lease) -> None:
         super().__init__(f"worker {lease.owner} no longer owns exploration {lease.job_id} (attempt {lease.attempt})")

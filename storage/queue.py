@@ -1,7 +1,7 @@
 """The job queue: every change of a job goes through here.
 
-A job is queued, claimed under a lease, and ends; each write of a worker carries its owner and its attempt, so that one
-that lost its lease writes nothing. Every change that shows takes its events with it, in one transaction.
+A job is queued, claimed under a lease, and ends. Each write of a worker carries its owner and its attempt, so a worker
+that lost its lease writes nothing. A visible change and its events are written in one transaction.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class IdempotencyConflictError(ValueError):
 
 
 class Queue:
-    """Puts jobs in, hands them out, and keeps what workers report."""
+    """Takes jobs in, hands them out, and stores what workers report."""
 
     def __init__(
         self, database: Database, *, lease: timedelta = DEFAULT_LEASE, max_attempts: int = DEFAULT_MAX_ATTEMPTS
@@ -62,7 +62,7 @@ class Queue:
         Args:
             request: what to explore.
             idempotency_key: at most 255 characters; the same key with the same request gives the same job.
-            body_hash: what makes two requests the same; default: their validated content.
+            body_hash: two requests are the same if it is equal; default: a hash of the validated content.
 
         Raises:
             IdempotencyConflictError: the key was used for another request.
@@ -70,6 +70,7 @@ class Queue:
         if body_hash is None:
             body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         job_id = secrets.token_hex(8)
+        drafts = [EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices]
         draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued")
         try:
             with self.database.begin() as connection:
@@ -86,13 +87,13 @@ class Queue:
                         attempt=0,
                         num_releases=0,
                         cancel_requested=False,
-                        last_seq=1,
+                        last_seq=1 + len(drafts),
                         version=1,
                         idempotency_key=idempotency_key,
                         body_hash=body_hash,
                     )
                 )
-                insert_events(self.database, connection, job_id, 1, [draft])
+                insert_events(self.database, connection, job_id, 1 + len(drafts), [draft, *drafts])
                 return select_job(connection, job_id), True
         except sa.exc.IntegrityError:
             if idempotency_key is None:
@@ -113,11 +114,11 @@ class Queue:
         description: str | None = None,
         among: Collection[str] | None = None,
     ) -> Claim | None:
-        """Take the oldest job that this worker can run, or none.
+        """Take the oldest job that this worker can run; return null if there is none.
 
-        A job can be claimed that is queued, or whose worker's lease has run out; with `among`, only if its id is one of
-        them. `description` of the hardware goes into the event. A job that another version stored and this one cannot
-        read is ended, and the next one taken.
+        A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
+        with these ids. `description` of the hardware goes into the event. If another version stored the job and this
+        one cannot read it, the job is ended and the next one is taken.
         """
         self._end_abandoned()
         conditions = (
@@ -165,12 +166,12 @@ class Queue:
                 return claim
 
     def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
-        """Bind the job to the hardware of its first claim; return the report that it was bound with.
+        """Bind the job to the hardware of its first claim; return the report of that hardware.
 
-        From then on it needs as many devices as it uses there, to share sequences or to train together.
+        The job then needs as many devices as it uses there, to share sequences or to train together.
 
         Raises:
-            HardwareMismatchError: it is bound to other hardware than `report` is of.
+            HardwareMismatchError: the job is bound to other hardware.
             LeaseLostError: the lease is gone.
         """
         with self.database.begin() as connection:
@@ -203,7 +204,7 @@ class Queue:
             return _status(lease, connection.scalars(beat).one_or_none())
 
     def watch(self, lease: Lease) -> HeartbeatStatus:
-        """What `heartbeat` tells, without extending the lease: a read that can be repeated often.
+        """Return what `heartbeat` returns without extending the lease: a read that can be repeated often.
 
         Raises:
             LeaseLostError: the lease is gone.
@@ -213,9 +214,9 @@ class Queue:
             return _status(lease, connection.scalars(query).one_or_none())
 
     def record(self, lease: Lease, progress: Progress) -> None:
-        """Store one step of an exploration, all of it or nothing; the lease is extended by the way.
+        """Store one step of an exploration, all of it or nothing, and extend the lease.
 
-        A trial that is stored already (the commit came through, its confirmation did not) changes nothing.
+        A step whose trial is stored already changes nothing: its commit succeeded, and only the confirmation was lost.
 
         Raises:
             LeaseLostError: the lease is gone, and nothing was written.
@@ -237,9 +238,9 @@ class Queue:
         events: Sequence[EventDraft] = (),
         last: Progress | None = None,
     ) -> None:
-        """End a job, storing with it the `last` step of its exploration and further `events`.
+        """End a job, and store with it the `last` step of its exploration and further `events`.
 
-        The log ends with exactly one event that says so; if neither brings one, it is made from `state` and `error`.
+        The log ends with exactly one event that says so. If neither holds one, it is made from `state` and `error`.
 
         Raises:
             LeaseLostError: the lease is gone, and nothing was written.
@@ -255,10 +256,10 @@ class Queue:
             self._store(connection, lease, step, **end_values(self.database, state, error))
 
     def release(self, lease: Lease, *, trouble: str | None = None) -> None:
-        """Put a job back that its worker cannot finish; its trials stay.
+        """Put a job back into the queue that its worker cannot finish; its trials stay.
 
-        A worker that merely shuts down gives no `trouble`, and the attempt is not counted. One that had trouble says
-        which: that becomes an event, and the attempt counts.
+        If the worker only shuts down, `trouble` is null and the attempt is not counted. Otherwise `trouble` becomes an
+        event, and the attempt counts.
 
         Raises:
             LeaseLostError: the lease is gone.
@@ -275,7 +276,7 @@ class Queue:
             write_job(self.database, connection, lease, drafts, **values)
 
     def request_cancel(self, job_id: str) -> Job:
-        """Cancel a job: at once if no worker runs it, else as soon as that worker sees it; a finished one stays.
+        """Cancel a job: at once if no worker runs it, else as soon as its worker sees this. A finished job stays.
 
         Raises:
             JobNotFoundError: there is no such job.
@@ -292,7 +293,7 @@ class Queue:
             return select_job(connection, job_id)
 
     def confirm_cancel(self, lease: Lease) -> None:
-        """Say that a running job has been stopped as asked.
+        """Record that a running job has been stopped because it was cancelled.
 
         Raises:
             LeaseLostError: the lease is gone.
@@ -300,7 +301,7 @@ class Queue:
         self.finish(lease, JobState.CANCELLED)
 
     def note_waiting(self, *, live_within: timedelta = LIVE_WITHIN, grace: timedelta = WAITING_GRACE) -> None:
-        """Tell jobs that no live worker can serve what they wait for: one event each time that changes."""
+        """Append an event to each job that no live worker can serve, whenever the reason changes."""
         self._end_abandoned()
         with self.database.read() as connection:
             overdue = sa.or_(
@@ -322,7 +323,7 @@ class Queue:
                 change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
 
     def _open_claim(self, connection: sa.Connection, job: Job, owner: str, description: str | None) -> Claim | None:
-        """The claim of a job that `owner` has just taken; null, and the job is ended, if it cannot be read."""
+        """Return the claim of a job that `owner` has just taken. If the job cannot be read, end it and return null."""
         lease = Lease(job.id, owner, job.attempt)
         history: tuple[Trial, ...] = ()
         unreadable = job.unreadable
@@ -341,7 +342,7 @@ class Queue:
         return jobs.c.attempt - jobs.c.num_releases >= self.max_attempts
 
     def _end_abandoned(self) -> None:
-        """End the jobs whose worker was lost after a cancellation was asked for, or once too often."""
+        """End the jobs whose worker was lost after a cancellation, or whose workers were lost too often."""
         conditions = [is_unowned(self.database), sa.or_(jobs.c.cancel_requested, self._is_exhausted())]
         with self.database.read() as connection:
             found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()

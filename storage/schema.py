@@ -1,4 +1,4 @@
-"""The schema of a database: brought up to date, or asked whether it is."""
+"""The schema of a database: its upgrade, and the check whether it is current."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _LOCK_SECONDS = 120.0
 
 
 def include_name(name: str | None, kind: str, parents: object) -> bool:
-    """Alembic's filter for what belongs to this schema: tables with the prefix, nothing of Optuna's."""
+    """Return whether a name belongs to this schema: Alembic's filter, which leaves Optuna's tables out."""
     return kind != "table" or (name is not None and name.startswith(PREFIX) and name != VERSION_TABLE)
 
 
 def upgrade(database: Database) -> None:
-    """Bring the tables, and Optuna's beside them, up to date; several processes may call it at once."""
+    """Bring our tables and Optuna's up to date; several processes may call it at once."""
     with _exclusive(database):
         if not database.is_postgresql:
             _set_journal_mode(database)
@@ -44,7 +44,7 @@ def upgrade(database: Database) -> None:
 
 
 def is_current(database: Database) -> bool:
-    """Whether `upgrade` has nothing to do."""
+    """Return whether `upgrade` has nothing to do."""
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
         return context.get_current_revision() == _head() and has_study_tables(connection)
@@ -68,7 +68,7 @@ def _exclusive(database: Database) -> Iterator[None]:
         with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS):
             yield
         return
-    # A session lock rather than a transaction's: Optuna creates its tables over connections of its own.
+    # The lock is a session's and not a transaction's, because Optuna creates its tables over its own connections.
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(sa.select(sa.func.set_config("lock_timeout", f"{_LOCK_SECONDS:.0f}s", sa.false())))
         connection.execute(sa.select(sa.func.pg_advisory_lock(_ADVISORY_LOCK)))

@@ -17,7 +17,7 @@ from storage.workers import LIVE_WITHIN, select_workers
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Every state and outcome has an entry; device kinds only while a worker of theirs lives."""
+    """Every state and every outcome has an entry; a device kind has one while a worker of that kind lives."""
 
     jobs_by_state: dict[JobState, int]
     oldest_queued_seconds: float

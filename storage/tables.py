@@ -1,4 +1,4 @@
-"""The tables. Their names carry a prefix: Optuna's, which lie beside them, include `trials`."""
+"""The tables. Their names have a prefix, because Optuna's tables in the same database include `trials`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFIX = "bexp_"
 
 
 class UTCDateTime(TypeDecorator[datetime]):
-    """A moment in UTC, aware on both databases; SQLite itself keeps no time zone."""
+    """A time in UTC that is read back with its time zone, also from SQLite, which stores none."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
@@ -29,7 +29,9 @@ class UTCDateTime(TypeDecorator[datetime]):
 
 
 class PlainText(TypeDecorator[str]):
-    """Text of any origin, such as what a crashing process wrote: PostgreSQL refuses NUL and lone surrogates."""
+    """Text of any origin, such as the output of a crashed process, without the NUL and lone surrogates that PostgreSQL
+    refuses.
+    """
 
     impl = sa.Text
     cache_ok = True
@@ -105,6 +107,15 @@ trials = sa.Table(
     sa.Column("outcome", sa.String(16), nullable=False),
     sa.Column("trial", _JSON, nullable=False),
     sa.UniqueConstraint("job_id", "seq"),
+)
+
+run_reports = sa.Table(
+    f"{PREFIX}run_reports",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False, doc="Counts from 1 in the order of storing."),
+    sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("report", _JSON, nullable=False),
 )
 
 workers = sa.Table(

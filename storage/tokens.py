@@ -56,7 +56,7 @@ def create_token(database: Database, name: str) -> str:
 
 
 def verify_token(database: Database, secret: str) -> str | None:
-    """The name of the token with this secret, or null."""
+    """Return the name of the token with this secret, or null."""
     if not secret.startswith(MARK) or not secret.isascii() or not secret.isprintable():
         return None
     digest = _digest(secret)
@@ -67,7 +67,7 @@ def verify_token(database: Database, secret: str) -> str | None:
 
 
 def list_tokens(database: Database) -> list[Token]:
-    """Every token, by name."""
+    """Return every token, ordered by name."""
     query = sa.select(tokens.c.name, tokens.c.prefix, tokens.c.created_at).order_by(tokens.c.name)
     with database.read() as connection:
         return [Token(row.name, row.prefix, row.created_at) for row in connection.execute(query)]

@@ -15,8 +15,8 @@ from storage.tables import trials
 class StoredTrial:
     """A trial and its place in the order of storing.
 
-    `seq` grows with each trial of the job that is stored; it is the page cursor. A trial's number, which names it, is
-    given before it is measured: of several in flight a later one may end first.
+    `seq` grows with each stored trial of the job; it is the page cursor. A trial's number is given before the trial is
+    measured, so a trial with a higher number may end, and be stored, first.
     """
 
     seq: int
@@ -24,9 +24,9 @@ class StoredTrial:
 
 
 def read_trials(database: Database, job_id: str, *, after: int = -1, limit: int = 1000) -> list[StoredTrial]:
-    """Trials with `seq` > `after`, in the order of storing, at most `limit`; none for a job that does not exist.
+    """Return trials with `seq` > `after`, in the order of storing, at most `limit`; none for an unknown job.
 
-    Reading on after the last `seq` misses none and repeats none, also while the job runs.
+    A reader that goes on after the last `seq` misses no trial and repeats none, even while the job runs.
     """
     query = (
         sa.select(trials.c.seq, trials.c.trial)
@@ -40,7 +40,7 @@ def read_trials(database: Database, job_id: str, *, after: int = -1, limit: int 
 
 
 def select_trials(connection: sa.Connection, job_id: str, *, number: int | None = None) -> list[Trial]:
-    """All trials in the order of their numbers, within a transaction; `number` asks for one."""
+    """Return all trials in the order of their numbers, within a transaction, or only the one with `number`."""
     query = sa.select(trials.c.trial).where(trials.c.job_id == job_id)
     if number is not None:
         query = query.where(trials.c.number == number)

@@ -18,7 +18,7 @@ from storage.workers import WorkerInfo, select_workers
 def find_waiting(
     database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
 ) -> list[tuple[str, str | None]]:
-    """Of the `overdue` jobs, those whose stored reason for waiting is out of date, with the new one.
+    """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
     The reason is null when a live worker could run the job and is merely busy.
     """
@@ -30,7 +30,7 @@ def find_waiting(
 
 
 def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) -> str | None:
-    """Why none of the live workers can run a job, or null if one can."""
+    """Return why none of the live workers can run a job, or null if one can."""
     if not live:
         return "none is running"
     alike = [worker for worker in live if job.device_kind in {None, worker.device_kind}]

@@ -1,4 +1,4 @@
-"""Which workers are alive: each registers itself and says so again every few seconds."""
+"""The workers that are alive: each registers itself and repeats a heartbeat every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEEP = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself. `fingerprint` is its HardwareSpec's."""
+    """What a worker reports about itself. `fingerprint` is that of its HardwareSpec."""
 
     id: str
     host: str
@@ -48,7 +48,7 @@ def register_worker(database: Database, worker: WorkerInfo) -> None:
 
 
 def worker_heartbeat(database: Database, worker_id: str) -> bool:
-    """Say that a worker lives; false if it is not registered."""
+    """Record that a worker is alive; return false if it is not registered."""
     beat = sa.update(workers).where(workers.c.id == worker_id).values(last_seen_at=database.clock())
     with database.begin() as connection:
         return connection.execute(beat).rowcount > 0
@@ -61,7 +61,7 @@ def forget_worker(database: Database, worker_id: str) -> None:
 
 
 def list_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) -> list[RegisteredWorker]:
-    """The workers that were seen within the last `live_within`, by id."""
+    """Return the workers that were seen within the last `live_within`, ordered by id."""
     with database.read() as connection:
         return select_workers(database, connection, live_within=live_within)
 

@@ -1,1 +1,1 @@
-"""What owns devices: claims jobs and profiles candidates. The only place that imports torch."""
+"""Workers own devices: they claim jobs and profile candidates. Of the service, only this package imports torch."""

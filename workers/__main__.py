@@ -1,4 +1,4 @@
-"""`python -m workers` runs a worker; `python -m workers doctor` tells what a worker here could use."""
+"""`python -m workers` runs a worker; `python -m workers doctor` tells which devices a worker could use here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from workers.replay.profiler import PREFIX, ReplayProfiler
 from workers.settings import Settings, read_settings
 
 SERVICE_FAILED = 3
-"""The exit status when the database or a device cannot be used; 2 is wrong usage, as argparse has it."""
+"""The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""
 
 _log = logging.getLogger("workers")
 
@@ -56,13 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--num-devices",
         metavar="N[,N...]",
-        help="without --device: so many GPUs, the most of these numbers that there are; default: one, with --group all",
+        help="without --device: use this number of GPUs, or the largest of several numbers that the host has; "
+        "default: one, with --group all",
     )
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="run trials on all devices of a Ray cluster (auto: the one of this host); --device then says what a trial "
-        "needs, cpu, cuda:0 or cuda:0-3 for four GPUs of a host; default: one GPU",
+        help="run trials on all devices of a Ray cluster (auto: the cluster of this host); --device then says what a "
+        "trial needs: cpu, cuda:0, or cuda:0-3 for four GPUs of a host; default: one GPU",
     )
     parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
     parser.add_argument("--once", action="store_true", help="end after one job")
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs-from-stdin",
         action="store_true",
-        help="run only the jobs whose ids come on standard input, one a line, and end when it is closed",
+        help="run only the jobs whose ids come on standard input, one a line; end when standard input is closed",
     )
     options = parser.parse_args(arguments)
     if options.max_jobs is not None and options.max_jobs < 1:
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _devices(
     given: str | None, num_devices: str | None, settings: Settings, *, group: bool
 ) -> tuple[tuple[str, ...], ...]:
-    """The devices of each worker: one, or with `group` all of them in a single worker."""
+    """The devices of each worker: one device each, or all devices in one worker if `group` is set."""
     if given is None:
         counts = None if num_devices is None else parse_counts(num_devices)
         found = default_devices(visible_devices(settings.environment), group=group, counts=counts)
@@ -140,9 +141,9 @@ def _build_cluster_worker(database: Database, address: str, device: str | None, 
 
 
 def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:
-    """Run each worker in a thread of its own until all have ended; SERVICE_FAILED if the device of any failed.
+    """Run each worker in a thread until all have ended; returns SERVICE_FAILED if the device of any failed.
 
-    With `read_to`, the lines of standard input are appended to it, and the workers end when that is closed.
+    The lines of standard input are appended to `read_to`, and the workers end when standard input is closed.
     """
     ending = threading.Event()
     failed = threading.Event()
@@ -155,7 +156,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
             failed.set()
 
     def end(*_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # a second signal ends the process the hard way
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second signal ends the process at once
             signal.signal(number, signal.SIG_DFL)
         ending.set()
 
@@ -172,14 +173,14 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
         worker.stop()
         while thread.is_alive():
             thread.join(1.0)
-            worker.stop()  # again, in case it was just starting its profiler and took no notice
+            worker.stop()  # again, because a profiler that was starting may have missed it
     return SERVICE_FAILED if failed.is_set() else 0
 
 
 def _read_stdin(lines: list[str], ending: threading.Event) -> None:
     rest = b""
     with suppress(OSError, ValueError):
-        while chunk := os.read(sys.stdin.fileno(), 4096):  # sys.stdin's own lock would be held at the process's end
+        while chunk := os.read(sys.stdin.fileno(), 4096):  # sys.stdin would still hold its lock when the process ends
             *complete, rest = (rest + chunk).split(b"\n")
             lines.extend(line.decode(errors="replace").strip() for line in complete)
     ending.set()

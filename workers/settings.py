@@ -1,4 +1,4 @@
-"""What a worker is told from outside: the one module here that reads the environment."""
+"""The settings of a worker. Only this module reads the environment."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from storage.location import default_database_url
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """BEXP_DATABASE_URL, and the environment that profiler processes inherit."""
+    """BEXP_DATABASE_URL, and the environment that profiler processes inherit.
+
+    BEXP_LOCK_DIRECTORY in that environment says where the device locks lie, see `workers.devices.lock`.
+    """
 
     database_url: str
     environment: Mapping[str, str]
 
 
 def read_settings(variables: Mapping[str, str] | None = None) -> Settings:
-    """Read `variables` (default: the process's); an empty one counts as not set."""
+    """Read `variables` (default: this process's environment). An empty variable counts as not set."""
     given = dict(os.environ if variables is None else variables)
     url = given.get("BEXP_DATABASE_URL") or default_database_url(given.get("XDG_DATA_HOME", ""))
     return Settings(database_url=url, environment=given)

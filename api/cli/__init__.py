@@ -50,14 +50,14 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What is the best micro_batch_size? Measured on real kernels."""
+    """Find the best micro_batch_size, measured on real kernels."""
 
 
 def main() -> None:
     """The console script."""
     try:
         app()
-    except Exception as error:  # noqa: BLE001 - a defect of ours: a person gets a line, and we get the traceback
+    except Exception as error:  # noqa: BLE001 - a defect: the user gets a line, the developers get the traceback
         with tempfile.NamedTemporaryFile("w", prefix="bexp-", suffix=".traceback", delete=False) as file:
             traceback.print_exc(file=file)
         say(f"bexp: unexpected {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""`bexp token`, `bexp db` and `bexp study`: what is done to the database itself, without a service."""
+"""`bexp token`, `bexp db` and `bexp study`: commands on the database itself, without a service."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from storage.database import Database
 
 token_commands = typer.Typer(help="Bearer tokens of the service at this database.", no_args_is_help=True)
-database_commands = typer.Typer(help="The database itself.", no_args_is_help=True)
+database_commands = typer.Typer(help="Maintenance of the database.", no_args_is_help=True)
 
 TokenName = Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")]
 
 
 @token_commands.command("create")
 def create(name: TokenName, as_json: options.AsJson = False) -> None:
-    """Make a token and print its secret, which is shown this once."""
+    """Create a token and print its secret, which is shown only once."""
     from storage.tokens import create_token  # noqa: PLC0415 - the database layer takes long to import
 
     with open_storage() as database:
@@ -32,7 +32,7 @@ def create(name: TokenName, as_json: options.AsJson = False) -> None:
     if as_json:
         print_json({"name": name, "token": secret})
     else:
-        say("keep it: it is not shown again")
+        say("keep it, because it is not shown again")
         typer.echo(secret)
 
 
@@ -53,7 +53,7 @@ def list_(as_json: options.AsJson = False) -> None:
 
 @token_commands.command("revoke")
 def revoke(name: TokenName) -> None:
-    """Make a token useless."""
+    """Revoke a token."""
     from storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -65,7 +65,7 @@ def revoke(name: TokenName) -> None:
 
 @database_commands.command("upgrade")
 def upgrade() -> None:
-    """Bring the tables up to date; several may do so at once."""
+    """Bring the tables up to date; several processes may do so at once."""
     with open_storage():
         say("the database is up to date")
 
@@ -91,7 +91,7 @@ def study(
 
 @contextmanager
 def open_storage() -> Iterator[Database]:
-    """The database that the environment names, its tables up to date."""
+    """Open the database that the environment names, and bring its tables up to date."""
     from storage.database import open_database  # noqa: PLC0415 - for this command alone
     from storage.schema import upgrade as upgrade_schema  # noqa: PLC0415 - for this command alone
 
@@ -106,7 +106,7 @@ def open_storage() -> Iterator[Database]:
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """What goes wrong with the database becomes the end of the command."""
+    """Turn database errors into the end of the command."""
     from filelock import Timeout  # noqa: PLC0415 - for this command alone
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
 

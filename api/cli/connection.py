@@ -1,4 +1,4 @@
-"""Which service a command talks to."""
+"""The service that a command talks to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from api.settings import DEFAULT_API_URL, Environment, read_environment
 
 
 def environment() -> Environment:
-    """What the environment says; a mistake there is the user's."""
+    """Return the settings of the environment; a wrong one is a usage error."""
     try:
         return read_environment()
     except ValueError as error:
@@ -21,7 +21,7 @@ def environment() -> Environment:
 
 @contextmanager
 def connect() -> Iterator[Client]:
-    """The service at BEXP_API_URL, or at the default address.
+    """Connect to the service at BEXP_API_URL, or at the default address.
 
     Raises ServiceError when nothing answers there.
     """
@@ -37,7 +37,7 @@ def connect() -> Iterator[Client]:
 
 @contextmanager
 def connect_or_embed() -> Iterator[Client]:
-    """The same, but with nothing at the default address, an API of this command's own on the same database."""
+    """Connect likewise, but if nothing answers at the default address, start an API on the same database."""
     told = environment()
     if told.api_url != DEFAULT_API_URL:
         with connect() as client:
@@ -52,7 +52,7 @@ def connect_or_embed() -> Iterator[Client]:
 
 
 def shown_url(database_url: str) -> str:
-    """A database's URL without its password; of a SQLite file, its path."""
+    """Return a database's URL without its password, or the path of a SQLite file."""
     if database_url.startswith("sqlite:///"):
         return database_url.removeprefix("sqlite:///")
     scheme, separator, rest = database_url.partition("://")

@@ -1,4 +1,4 @@
-"""How a command ends, and how it says that it failed."""
+"""The ways in which a command ends: exit codes, and messages for known failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from explorer.formats.document import FormatError, describe_problem
 
 
 class ExitCode(IntEnum):
-    """What the status of a command says to a script."""
+    """The exit statuses of a command."""
 
     ANSWER = 0
     NO_ANSWER = 1  # nothing fits, the exploration was cancelled, or nothing is known yet
@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
 
 
 class CommandError(Exception):
-    """Ends a command with `code` after saying `lines` on stderr."""
+    """Ends a command with `code` after printing `lines` on stderr."""
 
     def __init__(self, code: ExitCode, *lines: str) -> None:
         self.code = code
@@ -37,7 +37,7 @@ class CommandError(Exception):
 
 
 class TerminatedError(BaseException):
-    """A signal asks the command to end; what it has started is ended on the way out."""
+    """A signal has ended the command; the `with` blocks that it leaves end what it has started."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,10 +45,10 @@ class TerminatedError(BaseException):
 
 
 class GuardedGroup(TyperGroup):
-    """Commands whose known failures are lines on stderr and an exit code, never a traceback."""
+    """A group of commands whose known failures are lines on stderr and an exit code, never a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the command that the arguments name."""
         with _signals_raise():
             try:
                 return super().invoke(ctx)
@@ -59,7 +59,7 @@ class GuardedGroup(TyperGroup):
             except ProblemError as error:
                 _fail(_problem_code(error), *error.lines(), *_problem_hint(error))
             except ChildEndedError as error:
-                wrong = error.status == ExitCode.USAGE  # a --device or a database URL that means nothing
+                wrong = error.status == ExitCode.USAGE  # a --device or a database URL that cannot be used
                 _fail(ExitCode.USAGE if wrong else ExitCode.SERVICE, *str(error).splitlines())
             except ServiceError as error:
                 _fail(ExitCode.SERVICE, *str(error).splitlines())
@@ -76,7 +76,7 @@ class GuardedGroup(TyperGroup):
 
 
 def say(text: str) -> None:
-    """Tell a person something that is not the result: on stderr."""
+    """Print to stderr what is not the result."""
     typer.echo(text, err=True)
 
 
@@ -99,14 +99,14 @@ def _problem_hint(error: ProblemError) -> tuple[str, ...]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise, as SIGINT does, so that every `with` on the way is left."""
+    """Let SIGTERM and SIGHUP raise, as SIGINT does, so that every `with` block is left."""
 
     def raise_(number: int, _frame: FrameType | None) -> None:
         raise TerminatedError(number)
 
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
-        numbers = []  # someone else owns the signals
+        numbers = []  # only the main thread can handle signals
     before = {number: signal.signal(number, raise_) for number in numbers}
     try:
         yield

@@ -1,4 +1,4 @@
-"""`bexp explore`: everything in one command."""
+"""`bexp explore`: a whole exploration in one command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CANCEL_SECONDS = 5.0
 START_SECONDS = 10.0
 
 WorkerDevice = Annotated[
-    str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="What to explore on.")
+    str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to explore on.")
 ]
 
 
@@ -36,6 +36,7 @@ def explore(
     memory_limit_gib: options.MemoryLimitGiB = None,
     mode: options.ModeOption = None,
     execution: options.ExecutionOption = None,
+    target: options.TargetOption = None,
     max_seconds: options.MaxSeconds = None,
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
@@ -54,6 +55,7 @@ def explore(
             "memory_limit_gib": memory_limit_gib,
             "mode": mode,
             "execution": execution,
+            "target": target,
             "max_seconds": max_seconds,
             "max_trials": max_trials,
             "confidence_target": confidence_target,
@@ -81,10 +83,10 @@ def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) 
 
 
 def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
-    """Of how many devices a worker can make use for a request, ascending: more or others would lie idle.
+    """Return the numbers of devices that a worker can use for a request, ascending; others would leave some idle.
 
-    With all of `num_devices` it measures what they exchange, with as many as share a sequence context parallelism, and
-    with fewer than either one device.
+    A worker with all of `num_devices` measures what they exchange. One with as many as share a sequence measures
+    context parallelism. One with fewer uses a single device.
     """
     steps = (1, *request.context_parallel_sizes, request.num_devices)
     return tuple(sorted({request.devices_needed(available) for available in steps}))
@@ -94,14 +96,14 @@ def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, needed
     try:
         return follow(client, job, to_stderr=as_json, check=Watchdog(client, job, service, needed))
     except BaseException:
-        # Nobody else will run it: whatever stopped the command stops the exploration.
+        # No other worker will run the exploration, so what stopped the command stops it, too.
         with suppress(ProblemError, ServiceError):
             _cancel(client, job.id)
         raise
 
 
 class Watchdog:
-    """Sees to it that the children live, and says once why a job does not start, which needs `num_devices`."""
+    """Checks that the children are alive, and says once why a job that needs `num_devices` does not start."""
 
     def __init__(self, client: Client, job: Job, service: EmbeddedService, num_devices: int = 1) -> None:
         self._client = client
@@ -111,7 +113,7 @@ class Watchdog:
         self._speak_at = time.monotonic() + START_SECONDS
 
     def __call__(self) -> None:
-        """Look once."""
+        """Check once."""
         self._service.check()
         if time.monotonic() < self._speak_at:
             return

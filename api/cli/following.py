@@ -1,4 +1,4 @@
-"""Following a job to its end: its events on a terminal or as lines, and in the log file."""
+"""Follows a job to its end: shows its events in a live view or as lines, and writes the log file."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ TICK_SECONDS = 0.2
 
 
 class Output(Protocol):
-    """Where events are shown."""
+    """A place where events are shown."""
 
     def show(self, event: Event) -> None:
-        """Take in an event."""
+        """Show an event."""
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Redraw, because time has passed."""
 
 
 class LineOutput:
-    """One BEXP line an event, as it comes."""
+    """Prints one BEXP line for each event."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -46,18 +46,18 @@ class LineOutput:
         self._stream.flush()
 
     def tick(self) -> None:
-        """Lines stay as they are."""
+        """Do nothing: lines do not change."""
 
 
 class LiveOutput:
-    """The live view, with the lines of what changes the picture above it."""
+    """The live view, with the lines of important events above it."""
 
     def __init__(self, live: Live, view: LiveView) -> None:
         self._live = live
         self._view = view
 
     def show(self, event: Event) -> None:
-        """Draw `event`; the line of a single trial would only scroll."""
+        """Show `event`; trials get no line, because their lines would only scroll."""
         self._view.show(event)
         if event.code is not EventCode.TRIAL:
             self._live.console.print(Text(render_line(event)), soft_wrap=True)
@@ -70,7 +70,7 @@ class LiveOutput:
 
 @contextmanager
 def open_output(job: Job, *, to_stderr: bool) -> Iterator[Output]:
-    """The live view if it goes to a terminal, else lines; `to_stderr` keeps stdout for JSON."""
+    """Return the live view on a terminal, lines elsewhere; `to_stderr` keeps stdout for JSON."""
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(file=stream)
     if not console.is_terminal or console.is_dumb_terminal:
@@ -83,7 +83,7 @@ def open_output(job: Job, *, to_stderr: bool) -> Iterator[Output]:
 
 @contextmanager
 def open_run_log(job: Job) -> Iterator[ObservationLog | None]:
-    """The log file of `job` below the working directory; null, with a line on stderr, where none can be written."""
+    """Open the log file of `job` below the working directory; yield null, and say why, if it cannot be written."""
     if job.request is None:
         yield None
         return
@@ -100,7 +100,7 @@ def open_run_log(job: Job) -> Iterator[ObservationLog | None]:
 
 
 def follow(client: Client, job: Job, *, to_stderr: bool = False, check: Callable[[], None] = lambda: None) -> Event:
-    """Show every event of `job` until the last, which is returned.
+    """Show every event of `job`, and return the last one.
 
     `check` is called several times a second and may raise to give up. Raises what `Client.events` raises.
     """

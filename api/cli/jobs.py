@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from api.answer import render_run_report
 from api.cli import options
 from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
@@ -13,7 +14,7 @@ from api.cli.following import follow
 from api.cli.results import conclude, document, print_json
 from api.client import Client, Job, JobState, Result
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the exploration.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The id of the exploration.")]
 
 
 def submit(
@@ -26,14 +27,15 @@ def submit(
     memory_limit_gib: options.MemoryLimitGiB = None,
     mode: options.ModeOption = None,
     execution: options.ExecutionOption = None,
+    target: options.TargetOption = None,
     max_seconds: options.MaxSeconds = None,
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow it to its end.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Hand a model to the service and print the id of the exploration."""
+    """Submit a model to the service and print the id of the exploration."""
     request = options.read_request(
         config,
         {
@@ -45,6 +47,7 @@ def submit(
             "memory_limit_gib": memory_limit_gib,
             "mode": mode,
             "execution": execution,
+            "target": target,
             "max_seconds": max_seconds,
             "max_trials": max_trials,
             "confidence_target": confidence_target,
@@ -53,6 +56,8 @@ def submit(
     )
     with connect() as client:
         job = client.submit(request)
+        for notice in request.notices if not watch else ():
+            say(notice)
         if watch:
             say(f"exploration {job.id}")
             raise typer.Exit(_watch(client, job, as_json=as_json))
@@ -69,7 +74,7 @@ def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
 
 
 def best(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """Print the best micro_batch_size known."""
+    """Print the best known micro_batch_size, and what real runs of it have reached."""
     with connect_or_embed() as client:
         job = client.get(job_id)
         result = client.recommendation(job_id)
@@ -78,6 +83,8 @@ def best(job_id: JobId, as_json: options.AsJson = False) -> None:
             print_json(document(client, job))
         elif known is not None:
             typer.echo(known.candidate.micro_batch_size)
+            for report in client.run_reports(job_id):
+                say(render_run_report(report, known))
     if known is None:
         reason = _why_nothing(job, result)
         failed = job.state == "failed" and result is None
@@ -87,8 +94,8 @@ def best(job_id: JobId, as_json: options.AsJson = False) -> None:
 
 
 def list_(
-    state: Annotated[JobState | None, typer.Option(help="Only those in this state.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the newest.")] = 20,
+    state: Annotated[JobState | None, typer.Option(help="List only explorations in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the newest first.")] = 20,
     as_json: options.AsJson = False,
 ) -> None:
     """List explorations, the newest first."""

@@ -1,4 +1,4 @@
-"""Options that `explore` and `submit` share: what overrides the configuration file."""
+"""Options that `explore` and `submit` share. They override the configuration file."""
 
 from __future__ import annotations
 
@@ -33,22 +33,25 @@ Config = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 MicroBatchSize = Annotated[
-    str | None, typer.Option(metavar="explore|auto|MIN-MAX|N", help="Sizes to consider; MIN-MAX bounds them.")
+    str | None,
+    typer.Option(metavar="explore|auto|MIN-MAX|N", help="Micro-batch sizes to consider; MIN-MAX bounds them."),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="The effective batch, over all devices.")]
-NumDevices = Annotated[int | None, typer.Option(help="Devices that share the batch.")]
-SeqLength = Annotated[int | None, typer.Option(help="Tokens a sequence.")]
+BatchSize = Annotated[int | None, typer.Option(help="The effective batch size over all devices.")]
+NumDevices = Annotated[int | None, typer.Option(help="The number of devices that share the batch.")]
+SeqLength = Annotated[int | None, typer.Option(help="The number of tokens in a sequence.")]
 MemoryLimitGiB = Annotated[
     float | None, typer.Option("--memory-limit-gib", help="Plan for a device with less memory than this one.")
 ]
-ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate: forward only.")]
-ExecutionOption = Annotated[Execution | None, typer.Option(help="Eager, or through torch.compile.")]
-MaxSeconds = Annotated[
-    float | None, typer.Option(help="End with the best known after this time in trials, summed if several run at once.")
+ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate with forward passes only.")]
+ExecutionOption = Annotated[Execution | None, typer.Option(help="Run eagerly, or through torch.compile.")]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(metavar="bexp|transformers|NAME", help="The code whose training step is measured."),
 ]
-MaxTrials = Annotated[int | None, typer.Option(help="End with the best known after this many trials.")]
+MaxSeconds = Annotated[float | None, typer.Option(help="End after this time in trials, summed if several run at once.")]
+MaxTrials = Annotated[int | None, typer.Option(help="End after this many trials.")]
 ConfidenceTarget = Annotated[int | None, typer.Option(help="End when the confidence score reaches this (1 to 99).")]
-Seed = Annotated[int | None, typer.Option(help="Of everything random.")]
+Seed = Annotated[int | None, typer.Option(help="The seed of everything random.")]
 
 FIELDS = {
     "seq_length": "model.seq_length",
@@ -59,16 +62,16 @@ FIELDS = {
 
 
 def read_request(config: Path, overrides: dict[str, Any]) -> ExplorationRequest:
-    """The request in the file, with the options that were given in place of what it says.
+    """Return the request in the file, with the given options in place of its fields.
 
-    Raises FormatError for a wrong one, CommandError when the file cannot be read.
+    Raises FormatError if the request is wrong, and CommandError if the file cannot be read.
     """
     given = {FIELDS.get(key, key): value for key, value in overrides.items() if value is not None}
     return parse_request(load_document(_read(config)), overrides=given)
 
 
 def parse_micro_batch_size(text: str | None) -> Any:
-    """What `--micro-batch-size` means in a request."""
+    """Return the field of a request that `--micro-batch-size` stands for."""
     if text is None or text in {"explore", "auto"}:
         return text
     low, dash, high = text.partition("-")
@@ -80,7 +83,7 @@ def parse_micro_batch_size(text: str | None) -> Any:
 
 
 def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
-    """The kind of device that a job needs so that a worker on `device` takes it."""
+    """Return the kind of device that a job must name for a worker on `device` to take it."""
     if device is None:
         return None
     kind = device.replace(",", ":").partition(":")[0]

@@ -1,4 +1,4 @@
-"""What a command says at the end of an exploration, and the exit code that goes with it."""
+"""The last output of a command about an exploration, and its exit code."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
 
 
 def document(client: Client, job: Job) -> dict[str, Any]:
-    """A job with its recommendation and its answer, as JSON."""
+    """Return a job with its recommendation, its answer, and what real runs reached, as JSON."""
     result = client.recommendation(job.id)
     return {
+        **({} if result is None else result.model_dump(include={"target", "target_version", "allocator"})),
         "job": job.model_dump(mode="json", exclude={"recommendation", "answer"}),
         "recommendation": None if result is None else _dump(result.recommendation),
         "answer": None if result is None else _dump(result.answer),
+        "run_reports": [report.model_dump(mode="json") for report in client.run_reports(job.id)],
     }
 
 

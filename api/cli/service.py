@@ -1,4 +1,4 @@
-"""`bexp serve`, `bexp worker` and `bexp doctor`: the processes that a service is made of."""
+"""`bexp serve`, `bexp worker` and `bexp doctor`: commands that start the parts of a service."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ from api.settings import ServiceSettings
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to bind; beyond loopback, tokens are required.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to bind; tokens are required unless it is loopback.")
+    ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to bind.")] = None,
     require_token: Annotated[
         bool,
-        typer.Option("--require-token", help="Ask for tokens on loopback too, and answer under any name: for a proxy."),
+        typer.Option(
+            "--require-token",
+            help="Require tokens on loopback too, and answer under any host name; for use behind a proxy.",
+        ),
     ] = False,
 ) -> None:
     """Serve the REST API."""
@@ -45,11 +50,11 @@ def serve(
 
 def worker(
     device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to own.")
+        str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices of the worker.")
     ] = None,
     group: Annotated[
         bool,
-        typer.Option("--group", help="One worker for all of the devices, for jobs whose devices share sequences."),
+        typer.Option("--group", help="Use one worker for all of the devices, for jobs whose devices share sequences."),
     ] = False,
     ray: Annotated[
         str | None,
@@ -58,7 +63,7 @@ def worker(
         ),
     ] = None,
 ) -> None:
-    """Claim explorations and run them, until told to end."""
+    """Claim and run explorations until a signal ends the worker."""
     options.device_kind(device)
     given = {"--device": device, "--ray": ray}
     valued = [part for name, value in given.items() if value is not None for part in (name, value)]
@@ -66,11 +71,11 @@ def worker(
 
 
 def doctor(as_json: options.AsJson = False) -> None:
-    """Say which devices and back ends are usable here, and why the others are not."""
+    """Show which devices and back ends are usable here, and why others are not."""
     _become_workers("doctor", *(["--json"] if as_json else []))
 
 
 def _become_workers(*arguments: str) -> NoReturn:
-    """Replace this process, so that signals and exit codes are the worker's own."""
+    """Replace this process by the worker, so that signals and exit codes are the worker's."""
     command = module_command("workers", *arguments)
     os.execve(sys.executable, command, child_environment(environment().database_url))  # noqa: S606

@@ -1,4 +1,4 @@
-"""Explorations: submitted, listed, looked at, cancelled."""
+"""Routes that submit, list, show and cancel explorations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ETAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
 def job_id_of(exploration_id: str) -> str:
-    """Dependency: an id that can be one; anything else is answered as an unknown one.
+    """Dependency: return an id that an exploration can have; anything else is an unknown exploration.
 
     Raises:
         JobNotFoundError: no exploration can have this id.
@@ -82,10 +82,13 @@ def submit_exploration(
     response: Response,
     idempotency_key: Annotated[
         str | None,
-        Header(description="With the same request, the same exploration; with another one, a 422.", examples=["run-7"]),
+        Header(
+            description="The same key with the same request gives the same exploration; with another request, a 422.",
+            examples=["run-7"],
+        ),
     ] = None,
 ) -> Exploration:
-    """Queue an exploration; a worker takes it up."""
+    """Queue an exploration. A worker will run it."""
     if idempotency_key is not None and not re.fullmatch(
         r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?", idempotency_key
     ):
@@ -133,7 +136,7 @@ def get_exploration(
     response: Response,
     if_none_match: Annotated[str | None, Header(description="ETags that are known.", examples=['"7"'])] = None,
 ) -> Exploration | Response:
-    """How an exploration stands, with its request and what came of it."""
+    """The state of an exploration, with its request and its results."""
     etag = f'"{job.version}"'
     if if_none_match is not None and (if_none_match.strip() == "*" or etag in _ETAG.findall(if_none_match)):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": etag, "Cache-Control": "no-cache"})
@@ -154,7 +157,7 @@ def get_exploration(
     },
 )
 def cancel_exploration(job_id: JobIdDep, service: ServiceDep, response: Response) -> Exploration:
-    """End an exploration; one that has ended stays as it is, so that this can be repeated."""
+    """End an exploration. One that has ended stays as it is, so the call can be repeated."""
     job = service.queue.request_cancel(job_id)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
     return Exploration.of(job)

@@ -1,4 +1,4 @@
-"""What an exploration has found: its recommendation and its trials."""
+"""The results of an exploration: its recommendation and its trials."""
 
 from __future__ import annotations
 
@@ -36,21 +36,15 @@ _NOTHING = {
     },
 )
 def get_recommendation(job: JobDep) -> RecommendationResource:
-    """The best candidate so far; once finished also the answer, with every variant.
+    """The best candidate so far; a finished exploration also has the answer, with every variant.
 
-    404 while there is none. When nothing fits, the recommendation of a finished exploration is null, and the answer's
-    variants say why.
+    404 while there is none. If nothing fits, the recommendation of a finished exploration is null, and the variants of
+    the answer say why.
     """
     if job.recommendation is None and job.answer is None:
         detail = _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
         raise ProblemException(HTTPStatus.NOT_FOUND, detail, name="no-recommendation")
-    return RecommendationResource(
-        id=job.id,
-        state=job.state,
-        final=job.state.is_final,
-        recommendation=job.answer.recommendation if job.answer else job.recommendation,
-        answer=job.answer,
-    )
+    return RecommendationResource.of(job)
 
 
 @router.get(
@@ -66,14 +60,19 @@ def list_trials(
     service: ServiceDep,
     cursor: Annotated[
         int | None,
-        Query(ge=-1, lt=1 << 31, description="Only what was stored after the page that gave it out.", examples=[41]),
+        Query(
+            ge=-1,
+            lt=1 << 31,
+            description="Return only what was stored after the page that this cursor is from.",
+            examples=[41],
+        ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
 ) -> TrialPage:
-    """What was tried, with outcome, measurement, predicted and measured peak, in the order of storing.
+    """The trials in the order of storing, with outcome, measurement, and predicted and measured peak.
 
-    A trial is stored as it ends: of several in flight the higher `number` may come first. To follow a running
-    exploration, ask again with the `end_cursor` of the last page, not with a number: no trial is missed or repeated.
+    A trial is stored when it ends, so a higher `number` may come first. To follow a running exploration, pass the
+    `end_cursor` of the last page, and not a number: then no trial is missed or repeated.
     """
     after = -1 if cursor is None else cursor
     stored = read_trials(service.database, job.id, after=after, limit=limit + 1)

@@ -17,11 +17,7 @@ router = APIRouter(prefix="/v1", tags=["explorations"], dependencies=[Depends(ac
 @router.get(
     "/schema",
     summary="JSON Schema of a request",
-    responses={
-        200: examples.example(
-            {"title": "ExplorationRequest", "type": "object", "properties": {}, "required": ["model"]}
-        )
-    },
+    responses={200: examples.example({"title": "ExplorationRequest", "type": "object", "properties": {}})},
 )
 def read_schema() -> JSONResponse:
     """The JSON Schema of a request (draft 2020-12)."""

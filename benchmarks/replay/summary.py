@@ -125,15 +125,24 @@ def _goals(
 
 def cheaper(by_table: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """`table: strategy` for each that took fewer seconds than ours and has no larger regret, in mean and p95."""
-    found = []
+    return [f"{table}: {name}" for table, rivals in by_table_rivals(by_table).items() for name in rivals]
+
+
+def by_table_rivals(by_table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The same by table; a table without any has an empty list."""
+    found: dict[str, list[str]] = {}
     for table, strategies in by_table.items():
         ours = strategies.get(OURS)
-        for name, other in strategies.items():
-            if name == OURS or ours is None:
-                continue
-            as_good = other["regret_mean"] <= ours["regret_mean"] and other["regret"]["p95"] <= ours["regret"]["p95"]
-            if as_good and other["seconds"]["median"] < ours["seconds"]["median"]:
-                found.append(f"{table}: {name}")
+        if ours is None:
+            continue
+        found[table] = [
+            name
+            for name, other in strategies.items()
+            if name != OURS
+            and other["regret_mean"] <= ours["regret_mean"]
+            and other["regret"]["p95"] <= ours["regret"]["p95"]
+            and other["seconds"]["median"] < ours["seconds"]["median"]
+        ]
     return found
 
 

@@ -132,6 +132,6 @@ def _add_product(total: Tensor, grad_logits: Tensor, h: Tensor) -> None:
     if total.dtype is h.dtype:
         total.addmm_(grad_logits.t(), h)
     elif h.device.type == "cuda":
-        torch.addmm(total, grad_logits.t(), h, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+        torch.addmm(total, grad_logits.t(), h, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(grad_logits.t(), h)

@@ -29,7 +29,7 @@ _MASKLESS = ("flash",)
 
 
 def set_attention(
-    module: nn.Module, attention: str | None, changes: Changes, *, recompute_core: bool = False, strict: bool = False
+    module: Any, attention: str | None, changes: Changes, *, recompute_core: bool = False, strict: bool = False
 ) -> None:
     """Set the implementation that `attention` names; `recompute_core` computes its core again in backward.
 
@@ -73,12 +73,12 @@ def registered_name(attention: str, *, recompute_core: bool = False, strict: boo
     return name
 
 
-def _checked(module: nn.Module, base: str) -> None:
+def _checked(module: Any, base: str) -> None:
     """Ask the library whether the class can have `base`, since it judges by names that it knows."""
     if base == "eager":
         return
     try:
-        module._check_and_adjust_attn_implementation(base, is_init_check=False)  # type: ignore[operator]
+        module._check_and_adjust_attn_implementation(base, is_init_check=False)
     except AttributeError:
         return
     except (ValueError, ImportError) as error:
@@ -89,7 +89,7 @@ def _register(name: str, base: str, backend: str, *, recompute_core: bool, stric
     from transformers import AttentionInterface  # noqa: PLC0415 - optional
     from transformers.masking_utils import AttentionMaskInterface  # noqa: PLC0415 - optional
 
-    functions = AttentionInterface()
+    functions: Any = AttentionInterface()
     if name in functions:
         return
     if base == "eager":
@@ -102,7 +102,7 @@ def _register(name: str, base: str, backend: str, *, recompute_core: bool, stric
     if recompute_core:
         function = _recomputed(function)
     AttentionInterface.register(name, function)
-    masks = AttentionMaskInterface()
+    masks: Any = AttentionMaskInterface()
     if base in masks:
         AttentionMaskInterface.register(name, masks[base])
 
@@ -133,9 +133,8 @@ def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=bool(kwargs.get("dropout")), **kwargs
-        )
+        random = bool(kwargs.get("dropout"))
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)
 
     return attend
 
@@ -148,7 +147,7 @@ def _warn_of_masks(backend: str) -> None:
 class _Only:
     """Enables one back end of torch's SDPA. `sdpa_kernel` does the same, and takes as long as two kernel launches."""
 
-    _SWITCHES = (
+    _SWITCHES: tuple[tuple[str, Callable[[], bool], Any], ...] = (
         ("flash", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
         ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
         ("math", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
@@ -165,7 +164,7 @@ class _Only:
             enable(name == self._backend)
 
     def __exit__(self, *_: object) -> None:
-        for (_, _, enable), before in zip(self._SWITCHES, self._before, strict=True):
+        for (_name, _enabled, enable), before in zip(self._SWITCHES, self._before, strict=True):
             enable(before)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_
         register()
         for part in modules:
             changes.set(part, "_bexp_as_operator", as_operator)
+        if as_operator and _first_weight(modules[0]).is_cuda:
+            import_module("bexp.kernels.experts.fused.operators")  # what keeps results by operator must find it
     configs = _configs(modules)
     for config in configs:
         before = getattr(config, "_experts_implementation_internal", None)
@@ -87,7 +90,7 @@ def unsupported_reason(module: nn.Module, experts: str) -> str | None:
     weight = _first_weight(module)
     if not isinstance(weight, Tensor) or weight.ndim != 3:
         return "the experts' weights are not stored in one tensor"
-    return _device_reason(experts, weight)
+    return _device_reason(experts, weight) or _kernel_reason(experts, module, weight)
 
 
 def register() -> None:
@@ -108,16 +111,21 @@ def _run(name: str, module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     dtype = _compute_dtype(hidden_states, first)
     activation = _activation(module)
     assert activation is not None, "checked when the implementation was set"
-    ffn = _implementation(name, hidden_states.device.type, as_operator=getattr(module, "_bexp_as_operator", False))
+    as_operator = getattr(module, "_bexp_as_operator", False)
+    ffn = _implementation(name, hidden_states.device.type, first, as_operator=as_operator)
     if name != "bexp_fused":  # which reads routing weights of any format
         top_k_weights = top_k_weights.to(dtype)
     out = ffn(hidden_states.to(dtype), top_k_index, top_k_weights, first.to(dtype), second.to(dtype), activation)
     return out.to(hidden_states.dtype)
 
 
-def _implementation(name: str, device_type: str, *, as_operator: bool) -> ExpertFFN:
+def _implementation(name: str, device_type: str, weight: Tensor, *, as_operator: bool) -> ExpertFFN:
     if device_type != "cuda":
         return _reference
+    assert weight.is_cuda, "tokens and experts lie on one device"
+    reason = _device_reason(name, weight)
+    if reason is not None:  # the model was on the host when the implementation was set
+        raise SettingsError(f"experts '{name}': {reason}")
     if name == "bexp_fused":
         return _fused_operator if as_operator or torch.compiler.is_compiling() else _fused
     return _triton_grouped if name == "bexp_triton_grouped" else _hopper_grouped
@@ -191,6 +199,27 @@ def _device_reason(experts: str, weight: Tensor) -> str | None:
     if any(size % 8 for size in weight.shape[1:]):
         return f"it needs sizes that are multiples of 8, not {tuple(weight.shape[1:])}"
     return None
+
+
+def _kernel_reason(experts: str, module: nn.Module, weight: Tensor) -> str | None:
+    """Why the back end itself refuses these experts, which it finds out by running on a few numbers."""
+    if weight.device.type != "cuda":
+        return None
+    from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
+    from bexp.kernels.shapes import ExpertsShape  # noqa: PLC0415 - kept light
+
+    gated = bool(getattr(module, "has_gate", True))
+    first = weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
+    shape = ExpertsShape(
+        hidden_size=first.shape[1],
+        ffn_hidden_size=first.shape[2] // (2 if gated else 1),
+        num_experts=first.shape[0],
+        top_k=1,
+        dtype=weight.dtype if weight.dtype in _HALF else torch.bfloat16,  # others are trained under autocast
+        gated=gated,
+        activation=_activation(module) or "silu",
+    )
+    return expert_backend(experts.removeprefix("bexp_")).unsupported_reason(shape, weight.device)
 
 
 def _compute_dtype(hidden_states: Tensor, weight: Tensor) -> torch.dtype:

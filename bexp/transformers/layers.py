@@ -7,16 +7,8 @@ from typing import Any
 
 from torch import nn
 
-_MIXERS = (
-    "self_attn",
-    "attention",
-    "attn",
-    "self_attention",
-    "linear_attn",
-    "mixer",
-    "temporal_block",
-    "mamba",
-    "conv",
+_MIXERS = frozenset(
+    {"self_attn", "attention", "attn", "self_attention", "linear_attn", "mixer", "temporal_block", "mamba", "conv"}
 )
 """Names that transformers gives to the part of a layer that mixes tokens."""
 
@@ -44,7 +36,8 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     wanted = {getattr(config, "num_hidden_layers", None) for config in configurations(module)}
     lists = [found for found in _outermost_lists(module) if len(found) in wanted]
     if lists:
-        return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
+        largest: nn.ModuleList = max(lists, key=_num_parameters)
+        return list(largest)
     return list(_outermost_layers(module))
 
 
@@ -59,6 +52,10 @@ def token_mixers(layer: nn.Module) -> list[nn.Module]:
     """The parts of a layer that mix the tokens of a sequence: attention, or what a recurrent layer has instead."""
     named = [child for name, child in layer.named_children() if name in _MIXERS]
     return named or [child for child in layer.children() if "Attention" in type(child).__name__]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:

@@ -55,7 +55,7 @@ class LazyLogits(Tensor):
         dtype: torch.dtype | None = None,
     ) -> LazyLogits:
         """Logits of `hidden` after `steps`, in `dtype`, or that of the hidden states."""
-        self: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in torch's stubs
+        self: LazyLogits = Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], weight.shape[0]), dtype=dtype or hidden.dtype, device=hidden.device
         )
         self._hidden, self._weight, self._bias = hidden, weight, bias
@@ -111,7 +111,7 @@ class LazyLogits(Tensor):
         return func(*computed[0], **computed[1])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own has no type worth keeping
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute the logits for what reaches the operators past `__torch_function__`."""

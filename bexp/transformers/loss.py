@@ -23,7 +23,7 @@ from bexp.transformers.undo import Changes
 _LOGGER = logging.getLogger(__name__)
 
 
-def set_loss(model: nn.Module, changes: Changes, *, chunk: int | None = None) -> None:
+def set_loss(model: Any, changes: Changes, *, chunk: int | None = None) -> None:
     """Chunk the loss of a causal language model. SettingsError, with the reason, if its class cannot have that."""
     from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415 - optional
 
@@ -47,7 +47,8 @@ def _lazy_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
         if _is_sharded_alone(head):
             _warn_of_sharded_head()
             return plain(hidden)
-        weight, bias = head.weight, head.bias
+        weight: Tensor = head.weight
+        bias: Tensor | None = head.bias
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)

@@ -1,9 +1,8 @@
 """The YAML of Cerebras Model Zoo: a run configuration (`runconfig`, `train_input`, `eval_input`) or a `trainer`.
 
-Of a run only what decides the micro-batch is read: the batch, the devices, BTA, the optimizer and the model. Where both
-training and evaluation ask for a micro-batch, training is explored unless `mode` says eval. A micro-batch that is left
-out, or null, means `explore`. Weights that `fp16_type: cbfloat16` would hold in Cerebras' own 16-bit format are taken
-as bfloat16, which has the same size.
+Only what decides the micro-batch is read: the batch, the devices, BTA, the optimizer and the model. If training and
+evaluation both ask for a micro-batch, training is explored unless `mode` says eval. A micro-batch that is left out, or
+null, means `explore`. `fp16_type: cbfloat16`, Cerebras' own format, is read as bfloat16, which has the same size.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from explorer.formats.translation import Section, Translation
 
 RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
 MARKS = frozenset(RUN_KEYS[:4])
-"""Any of these at the top makes a document one of Cerebras'."""
+"""A document with any of these keys at the top is a Cerebras configuration."""
 
 BTA_FLAGS = {
     "csx.debug.ini.ws_opt_enable_bta": "enable",
@@ -34,7 +33,7 @@ Found = tuple[Location, Any]
 
 @dataclass
 class _Pass:
-    """The data of training or of evaluation: where its batch and micro-batch are stated."""
+    """Where the batch and the micro-batch of training, or of evaluation, are stated."""
 
     batch: Found | None = None
     micro_batch: Found | None = None
@@ -119,7 +118,7 @@ def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Transla
 
 
 def _flatten(value: Any, location: Location, name: str = "") -> dict[str, Found]:
-    """Flags by their full dotted names, whether they are written nested or dotted."""
+    """Return flags by their full dotted names, whether they are written nested or dotted."""
     if name == MICRO_BATCH_FLAG or not isinstance(value, Mapping):
         return {name: (location, value)}
     flags: dict[str, Found] = {}
@@ -150,7 +149,7 @@ def _check_accumulation(run: Section, micro_batch: Found) -> None:
 
 
 def _read_precision(init: Section, translation: Translation) -> None:
-    """A trainer's precision goes before the model's own `fp16_type`, which Model Zoo has deprecated."""
+    """Read a trainer's precision, which goes before the model's own, deprecated `fp16_type`."""
     precision = init.section("precision")
     if "enabled" in precision and not precision.boolean("enabled"):
         translation.put(("model", "dtype"), "float32", precision.at("enabled"))

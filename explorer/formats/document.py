@@ -1,4 +1,4 @@
-"""A JSON or YAML text as plain data, with everything refused that plain data does not need."""
+"""JSON or YAML text as plain data. Everything that plain data does not need is refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Problem = tuple[Location, str]
 class FormatError(ValueError):
     """A document that cannot become a request.
 
-    `errors` pairs each offending field's location in the document, as keys and indices from the top, with what is
-    wrong there. The location is empty where the document as a whole is meant.
+    `errors` pairs the location of each field at fault, as keys and indices from the top of the document, with what is
+    wrong there. The location is empty if the document as a whole is at fault.
     """
 
     def __init__(self, errors: Sequence[Problem]) -> None:
@@ -35,7 +35,7 @@ class FormatError(ValueError):
 
 
 def describe_problem(problem: Problem) -> str:
-    """One line for a person: `model.moe.top_k: must not exceed num_experts`."""
+    """Return one line for a person: `model.moe.top_k: must not exceed num_experts`."""
     location, message = problem
     return f"{'.'.join(map(str, location))}: {message}" if location else message
 
@@ -65,7 +65,7 @@ def load_document(text: str) -> dict[str, Any]:
 
 
 def find_problems(data: Any, location: Location = ()) -> Iterator[Problem]:
-    """What no document may contain, wherever it was parsed: odd numbers, odd text, odd types, too deep a nesting."""
+    """Find what no document may contain: odd numbers, odd text, odd types, or too deep a nesting."""
     if len(location) >= MAX_DEPTH:
         yield location, f"nested deeper than {MAX_DEPTH} levels"
     elif isinstance(data, dict):

@@ -141,7 +141,7 @@ def _take_dtype(model: Section) -> None:
 
 
 def _take_rotary(model: Section, model_type: str) -> None:
-    """Only GPT-NeoX rotates a part of each head; its config class assumes a quarter."""
+    """Read the rotated part of a head: only GPT-NeoX has one, and its config class assumes a quarter."""
     parameters = model.section("rope_parameters")
     named = [
         (section, key)
@@ -209,7 +209,7 @@ def _take_seq_length(model: Section, family: Family, seq_length: Any) -> None:
 
 
 def _check_windows(model: Section, family: Family) -> None:
-    """Refuse a sliding window that is shorter than a sequence: a longer one masks nothing."""
+    """Refuse a sliding window that is shorter than a sequence; a longer one masks nothing."""
     if family.window is None:
         return
     defaults = family.defaults

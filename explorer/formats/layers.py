@@ -1,4 +1,4 @@
-"""Which layers have experts, as the two numbers that a ModelSpec describes it with."""
+"""The layers that have experts, as the two numbers of a ModelSpec."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def find_layer_pattern(has_experts: Sequence[bool]) -> tuple[int, int] | None:
-    """Find (first_k_dense, moe_layer_frequency) that describe the layers, or null where none do.
+    """Return the (first_k_dense, moe_layer_frequency) that describe the layers, or null if none do.
 
     A layer i has experts when i >= first_k_dense and (i - first_k_dense + 1) is a multiple of moe_layer_frequency.
     """

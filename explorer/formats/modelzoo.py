@@ -1,7 +1,7 @@
 """The `model` section of a Cerebras Model Zoo YAML (GPT-2, GPT-3, Llama, Mistral, Mixtral) as a ModelSpec.
 
-Fields and defaults are those of Model Zoo's GPT-2 model class, which the others share. Dropout is not run, and what
-only scales or initialises values is ignored; so is the router's balancing loss.
+Fields and defaults are those of Model Zoo's GPT-2 model class, which the other models share. Dropout, the router's
+balancing loss, and fields that only scale or initialise values are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from explorer.formats.translation import Section, Translation
 from explorer.formats.vision import refuse_vision
 
 MARKS = frozenset({"num_heads", "filter_size"})
-"""Either makes a model section one of Model Zoo's."""
+"""A model section with either of these keys is one of Model Zoo's."""
 
 NETWORKS = ("gpt2", "gpt3", "llama", "mistral", "mixtral", "starcoder", "santacoder")
 
@@ -160,7 +160,7 @@ def _take_attention(model: Section) -> None:
 
 
 def _take_ffn(model: Section) -> None:
-    """One `filter_size` serves the dense FFN, an expert and a shared expert alike."""
+    """Set the FFN: one `filter_size` is the width of the dense FFN, of an expert and of a shared expert."""
     translation = model.translation
     key = "moe" if model.get("moe") is not None else "moe_params"
     moe = model.section(key)

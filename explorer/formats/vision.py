@@ -1,4 +1,4 @@
-"""Telling vision networks apart, so that they are refused for what they are."""
+"""Recognition of vision networks, so that they are refused with a reason of their own."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ VISION_WORDS = frozenset(
 
 
 def refuse_vision(model: Section, name_key: str | None) -> bool:
-    """Refuse a network that sees images, at the field that shows it to be one.
+    """Refuse a network that takes images, at the field that shows this; return whether it was refused.
 
-    `name_key` is the field that names the kind of network, null where the format has none.
+    `name_key` is the field that names the kind of network; null if the format has none.
     """
     shown = next((key for key in VISION_FIELDS if model.values.get(key) is not None), None)
     if shown is None and name_key is not None:

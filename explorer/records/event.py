@@ -15,7 +15,7 @@ from explorer.spec.base import Frozen
 
 
 class EventCode(IntEnum):
-    """The number behind `BEXP` in a log line: 1xx the job's way, 2xx results, 3xx trouble, 4xx the end."""
+    """The number behind `BEXP` in a log line: 1xx progress, 2xx results, 3xx trouble, 4xx the end."""
 
     QUEUED = 101
     STARTED = 102
@@ -38,12 +38,12 @@ class EventCode(IntEnum):
 
     @property
     def ends_job(self) -> bool:
-        """Whether nothing follows it."""
+        """Whether this is the last event of a job."""
         return self >= EventCode.SUCCEEDED
 
 
 class EventDraft(Frozen):
-    """An event before the log has given it a place."""
+    """An event that the log has not numbered yet."""
 
     code: EventCode
     message: str
@@ -58,17 +58,17 @@ class Event(EventDraft):
 
 
 def render_line(event: Event) -> str:
-    """The BEXP line of an event, without a line break: `BEXP202 19:39:45 GMT  Current recommended ...`."""
+    """Return the BEXP line of an event, without a line break: `BEXP202 19:39:45 GMT  Current recommended ...`."""
     return f"BEXP{int(event.code)} {event.at.astimezone(UTC):%H:%M:%S} GMT  {render_message(event)}"
 
 
 def render_message(event: EventDraft) -> str:
-    """The message on one line."""
+    """Return the message on one line."""
     return " ".join(event.message.split())
 
 
 def recommendation_event(recommendation: Recommendation) -> EventDraft:
-    """The event for a change of knowledge; its line reads as Cerebras' automatic batch exploration prints it."""
+    """Return the event of a new recommendation; its line reads as Cerebras' automatic batch exploration prints it."""
     return EventDraft(
         code=EventCode.RECOMMENDATION,
         message=(
@@ -82,7 +82,7 @@ def recommendation_event(recommendation: Recommendation) -> EventDraft:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One step of an exploration: everything in it is stored in one transaction, or nothing is.
+    """One step of an exploration, which is stored in one transaction: all of it or nothing.
 
     `recommendation` is set when the main variant's recommendation changed, `space` when the legal space has been
     enumerated (a JSON summary), `answer` on the last step.

@@ -18,7 +18,7 @@ Bytes = Annotated[int, Field(ge=0)]
 class Outcome(StrEnum):
     """How a trial ended. Failure is data, never an exception.
 
-    `contaminated` ran well, but on a device that was shared or throttled meanwhile.
+    `contaminated` means that the trial ran well, but on a device that was shared or throttled meanwhile.
     """
 
     OK = "ok"
@@ -30,25 +30,26 @@ class Outcome(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Outcome | None:
-        return cls.CONTAMINATED if value == "tainted" else None  # its name in rows that earlier versions stored
+        return cls.CONTAMINATED if value == "tainted" else None  # the name that earlier versions stored
 
 
 class ComponentMeasurement(Frozen):
-    """One component, timed back to back (forward, backward, no synchronisation between) and weighed.
+    """The time and the memory of one component, run back to back: forward, then backward, without synchronising.
 
-    `device_seconds` is the median time of one forward + backward with the host far enough ahead not to matter,
-    `host_seconds` the host's time to issue it; whichever sum over the model is larger decides. For the optimizer both
-    are of one device's step: its share of the model if the states are sharded. `forward_device_seconds` is the forward
-    part of `device_seconds`.
+    `device_seconds` is the median time of one forward and backward while the host is so far ahead that its time does
+    not matter. `host_seconds` is the host's time to issue them. Each is summed over the model, and the larger sum
+    decides. The times of the optimizer are those of one device's step, which is its share of the model if the states
+    are sharded. `forward_device_seconds` is the forward part of `device_seconds`.
 
-    Bytes are `max_memory_allocated` differences, parameters and gradients excluded: `saved_bytes` is what a forward
-    leaves alive for its backward, without recomputation of the whole block; `forward_peak_bytes` and
-    `backward_peak_bytes` are the highest level of either pass over the level before the forward.
+    Bytes are differences of `max_memory_allocated`, without parameters and gradients. `saved_bytes` is what a forward
+    leaves alive for its backward if the block is not recomputed as a whole. `forward_peak_bytes` and
+    `backward_peak_bytes` are the highest level of each pass above the level before the forward.
 
-    Of communication the forward is what is gathered in forward, the backward what is gathered and reduced in backward,
-    once for the whole model, with nothing beside it. `slowdown` is what computation beside it loses, in seconds for
-    each second of the traffic. `host_seconds` is what the host does about it in each micro-step, `host_once_seconds`
-    what it does more in the first and the last of a step, for the whole model. Both are null for other components.
+    The forward of a communication component gathers what forward needs; its backward gathers and reduces what backward
+    needs. Each runs once for the whole model, with nothing beside it. `slowdown` is the time that computation loses
+    beside the traffic, in seconds for each second of traffic. `host_seconds` is the host's time for it in each
+    micro-step, and `host_once_seconds` the additional time in the first and the last micro-step of a step, for the
+    whole model. `slowdown` and `host_once_seconds` are null for other components.
     """
 
     component: Component
@@ -66,17 +67,18 @@ class ComponentMeasurement(Frozen):
 
     @property
     def contamination(self) -> str | None:
-        """Why this timing is not to be trusted; null if it is."""
+        """Why this timing cannot be trusted; null if it can."""
         return self.conditions.contamination if self.conditions is not None else None
 
 
 class WholeModelMeasurement(Frozen):
     """A whole training step, run as it would be in training: two accumulated micro-steps and the optimizer.
 
-    `micro_step_seconds` and `optimizer_seconds` are medians; `peak_bytes` is max_memory_allocated, `reserved_bytes`
-    max_memory_reserved of the step. Devices that train together take three micro-steps: `micro_step_seconds` are of the
-    one in the middle, with the traffic that every micro-step has, and `communication_seconds` what the first and the
-    last take beyond it, which passes once a step however many there are. Null where nothing was exchanged.
+    `micro_step_seconds` and `optimizer_seconds` are medians. `peak_bytes` is the step's max_memory_allocated, and
+    `reserved_bytes` its max_memory_reserved. Devices that train together run three micro-steps. `micro_step_seconds` is
+    then the time of the second, with the traffic that every micro-step has. `communication_seconds` is what the first
+    and the last take beyond it; this occurs once a step, however many micro-steps there are. It is null if nothing was
+    exchanged.
     """
 
     micro_step_seconds: Seconds
@@ -90,7 +92,7 @@ class WholeModelMeasurement(Frozen):
 
     @property
     def contamination(self) -> str | None:
-        """Why this timing is not to be trusted; null if it is."""
+        """Why this timing cannot be trusted; null if it can."""
         return self.conditions.contamination if self.conditions is not None else None
 
 
@@ -105,15 +107,15 @@ class PhaseSeconds(Frozen):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all phases."""
         return self.process_start + self.build + self.warm_up + self.timed + self.messaging
 
 
 class Measurement(Frozen):
     """The result of one trial.
 
-    `components` holds what this trial measured; what earlier trials measured is not repeated. With an outcome other
-    than ok, `failed_component` says which one failed (null: the candidate as a whole) and `reason` why.
+    `components` holds what this trial measured, without what earlier trials measured. If the outcome is not ok,
+    `failed_component` says which component failed (null: the candidate as a whole) and `reason` says why.
     """
 
     candidate: Candidate
@@ -126,33 +128,33 @@ class Measurement(Frozen):
 
     @property
     def contamination(self) -> str | None:
-        """Why something that was timed is not to be trusted; null if all of it is."""
+        """Why a timing of this trial cannot be trusted; null if all of them can."""
         timed = (*self.components, *((self.whole_model,) if self.whole_model is not None else ()))
         return next((found.contamination for found in timed if found.contamination is not None), None)
 
 
 GIB = 2**30
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
-"""Clock reasons of a device that is not itself: too hot, or told by the board to slow down.
+"""Clock reasons of a device that is slower than usual, because it is too hot or the board slows it down.
 
-The software power cap is none of them: a large GPU under load runs at it all the time, in training as well.
+The software power cap is not one of them, because a large GPU under load always runs at it, in training as well.
 """
 FOREIGN_BUSY_SHARE = 0.05
-"""Of a device's time: what another process may use before a timing is no longer one's own."""
+"""The share of a device's time that other processes may use before a timing counts as contaminated."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Conditions(Frozen):
-    """What was read off a device during the timed repeats; null is what it does not tell.
+    """The state of a device during the timed repeats; a field is null if the device does not report it.
 
-    `sm_clock_mhz` and `memory_clock_mhz` are medians, `sm_clock_min_mhz` the lowest, `sm_clock_max_mhz` the highest
-    that the device has; `power_watts` is a median, `temperature_celsius` the highest. `clock_reasons` are NVML's
-    reasons for the clocks, all that occurred. `foreign_processes` and `foreign_bytes` are other processes, and
-    memory of others, that appeared since the job began; `foreign_busy_share` is the device time, `host_busy_share` the
-    CPU time of the host, that others used.
+    `sm_clock_mhz` and `memory_clock_mhz` are medians. `sm_clock_min_mhz` is the lowest clock that was seen, and
+    `sm_clock_max_mhz` the highest that the device has. `power_watts` is a median, `temperature_celsius` the highest
+    value. `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and
+    `foreign_bytes` are other processes, and their memory, that appeared since the job began. `foreign_busy_share` is
+    the share of the device's time that others used, `host_busy_share` the share of the host's CPU time.
 
-    A wide spread of the repeats is no part of it: the standard error says so, and the search weighs a timing by it.
+    A wide spread of the repeats is not recorded here; the standard error shows it.
     """
 
     sm_clock_mhz: float | None = None
@@ -169,9 +171,10 @@ class Conditions(Frozen):
 
     @property
     def contamination(self) -> str | None:
-        """Why what was timed says little about the device itself; null if nothing speaks against it.
+        """Why a timing says little about the device itself; null if there is no such reason.
 
-        A busy host is recorded and contaminates nothing: on a machine of few cores it is the rule, and repeats show it.
+        A busy host is recorded and contaminates nothing, because it is usual on a machine of few cores, and repeats
+        show it.
         """
         if self.foreign_processes or self.foreign_bytes or (self.foreign_busy_share or 0.0) >= FOREIGN_BUSY_SHARE:
             others = "another process" if self.foreign_processes <= 1 else f"{self.foreign_processes} other processes"
@@ -186,7 +189,7 @@ CONTAMINATED_ATTEMPTS = 3
 
 
 def judge(measurement: Measurement) -> Measurement:
-    """A measurement that went well, but of which some part is contaminated, is contaminated; any other stays what it is."""
+    """Return a measurement that went well as contaminated if a part of it is; return any other as it is."""
     if measurement.outcome is not Outcome.OK or measurement.contamination is None:
         return measurement
     return measurement.model_copy(update={"outcome": Outcome.CONTAMINATED, "reason": measurement.contamination})

@@ -1,4 +1,4 @@
-"""The answer: the best candidate known, how much better it is, and how sure that is."""
+"""The answer: the best known candidate, how much better it is than others, and how certain that is."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class WholeModelCheck(Frozen):
 
 
 class RunnerUpCheck(Frozen):
-    """The candidate that was most likely to be better than the recommended one, run as a whole model beside it.
+    """The candidate that was most likely to be better than the recommended one, run as a whole model for comparison.
 
-    Where the whole models changed the answer, it is the one that was recommended before.
+    If the whole models changed the answer, it is the candidate that was recommended before.
     """
 
     candidate: Candidate
@@ -51,14 +51,14 @@ class RunnerUpCheck(Frozen):
 class Recommendation(Frozen):
     """The best candidate so far.
 
-    `tokens_per_second` and the seconds are of one device, composed of its components and corrected by the whole models
-    that were run; the plain composition is compared in `whole_model`. `performance` is relative to the base candidate.
-    `confidence` is the probability, floored to 0..99, that the whole model's tokens/s with this candidate is within the
-    request's tolerance of the best in the legal space. `grad_accum_steps` is null when micro_batch_size x num_devices
-    / context_parallel_size does not divide the requested batch; `nearest_batch_sizes` then names the batch sizes below
-    and above that it divides.
-    `predicted_peak_bytes` is from formulas alone, `measured_peak_bytes` composed of the training state and measured
-    activations; what a whole run allocated is in `whole_model`.
+    `tokens_per_second` and the seconds are those of one device. They are composed of its components and corrected by
+    the whole models that were run; `whole_model` compares the uncorrected composition. `performance` is relative to the
+    base candidate. `confidence` is the probability, floored to 0..99, that the whole model's tokens/s with this
+    candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is null if
+    micro_batch_size x num_devices / context_parallel_size does not divide the requested batch; `nearest_batch_sizes`
+    then names the batch sizes below and above that it divides.
+    `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training state and of
+    measured activations. What a whole run allocated is in `whole_model`.
     """
 
     candidate: Candidate
@@ -71,7 +71,7 @@ class Recommendation(Frozen):
     optimizer_seconds: float
     communication_seconds: float | None = Field(
         None,
-        description="Of a step, added by the exchange of gradients and parameters between devices; null if not timed.",
+        description="What the exchange of gradients and parameters adds to a step; null if it was not timed.",
     )
     grad_accum_steps: int | None
     nearest_batch_sizes: tuple[int, ...] = ()
@@ -81,11 +81,14 @@ class Recommendation(Frozen):
     memory_limit_bytes: int
     memory: MemoryParts
     largest_micro_batch: Alternative | None = Field(
-        None, description="The largest micro-batch that fits without batch tiling, at its fastest; it may recompute."
+        None,
+        description="The largest micro-batch that fits without batch tiling, with its fastest settings; these may "
+        "recompute.",
     )
     largest_without_recompute: Alternative | None = Field(
         None,
-        description="The largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest.",
+        description="The largest micro-batch that fits with neither batch tiling nor recomputation, with its fastest "
+        "settings.",
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
     whole_model: WholeModelCheck | None = None
@@ -106,9 +109,11 @@ class RelaxationKind(StrEnum):
 
 
 class Relaxation(Frozen):
-    """A change to a request of which nothing fits, after which something is predicted to fit."""
+    """A change to a request for which nothing fits; after it, something is predicted to fit."""
 
-    kind: RelaxationKind = Field(description="`options`: what the request excludes for no gain. `several`: together.")
+    kind: RelaxationKind = Field(
+        description="`options` admits what the request excludes; `several` are changes together."
+    )
     change: str = Field(description="In words.")
     settings: dict[str, Any] = Field(description="Fields of the request by name, with the values to set.")
     predicted_peak_bytes: int = Field(description="Allocated at the peak by the smallest candidate.")
@@ -116,9 +121,9 @@ class Relaxation(Frozen):
 
 
 class VariantAnswer(Frozen):
-    """The outcome for one num_query_groups setting; `recommendation` is null when nothing fits.
+    """The outcome for one num_query_groups setting; `recommendation` is null if nothing fits.
 
-    `remedies` are then the changes that would make something fit, the preferred one first.
+    `remedies` are then the changes after which something would fit, the preferred one first.
     """
 
     num_query_groups: int
@@ -134,12 +139,12 @@ class VariantAnswer(Frozen):
 
 
 class Answer(Frozen):
-    """What a job ends with. Variants are separate models: they stand side by side, in the order asked for."""
+    """What a job ends with. Variants are separate models and are not ranked; their order is that of the request."""
 
     variants: tuple[VariantAnswer, ...]
-    timings: dict[str, float] = Field(default_factory=dict, description="Seconds of the job by where they went.")
+    timings: dict[str, float] = Field(default_factory=dict, description="The job's seconds by activity.")
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """Of the main variant."""
+        """The recommendation of the main variant."""
         return self.variants[0].recommendation

@@ -26,7 +26,7 @@ class TrialKind(StrEnum):
 
 
 class TrialPlan(Frozen):
-    """An order to the profiler."""
+    """A request to the profiler."""
 
     number: Annotated[int, Field(ge=0)]
     kind: TrialKind
@@ -36,12 +36,13 @@ class TrialPlan(Frozen):
     again: bool = Field(False, description="An earlier trial measured them all: the device is noisy.")
     timeout_seconds: Annotated[float, Field(gt=0)]
     num_processes: Annotated[int, Field(ge=1)] = Field(
-        1, description="That run it together, a device each: a multiple of every context_parallel_size that it needs."
+        1,
+        description="Processes that run it together, a device each: a multiple of every context_parallel_size needed.",
     )
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
-        """How many processes must share a sequence here, increasing; a component with its own share needs no other."""
+        """The numbers of processes that must share a sequence in this trial, ascending, without 1."""
         if self.kind is TrialKind.WHOLE_MODEL:
             sizes = {self.candidate.context_parallel_size} - {1}
         else:
@@ -63,11 +64,12 @@ def count_processes(
     request: ExplorationRequest,
     hardware: HardwareSpec,
 ) -> int:
-    """How many processes, a device each, run a trial together.
+    """Return how many processes, each on one device, run a trial together.
 
-    Where the profiler has all devices that train together, every trial takes them all: what one of them computes by
-    itself the others compute as well, and a step waits for the slowest. Elsewhere components take those that share a
-    sequence of the one that most share, a whole model one group that shares sequences, or all devices in eval mode.
+    If the profiler has all devices that train together, every trial takes them all, because all compute at the same
+    time in training and a step waits for the slowest. Otherwise a trial of components takes the largest number of
+    devices that share a sequence in one of them. A whole model takes one group that shares sequences, or all devices if
+    the profiler has that many.
     """
     if is_exchange_timed(request, hardware):
         return request.num_devices
@@ -83,9 +85,9 @@ Measure = Callable[[TrialPlan], Measurement]
 class Trial(Frozen):
     """A finished trial, as stored: what was predicted, what was measured, what it composes to.
 
-    `predicted_peak_bytes` is what was believed just before the trial, `measured_peak_bytes` what its measured
-    components compose to; for a whole model, what was composed and what the run itself allocated. Figures that the
-    outcome does not allow are null, as is the throughput of a trial that measured what all candidates share.
+    `predicted_peak_bytes` is the prediction just before the trial. `measured_peak_bytes` is composed of the measured
+    components. The two of a whole model are the composed peak and what the run itself allocated. A figure is null if
+    the outcome does not allow it; so is the throughput of a trial that measured what all candidates share.
     """
 
     number: Annotated[int, Field(ge=0)]
@@ -100,5 +102,5 @@ class Trial(Frozen):
 
     @property
     def candidate(self) -> Candidate:
-        """What was tried."""
+        """The candidate that was tried."""
         return self.measurement.candidate

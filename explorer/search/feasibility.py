@@ -1,4 +1,4 @@
-"""What could not be: components that failed, candidates that were refuted, and all that would need as much."""
+"""What failed: components, candidates, and every candidate that would need at least as much."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from explorer.spec.candidate import Candidate
 from explorer.surrogate.observations import ObservationLog
 
 BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
-"""Outcomes that recomputation does not help against."""
+"""Outcomes that less memory does not prevent, so a recomputing block fails as well."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Failures:
         return len(self.components) + len(self.candidates)
 
     def learn(self, measurement: Measurement) -> None:
-        """Keep what a trial failed of; one that went well, or whose device was disturbed, says nothing."""
+        """Keep why a trial failed. A trial that ran, or whose device was disturbed, is no failure."""
         if measurement.outcome in {Outcome.OK, Outcome.CONTAMINATED}:
             return
         reason = measurement.reason or measurement.outcome.value
@@ -55,7 +55,7 @@ class Failures:
         return rejected_C
 
     def failing(self, table: SpaceTable, log: ObservationLog) -> Mask:
-        """Rows that use a component which failed, or a larger one of the same sort, shape (C,)."""
+        """Rows that use a component that failed, or a larger one of the same sort, shape (C,)."""
         if not self.components and not log.num_contaminated:
             return np.zeros(len(table.candidates), dtype=np.bool_)
         failing_K = np.array([self._fails(c, log) for c in table.components])
@@ -70,9 +70,10 @@ class Failures:
 
 
 def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
-    """Whether `component` does what `failed` could not do, or more of it.
+    """Whether `component` does at least what `failed` could not do.
 
-    Recomputation runs what the plain block runs, and more: it helps where memory was short, not where it is `broken`.
+    A recomputing block runs everything that the plain block runs, so it helps if memory was short, not if the block is
+    `broken`.
     """
     if component == failed:
         return True

@@ -1,4 +1,4 @@
-"""What all variants of a job share: the stored trials, and what is left of the budget."""
+"""The trials of a job, which all its variants share, and what is left of the budget."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from explorer.records.trial import Trial, TrialKind
 from explorer.spec.candidate import Candidate
 from explorer.spec.options import Budget
 
-GRACE = 2.0  # comparisons at the end may use this many times the budget, so that an answer has them
+GRACE = 2.0
+"""Comparisons may use this many times the budget, so that every answer has them."""
 HOPELESS_FAILURES = 5
 HOPELESS_CONTAMINATED = 4 * CONTAMINATED_ATTEMPTS
 
 
 class TrialHistory:
-    """Trials of a job, earlier leases' included, and the seconds that they took."""
+    """The trials of a job, including those of earlier leases, and the seconds that they took."""
 
     def __init__(self, history: Sequence[Trial], budget: Budget, num_variants: int) -> None:
         self._trials = list(history)
@@ -31,7 +32,7 @@ class TrialHistory:
 
     @property
     def device_seconds(self) -> float:
-        """What all trials took, process starts apart."""
+        """Seconds that all trials took, without the starts of processes."""
         phases = [trial.measurement.phases for trial in self._trials]
         return sum(p.total - p.process_start for p in phases)
 
@@ -50,11 +51,11 @@ class TrialHistory:
         self._trials.append(trial)
 
     def exhausted(self, variant: int) -> bool:
-        """Whether variant number `variant` has used its share of the budget; what earlier ones left over is its own."""
+        """Whether variant number `variant` has used its share of the budget and what earlier variants left."""
         return self._spent(variant, 1.0)
 
     def overdrawn(self, variant: int) -> bool:
-        """Whether not even the comparisons at the end may be measured."""
+        """Whether not even comparisons may be measured any more."""
         return self._spent(variant, GRACE)
 
     def trials_left(self, variant: int) -> int:
@@ -71,7 +72,7 @@ class TrialHistory:
         return [t for t in self.trials_of(num_query_groups) if t.kind is TrialKind.WHOLE_MODEL]
 
     def whole_model(self, candidate: Candidate) -> Trial | None:
-        """The whole-model run of a candidate; of several the first that was not contaminated, if there is one."""
+        """The whole-model run of a candidate: the first that was not contaminated, else the first."""
         found = [t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate]
         sound = (t for t in found if t.measurement.outcome is not Outcome.CONTAMINATED)
         return next(sound, found[0] if found else None)

@@ -30,6 +30,7 @@ DIMENSIONS = (
     "context_parallel_size",
     "context_parallel_layout",
     "sharding",
+    "loss",
 )
 
 

@@ -1,4 +1,4 @@
-"""The checking phase of a variant: which whole model is run next, and what those that were run say."""
+"""Which whole model is run next, and what the ones that were run change."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from explorer.search.suggestion import Suggestion, measuring_seconds
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
-ATTEMPTS = 4  # what is predicted to fit may not, once run; and an answer that changes is checked in its turn
-RUNNER_UP_ATTEMPTS = 3  # with so many whole models behind it, no runner-up is run
+ATTEMPTS = 4
+"""Most whole models of one variant: one may not fit after all, and an answer that changes is checked again."""
+RUNNER_UP_ATTEMPTS = 3
+"""After this many whole models no runner-up is run."""
 NEGLIGIBLE = 0.01
 """A runner-up that is less likely than this to be the better one is not run."""
-REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})  # a whole model that ends so is not recommended
-IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})  # nor would another end otherwise
+REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
+"""A candidate whose whole model ends like this is not recommended."""
+IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
+"""After a whole model that ends like this no other is run, because it would end alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextCheck:
-    """A candidate to run whole; of a runner-up, how likely it is to be better than the recommended one."""
+    """A candidate to run whole, and for a runner-up the probability that it is better than the recommended one."""
 
     candidate: Candidate
     probability_better: float | None = None
@@ -36,7 +40,7 @@ class NextCheck:
 
 
 class WholeModels:
-    """The whole models of one variant, as the history has them. What follows depends on the stored trials alone."""
+    """The whole models of one variant. Every decision depends on the stored trials alone."""
 
     def __init__(self, state: SearchState, history: TrialHistory, variant: int) -> None:
         self._state = state
@@ -47,16 +51,16 @@ class WholeModels:
 
     @property
     def trials(self) -> list[Trial]:
-        """Those that were run, or tried, in order."""
+        """The whole-model trials, whatever their outcome, in order."""
         return self._history.whole_models(self._state.table.model.query_groups)
 
     @property
     def ends_search(self) -> bool:
-        """Whether one was run that did not refute its candidate, or none can be: nothing is searched after it."""
+        """Whether the search is over, because a whole model ran well or none can be run."""
         return any(trial.measurement.outcome in IMPOSSIBLE | {Outcome.OK} for trial in self.trials)
 
     def learn(self, trial: Trial) -> None:
-        """Learn from a whole model: its throughput, or that its candidate cannot be."""
+        """Learn from a whole model: its throughput, or that its candidate is impossible."""
         state, candidate, outcome = self._state, trial.candidate, trial.measurement.outcome
         if candidate not in state.table.row:
             return
@@ -124,18 +128,19 @@ class WholeModels:
 
 
 COMPARISON_SHARE = 0.1
-"""Of the device's seconds so far, for one candidate that the answer is only compared with.
+"""Share of the device seconds so far that one candidate of a comparison may cost.
 
-The largest micro-batch that fits is the dearest candidate of all, and the kernels of large sizes are near what smaller
-ones lead to expect: beyond this cost its throughput is predicted, and the answer says so.
+The largest micro-batch that fits is the most expensive candidate, and smaller sizes predict the kernels of large ones
+well. If it costs more than this, its throughput is predicted, and the answer says so.
 """
 
 
 def next_comparison(state: SearchState, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
     """The next measurement for the answer; null when it has all it needs, or the rest costs too much.
 
-    First what the search left out of the recommended candidate because it was predicted well enough; then the largest
-    untiled micro-batch and the best with stock back ends. `spent_seconds` are the device's so far.
+    The recommended candidate is completed first, because the search leaves out what is predicted well enough. The
+    largest untiled micro-batch and the best candidate with stock back ends follow. `spent_seconds` are the device
+    seconds so far.
     """
     best = state.recommend()
     if best is None:

@@ -17,10 +17,10 @@ Positive = Annotated[float, Field(gt=0)]
 class BackendSupport(Frozen):
     """Whether a kernel back end can serve a model on a device.
 
-    `stock` marks back ends that an ordinary framework has. `reason` says why an unusable one is not usable.
-    `only_when_named` marks those that are explored only if the request names them.
-    `context_parallel` tells of attention whether it serves sequences that several devices share, and
-    `context_parallel_reason` why it does not.
+    `stock` marks back ends that an ordinary framework has. `reason` says why a back end is not usable.
+    `only_when_named` marks back ends that are explored only if the request names them.
+    `context_parallel` says whether an attention back end serves sequences that several devices share, and
+    `context_parallel_reason` says why it does not.
     """
 
     name: str
@@ -33,7 +33,7 @@ class BackendSupport(Frozen):
 
 
 class SoftwareVersions(Frozen):
-    """Versions that a measurement depends on; null where the device has no such thing."""
+    """Versions that a measurement depends on; null if the device has no such software."""
 
     python: str
     torch: str
@@ -46,16 +46,16 @@ class SoftwareVersions(Frozen):
 class HardwareSpec(Frozen):
     """One device, or several alike, as measured by the worker that owns them.
 
-    `matmul_flops_per_second` and `memory_bandwidth_bytes_per_second` (read + write) are measured peaks, not data
-    sheet figures. `launch_seconds` is the host's time for one eager operation. `context_bytes` is device memory that
+    `matmul_flops_per_second` and `memory_bandwidth_bytes_per_second` (read + write) are measured peaks, not figures of
+    a data sheet. `launch_seconds` is the host's time for one eager operation. `context_bytes` is the device memory that
     the runtime holds outside the allocator.
     """
 
     device_kind: Literal["cpu", "cuda"]
     device_name: str
     num_devices: Annotated[int, Field(ge=1)] = 1
-    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="Of one device.")
-    memory_limit_bytes: Annotated[int, Field(gt=0)] = Field(description="What a job may use of it by default.")
+    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="The memory of one device.")
+    memory_limit_bytes: Annotated[int, Field(gt=0)] = Field(description="What a job may use of the memory by default.")
     context_bytes: Annotated[int, Field(ge=0)] = 0
     matmul_flops_per_second: dict[DType, Positive]
     memory_bandwidth_bytes_per_second: Positive
@@ -64,12 +64,12 @@ class HardwareSpec(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """Identity for resuming a job: what a result depends on, without the measured peaks."""
+        """A hash of what a result depends on, without the measured peaks; a resumed job needs the same."""
         parts = (self.device_kind, self.device_name, str(self.memory_bytes), self.versions.model_dump_json())
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """For a person: `2 x NVIDIA H200, 139.8 GiB, torch 2.11.0+cu130, CUDA 13.0, cuDNN 9.19`."""
+        """Return one line for a person: `2 x NVIDIA H200, 139.8 GiB, torch 2.11.0+cu130, CUDA 13.0, cuDNN 9.19`."""
         named = (("torch", self.versions.torch), ("CUDA", self.versions.cuda), ("cuDNN", self.versions.cudnn))
         versions = ", ".join(f"{name} {version}" for name, version in named if version is not None)
         number = f"{self.num_devices} x " if self.num_devices > 1 else ""
@@ -79,9 +79,9 @@ class HardwareSpec(Frozen):
 class DeviceReport(Frozen):
     """What a profiler says of its device before the first trial of a job.
 
-    `default_attention` is the back end that torch's scaled_dot_product_attention picks unasked, `default_experts` the
-    one of the base candidate: grouped_mm, or the loop where that is unavailable. `parts` is null for the reference
-    layers, which the request's model specifies.
+    `default_attention` is the back end that torch's scaled_dot_product_attention picks by itself. `default_experts` is
+    the expert back end of the base candidate: grouped_mm, or the loop if grouped_mm is unavailable. `parts` is null for
+    the reference layers, which the request's model specifies.
     """
 
     hardware: HardwareSpec
@@ -89,7 +89,7 @@ class DeviceReport(Frozen):
     expert_backends: tuple[BackendSupport, ...] = ()
     default_attention: str
     default_experts: str | None = None
-    parts: ModelParts | None = Field(None, description="Of the model, where its own code is measured.")
+    parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")
 
     refusal: str | None = Field(None, description="Why the target cannot measure this model here.")
 
@@ -99,6 +99,6 @@ class DeviceReport(Frozen):
         return cls(hardware=hardware, attention_backends=(), default_attention="none", refusal=reason)
 
     def is_stock(self, attention: str, experts: str | None) -> bool:
-        """Whether both back ends are found in an ordinary framework."""
+        """Return whether an ordinary framework has both back ends."""
         stock = {b.name for b in (*self.attention_backends, *self.expert_backends) if b.stock}
         return attention in stock and (experts is None or experts in stock)

@@ -2,16 +2,16 @@
 
 A distance is the logarithm of real over roofline seconds. It is a sum of independent parts:
 
-- what the kind and the back end are off by at any size, and each recomputation mode beyond that;
+- an offset of the kind, one of the back end, and one of each recomputation mode, at any size;
 - the share that a fixed cost (launches, tails, small tiles) has in a block of n sequences, log(1 + r / n), for a few r;
 - a smooth curve over the number of sequences that a kernel sees at once, of unknown amplitude;
-- where devices share sequences, what a layout over so many of them is off by at any size: it waits for what passes
-  between them, merges blocks, and has a curve of its own, though of the same amplitude;
+- if devices share sequences, an offset of the layout and the number of devices, and a curve of its own with the same
+  amplitude, because such a block waits for traffic and merges partial results;
 - a part of each component's own (wave quantisation, an algorithm chosen for one size), of unknown size.
 
-Widths are log-space standard deviations, lengths octaves. They rest on component times of the H200 runs in
-benchmarks/results/h200-explorations.json and h200-olmoe-fused.json (three models, 132 without the embeddings): of forty
-combinations, those below are within a few units of the highest marginal likelihood with the unknown scales summed out.
+Widths are log-space standard deviations, lengths are octaves. They rest on 132 component times of three models on an
+H200, embeddings left out (benchmarks/results/h200-explorations.json and h200-olmoe-fused.json). Among forty
+combinations, these are within a few units of the highest marginal likelihood with the hyperparameters summed out.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ BACKEND_STD = 0.35
 MODE_STD = 0.04
 MODE_LENGTH = 4.0
 SHARING_STD = 0.3
-FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # in sequences' worth of work: the width of their share
+FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # a fixed cost in sequences of work: the width of its share
 CURVE_LENGTH = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Covariance:
-    """Covariances of K components: `level + amplitude^2 curve + own^2 identity`, with the scales still open."""
+    """Covariances of K components, `level + amplitude^2 curve + own^2 identity`, for any hyperparameters."""
 
     level: Floats
     curve: Floats
 
     @classmethod
     def of(cls, components: Sequence[Component]) -> Covariance:
-        """The kernel of components of one kind."""
+        """The covariance of components of one kind."""
         backend = _equal([c.backend for c in components])
         mode = _equal([(c.recompute, c.bta_tile is not None) for c in components])
         size = np.array([c.context_parallel_size for c in components], dtype=np.float64)
@@ -58,7 +58,7 @@ class Covariance:
         return cls(np.asarray(level), np.asarray(alike * backend * _smooth(at_once, CURVE_LENGTH)))
 
     def restrict(self, rows: Sequence[int]) -> Covariance:
-        """The kernel of some of the components."""
+        """The covariance of some of the components."""
         return Covariance(self.level[np.ix_(rows, rows)], self.curve[np.ix_(rows, rows)])
 
 

@@ -1,4 +1,4 @@
-"""What was not measured of components, by how far their measured similar are off the prediction: host seconds, bytes."""
+"""Host seconds, bytes and forward shares of components that were not measured, from similar ones that were."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from explorer.cost_model.collectives import FORWARD_SHARES
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
-BYTES_STD_NEAR = 0.03  # relative error of predicted bytes: the same back end and mode was measured,
-BYTES_STD_KIND = 0.10  # only the same kind was,
-BYTES_STD_PRIOR = 0.25  # nothing alike was
+BYTES_STD_NEAR = 0.03  # relative error of predicted bytes if the same back end and mode was measured
+BYTES_STD_KIND = 0.10  # if only the same kind was
+BYTES_STD_PRIOR = 0.25  # if nothing similar was
 
 
 def estimate_host_seconds(
@@ -22,9 +22,9 @@ def estimate_host_seconds(
     device_K: Floats,
     found: Mapping[Component, ComponentObservations],
 ) -> Floats:
-    """Host seconds, shape (K,): they depend on what is launched, not on sizes; zero for a block that waits.
+    """Host seconds, shape (K,). They depend on what is launched, not on sizes.
 
-    A block that waits for the device, or runs on the host itself, has one time: the device's.
+    They are zero for a block that waits for the device or runs on the host itself: its only time is the device's.
     """
     column = {c: i for i, c in enumerate(components)}
     near, kind = _mean_ratios(
@@ -73,8 +73,8 @@ def estimate_bytes(
 def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, ComponentObservations]) -> Floats:
     """Share of each component's device seconds that its forward pass takes, shape (K,).
 
-    As measured, of the component or else of those of its kind that recompute alike; a backward pass is otherwise taken
-    to be two forward passes, and one more of what is recomputed as a whole.
+    It is the measured share of the component, else the mean of its kind with the same recomputation. Otherwise a
+    backward pass is assumed to take two forward passes, and a third if the whole block is recomputed.
     """
     alike: dict[tuple[object, ...], list[float]] = {}
     for component, runs in found.items():
@@ -97,7 +97,7 @@ def _policy(component: Component) -> tuple[object, ...]:
 
 
 def _similar(component: Component) -> tuple[object, ...]:
-    """Layouts launch and keep alike, rings of other sizes do not."""
+    """What similar components have in common. All layouts over one number of devices are similar."""
     ring = component.context_parallel_size if component.communicates else 1
     return (component.kind, component.backend, component.recompute, component.bta_tile is not None, ring)
 
@@ -105,7 +105,7 @@ def _similar(component: Component) -> tuple[object, ...]:
 def _mean_ratios(
     ratios: Mapping[Component, Floats],
 ) -> tuple[dict[tuple[object, ...], Floats], dict[ComponentKind, Floats]]:
-    """Geometric means of `ratios` over similar and over kinds."""
+    """Geometric means of `ratios` over similar components, and over kinds."""
     near: dict[tuple[object, ...], list[Floats]] = {}
     kind: dict[ComponentKind, list[Floats]] = {}
     for component, ratio in ratios.items():

@@ -1,9 +1,10 @@
-"""What is believed of every component's seconds and bytes, given those that were measured.
+"""The posterior of every component's seconds and bytes, given those that were measured.
 
-Seconds: a Gaussian process over the logarithm of measured / roofline seconds, one for each kind of component
-(`explorer.surrogate.covariance`), whose scales and whose noise are learnt with it (`explorer.surrogate.hyperparameters`). Each sample of the posterior
-has scales of its own, drawn from theirs, and is drawn by Matheron's rule from prior samples that are drawn once a job
-(Wilson et al., 2020, arXiv:2002.09309), so that a refit costs a solve in the number of measurements.
+Seconds are modelled by a Gaussian process over the logarithm of measured over roofline seconds, one for each kind of
+component (`explorer.surrogate.covariance`). Its hyperparameters, noise included, are learnt with it
+(`explorer.surrogate.hyperparameters`). Each posterior sample has hyperparameters of its own, drawn from their
+posterior. It is computed by Matheron's rule (Wilson et al., 2020, arXiv:2002.09309) from prior samples that are drawn
+once a job, so a refit costs one solve in the number of measurements.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ JITTER = 1e-10
 
 
 class _KindPrior:
-    """The components of one kind: their columns, their kernel and N samples of its parts, scales left out."""
+    """The components of one kind: their columns, their covariance, and N samples of its parts before scaling."""
 
-    def __init__(self, columns: Ints, kernel: Covariance, num_samples: int, rng: np.random.Generator) -> None:
+    def __init__(self, columns: Ints, covariance: Covariance, num_samples: int, rng: np.random.Generator) -> None:
         self.columns = columns
-        self.kernel = kernel
+        self.covariance = covariance
         size = columns.size
-        self.level_NK = rng.standard_normal((num_samples, size)) @ _factor(kernel.level).T
-        self.curve_NK = rng.standard_normal((num_samples, size)) @ _factor(kernel.curve).T
+        self.level_NK = rng.standard_normal((num_samples, size)) @ _factor(covariance.level).T
+        self.curve_NK = rng.standard_normal((num_samples, size)) @ _factor(covariance.curve).T
         self.own_NK = rng.standard_normal((num_samples, size))
         self.noise_NK = rng.standard_normal((num_samples, size))
         self.evidence: Evidence | None = None
         self.rows: list[int] = []
         self._runs: list[ComponentObservations] = []
 
-    def take_in(self, rows: list[int], runs: list[ComponentObservations], log_prior_L: Floats) -> None:
-        """Set what was measured; the evidence stays the same object while nothing is new."""
+    def observe(self, rows: list[int], runs: list[ComponentObservations], log_prior_L: Floats) -> None:
+        """Set what was measured. The evidence stays the same object while nothing is new."""
         if runs != self._runs:
             self.rows, self._runs = rows, runs
-            self.evidence = Evidence.of(self.kernel.restrict(rows), runs, log_prior_L) if rows else None
+            self.evidence = Evidence.of(self.covariance.restrict(rows), runs, log_prior_L) if rows else None
 
-    def sample(self, scales: Hyperparameters) -> tuple[Floats, Floats]:
+    def sample(self, hyperparameters: Hyperparameters) -> tuple[Floats, Floats]:
         """Mean, shape (K,), and samples, shape (N, K), of the distances from the roofline."""
-        own, curve = scales.own_N[:, None], scales.amplitude_N[:, None]
+        own, curve = hyperparameters.own_N[:, None], hyperparameters.amplitude_N[:, None]
         prior_NK = self.level_NK + curve * self.curve_NK + own * self.own_NK
         mean_K = np.zeros(self.columns.size)
         if self.evidence is None:
             return mean_K, prior_NK
         evidence, rows = self.evidence, self.rows
-        each = np.stack([scales.run_N, scales.own_N, scales.amplitude_N])
+        each = np.stack([hyperparameters.run_N, hyperparameters.own_N, hyperparameters.amplitude_N])
         cells, index_N = np.unique(each, axis=1, return_inverse=True)
         inverse = np.linalg.inv(evidence.gram(*cells))[index_N.reshape(-1)]
-        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(evidence.noise(scales.run_N))
+        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(evidence.noise(hyperparameters.run_N))
 
         def spread(weights_NL: Floats) -> Floats:
-            change = weights_NL @ self.kernel.level[rows] + curve**2 * (weights_NL @ self.kernel.curve[rows])
+            change = weights_NL @ self.covariance.level[rows] + curve**2 * (weights_NL @ self.covariance.curve[rows])
             change[:, rows] += own**2 * weights_NL
             return np.asarray(change)
 
@@ -75,8 +76,8 @@ class Surrogate:
     """Posterior over the components of one model variant. Axes: K components, N samples.
 
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
-    component's seconds. `essential_K` marks what no prediction replaces: optimizer and communication, which have no
-    similar. `overlap` is how the communication passes beside computation; null where none is timed.
+    component's seconds. `essential_K` marks the components that must be measured, because no other predicts them:
+    optimizer and communication. `overlap` says how communication and computation overlap; null if none is timed.
     """
 
     def __init__(
@@ -100,9 +101,11 @@ class Surrogate:
         for kind in ComponentKind:
             columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
             if columns.size:
-                kernel = Covariance.of([self.components[i] for i in columns])
-                self._kinds[kind.value] = _KindPrior(columns, kernel, num_samples, rng)
-        self._scale_posterior = HyperparameterPosterior(hardware.device_kind, list(self._kinds), num_samples, rng)
+                covariance = Covariance.of([self.components[i] for i in columns])
+                self._kinds[kind.value] = _KindPrior(columns, covariance, num_samples, rng)
+        self._hyperparameter_posterior = HyperparameterPosterior(
+            hardware.device_kind, list(self._kinds), num_samples, rng
+        )
         self.essential_K = np.array([c.micro_batch_size == 0 for c in self.components])
         self._table = table
         self._found: dict[Component, ComponentObservations] = {}
@@ -114,9 +117,9 @@ class Surrogate:
         self._condition(self._found)
 
     def expecting(self, pending: Iterable[Component]) -> Surrogate:
-        """A copy for which components in flight have been run once more, and were as expected.
+        """A copy in which the components in flight were run once more, and took what is expected of them.
 
-        This is the kriging believer of Ginsbourger et al. (2010): the scales stay what the real runs say of them.
+        This is the kriging believer of Ginsbourger et al. (2010). The hyperparameters stay those of the real runs.
         """
         other = copy.copy(self)
         other._kinds = {kind: copy.copy(prior) for kind, prior in self._kinds.items()}
@@ -124,7 +127,7 @@ class Surrogate:
         for component in pending:
             earlier = found[component].runs if component in found else ()
             found[component] = ComponentObservations((*earlier, self._expected(component)))
-        other._condition(found, self.scales)
+        other._condition(found, self.hyperparameters)
         return other
 
     def _expected(self, component: Component) -> ComponentMeasurement:
@@ -151,20 +154,20 @@ class Surrogate:
         )
 
     def _condition(
-        self, mine: Mapping[Component, ComponentObservations], scales: dict[str, Hyperparameters] | None = None
+        self, mine: Mapping[Component, ComponentObservations], fixed: dict[str, Hyperparameters] | None = None
     ) -> None:
         self.known_K: Mask = np.array([c in mine for c in self.components])
         for prior in self._kinds.values():
             rows = [i for i, column in enumerate(prior.columns) if self.known_K[column]]
             columns = prior.columns[rows]
-            prior.take_in(rows, [mine[self.components[i]] for i in columns], self._log_prior_K[columns])
-        self.scales: dict[str, Hyperparameters] = scales or self._scale_posterior.draw(
+            prior.observe(rows, [mine[self.components[i]] for i in columns], self._log_prior_K[columns])
+        self.hyperparameters: dict[str, Hyperparameters] = fixed or self._hyperparameter_posterior.draw(
             {kind: prior.evidence for kind, prior in self._kinds.items() if prior.evidence is not None}
         )
         log_mean_K = self._log_prior_K.copy()
         log_NK = np.empty((self._num_samples, len(self.components)))
         for kind, prior in self._kinds.items():
-            mean_K, samples_NK = prior.sample(self.scales[kind])
+            mean_K, samples_NK = prior.sample(self.hyperparameters[kind])
             log_mean_K[prior.columns] += mean_K
             log_NK[:, prior.columns] = self._log_prior_K[prior.columns] + samples_NK
         self.device_mean_K = np.exp(log_mean_K)
@@ -194,8 +197,8 @@ class Surrogate:
         """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
         variance_K = np.zeros(len(self.components))
         for kind, prior in self._kinds.items():
-            # The median: of kinds that were measured once, the tail of what is possible says nothing of this device.
-            variance_K[prior.columns] = float(np.median(self.scales[kind].run_N)) ** 2
+            # The median, because the tail of a kind that was measured once says nothing about this device.
+            variance_K[prior.columns] = float(np.median(self.hyperparameters[kind].run_N)) ** 2
         shares = table.step_shares(self.device_mean_K, rows)
         return np.asarray(np.sqrt((shares**2 * variance_K[table.columns_CP[rows]]).sum(axis=1)))
 

@@ -1,16 +1,20 @@
 """How noisy a device is and how rough its curves are, learnt from the measurements of the job itself.
 
-Three log-space standard deviations are not known beforehand for a kind of component: `run`, by which two runs of one
-differ beyond the standard error that each states, near a value that all kinds on a device share; `own`, a component's
-deviation from a smooth curve over sizes; and `amplitude`, the height of that curve. Their posterior is the prior times
-the marginal likelihood of the measurements (type-II likelihood; MacKay, 1992; Rasmussen and Williams, 2006, chapter 5),
-summed over a grid instead of maximised: with few measurements the maximum is far too sure. Repeated runs tell `run`
-from `own`; without them only the sum of both shows.
+Three log-space standard deviations are not known beforehand for a kind of component:
 
-The priors are log-normal, wide, and rest on recorded data. On CUDA, of one H200: 44 components that were measured in
-two or three jobs (benchmarks/results/h200-*.json) differ by 0.6% in the median (scaled to a standard deviation), FFN
-blocks by 2%; distances from a smooth curve are 0.4% (attention, head) to 3% (FFN). On CPU, of recordings on two shared
-cores: runs of a component minutes apart differ by 5% in the median, from 0.6 to 30%.
+- `run`: how much two runs of one component differ, beyond the standard error that each states. It is near a value that
+  all kinds on a device share.
+- `own`: how far a component deviates from a smooth curve over sizes.
+- `amplitude`: the height of that curve.
+
+Their posterior is the prior times the marginal likelihood of the measurements (type-II likelihood; MacKay, 1992;
+Rasmussen and Williams, 2006, chapter 5). It is summed over a grid, because with few measurements the maximum is far too
+sure. Repeated runs tell `run` from `own`; without them only the sum of both shows.
+
+The priors are log-normal, wide, and rest on recorded data. On one H200, 44 components that were measured in two or
+three jobs (benchmarks/results/h200-*.json) differ by 0.6% in the median (scaled to a standard deviation), FFN blocks by
+2%; distances from a smooth curve are 0.4% (attention, head) to 3% (FFN). On two shared CPU cores, runs of a component
+minutes apart differ by 5% in the median, from 0.6 to 30%.
 """
 
 from __future__ import annotations
@@ -32,24 +36,24 @@ OWN_GRID: Floats = 0.002 * 2.0 ** np.arange(7, dtype=np.float64)
 AMPLITUDE_GRID: Floats = np.array([0.005, 0.02, 0.08, 0.32])  # each as likely as the others
 KIND_SHIFTS = np.array([-2, -1, 0, 1, 2])
 KIND_SHIFT_STD = 1.0
-"""Steps of RUN_GRID by which a kind's `run` may be off the device's: on that H200 kinds differ by factors of 2 to 4."""
+"""Steps of RUN_GRID by which a kind's `run` may differ from the device's. On that H200 kinds differ by 2 to 4 times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What the runs of L components of one kind say: mean distances from the roofline, and how they scatter."""
 
-    kernel: Covariance
+    covariance: Covariance
     distance_L: Floats  # noqa: N815 - axes are in names
     number_L: Floats  # noqa: N815 - axes are in names
     within_L: Floats  # noqa: N815 - axes are in names
     squares_L: Floats  # noqa: N815 - axes are in names
 
     @classmethod
-    def of(cls, kernel: Covariance, runs: Sequence[ComponentObservations], log_prior_L: Floats) -> Evidence:
-        """From the runs of the components of `kernel`, in its order, and their roofline."""
+    def of(cls, covariance: Covariance, runs: Sequence[ComponentObservations], log_prior_L: Floats) -> Evidence:
+        """From the runs of the components of `covariance`, in its order, and the logarithm of their roofline."""
         return cls(
-            kernel,
+            covariance,
             np.array([r.log_seconds for r in runs]) - log_prior_L,
             np.array([float(len(r.runs)) for r in runs]),
             np.array([r.variance_within for r in runs]),
@@ -64,11 +68,11 @@ class Evidence:
         """Covariances of the mean distances, shape (..., L, L)."""
         diagonal = self.noise(run) + own[..., None] ** 2
         eye = np.eye(len(self.distance_L))
-        smooth = self.kernel.level + amplitude[..., None, None] ** 2 * self.kernel.curve
+        smooth = self.covariance.level + amplitude[..., None, None] ** 2 * self.covariance.curve
         return np.asarray(smooth + diagonal[..., None] * eye)
 
     def log_likelihood(self) -> Floats:
-        """Of every combination of scales, shape (runs, owns, amplitudes)."""
+        """Log-likelihood of every combination of hyperparameters, shape (runs, owns, amplitudes)."""
         run, own, amplitude = np.meshgrid(RUN_GRID, OWN_GRID, AMPLITUDE_GRID, indexing="ij")
         gram = self.gram(run, own, amplitude)
         factor = np.linalg.cholesky(gram)
@@ -90,7 +94,7 @@ class Hyperparameters:
 
 
 class HyperparameterPosterior:
-    """Draws scales by inverting their distribution at fixed points, so that a refit moves them no more than it must."""
+    """Draws hyperparameters by inverting their distribution at fixed points, so a refit moves them little."""
 
     def __init__(self, device_kind: str, kinds: Sequence[str], num_samples: int, rng: np.random.Generator) -> None:
         strata = (np.arange(num_samples) + 0.5) / num_samples
@@ -105,7 +109,7 @@ class HyperparameterPosterior:
         self._seen: dict[str, tuple[Evidence, Floats]] = {}
 
     def draw(self, evidence: Mapping[str, Evidence]) -> dict[str, Hyperparameters]:
-        """Hyperparameters of every kind for every sample; kinds that show nothing follow their prior."""
+        """Hyperparameters of every kind for every sample; kinds without measurements follow their prior."""
         joint = {kind: self._prior + self._likelihood(kind, evidence.get(kind)) for kind in self._points_N}
         flat = {kind: table.reshape(RUN_GRID.size, -1) for kind, table in joint.items()}
         device_log = self._device_prior + sum(_log_sum(table) for table in flat.values())
@@ -123,7 +127,7 @@ class HyperparameterPosterior:
         return found
 
     def _likelihood(self, kind: str, evidence: Evidence | None) -> Floats:
-        """For each `run` of the device, shift, `own` and amplitude."""
+        """Log-likelihood by the device's `run`, the kind's shift of it, `own` and `amplitude`."""
         if evidence is None:
             return np.zeros((RUN_GRID.size, *self._prior.shape))
         if kind not in self._seen or self._seen[kind][0] is not evidence:

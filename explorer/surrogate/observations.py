@@ -1,4 +1,4 @@
-"""All runs of one component: a component that was measured again has more than one."""
+"""The runs of a component: one that was measured again has more than one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from explorer.cost_model.components import Component
 from explorer.records.measurement import ComponentMeasurement
 
-SHORTEST_SECONDS = 1e-9  # of anything that a clock can show
+SHORTEST_SECONDS = 1e-9  # the least that a clock can show
 
 
 @dataclass(frozen=True)
@@ -42,29 +42,32 @@ class ComponentObservations:
 
     @cached_property
     def variance_within(self) -> float:
-        """Square of the relative standard error that a single run states of itself, in the mean over the runs."""
+        """Mean over the runs of the square of the relative standard error that each states."""
         errors = [r.standard_error_seconds / max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs]
         return float(np.mean(np.square(errors)))
 
     @cached_property
     def host_seconds(self) -> float:
-        """Geometric mean over the runs."""
+        """Geometric mean of the runs' host seconds."""
         return float(np.exp(np.mean([np.log(max(r.host_seconds, SHORTEST_SECONDS)) for r in self.runs])))
 
     @cached_property
     def forward_share(self) -> float:
-        """Share of the device's seconds that the forward pass takes, in the mean over the runs."""
+        """Mean share of the device seconds that the forward pass takes."""
         return float(np.mean([r.forward_device_seconds / max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs]))
 
     @cached_property
     def slowdown(self) -> float | None:
-        """Of the computation beside it, in the mean over the runs; null for what passes by itself."""
+        """Mean slowdown of the computation beside it; null for components that are no communication."""
         found = [r.slowdown for r in self.runs if r.slowdown is not None]
         return float(np.mean(found)) if found else None
 
     @cached_property
     def host_overhead(self) -> tuple[float, float]:
-        """Host seconds about communication, in each micro-step and once a step more; 0 of an earlier version's runs."""
+        """Mean host seconds that communication takes in each micro-step, and once more a step.
+
+        Both are 0 if no run states them, as in earlier versions.
+        """
         found = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
         if not found:
             return 0.0, 0.0
@@ -73,12 +76,12 @@ class ComponentObservations:
 
     @property
     def waits(self) -> bool:
-        """Whether host and device have one time, told twice: the block waits, or the host is the device."""
+        """Whether host and device seconds are the same: the block waits for the device, or the host is the device."""
         return all(r.host_seconds == r.device_seconds for r in self.runs)
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """Saved, forward-peak and backward-peak bytes: the most that any run took."""
+        """Saved, forward-peak and backward-peak bytes, each the most of any run."""
         return (
             max(r.saved_bytes for r in self.runs),
             max(r.forward_peak_bytes for r in self.runs),
@@ -93,7 +96,7 @@ class ComponentObservations:
 class ObservationLog:
     """The runs of every component, by the trial that made them, so that a trial that is read twice counts once.
 
-    Contaminated runs are counted, and otherwise not kept.
+    Contaminated runs are counted and not kept.
     """
 
     def __init__(self) -> None:
@@ -102,7 +105,7 @@ class ObservationLog:
         self._contaminated: dict[Component, set[int]] = {}
 
     def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> bool:
-        """Keep what trial number `trial` measured; returns whether something new was measured, contaminated runs apart."""
+        """Keep what trial number `trial` measured; returns whether it has a new run that is not contaminated."""
         news = False
         for measurement in found:
             if measurement.contamination is not None:
@@ -118,7 +121,7 @@ class ObservationLog:
 
     @property
     def runs(self) -> dict[Component, ComponentObservations]:
-        """Of each component that was measured."""
+        """The runs of each component that was measured."""
         return self._runs
 
     def count(self, component: Component) -> int:

@@ -22,6 +22,8 @@ PROTECTED = [
     ("GET", "/v1/explorations/0/log"),
     ("GET", "/v1/explorations/0/recommendation"),
     ("GET", "/v1/explorations/0/trials"),
+    ("GET", "/v1/explorations/0/run-reports"),
+    ("POST", "/v1/explorations/0/run-reports"),
     ("GET", "/v1/schema"),
     ("GET", "/metrics"),
 ]

@@ -80,6 +80,8 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
         (resources.RecommendationResource, examples.RECOMMENDATION),
         (resources.EventPage, examples.EVENTS),
         (resources.TrialPage, examples.TRIALS),
+        (resources.RunReportResource, examples.RUN_REPORT),
+        (resources.RunReportPage, examples.RUN_REPORTS),
     ],
 )
 def test_the_examples_are_what_the_service_answers(model: type[BaseModel], example: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ def test_the_recommendation_is_provisional_until_the_end(client: TestClient, que
     queue.record(lease, make_progress(0))
     found = client.get(path).json()
     assert (found["state"], found["final"], found["answer"]) == ("running", False, None)
+    assert (found["target"], found["target_version"], found["allocator"]) == ("bexp", None, "default")
     assert Recommendation.model_validate(found["recommendation"]) == make_recommendation(1)
 
     answer = Answer(variants=(variant(make_recommendation(8)), variant(make_recommendation(4))), timings={"timed": 1.0})

@@ -17,7 +17,15 @@ from api.examples import REQUEST, REQUEST_YAML
 EXPLORATIONS = "/v1/explorations"
 JSON_HEADERS = {"Content-Type": "application/json"}
 YAML_HEADERS = {"Content-Type": "application/yaml"}
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128, "vocab_size": 512}
+GPT2 = {
+    "target": "bexp",
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 64,
+    "n_positions": 128,
+    "vocab_size": 512,
+}
 CEREBRAS = {
     "runconfig": {"num_csx": 1, "use_cs_grad_accum": True},
     "train_input": {"batch_size": 4, "micro_batch_size": "explore"},
@@ -82,6 +90,27 @@ def test_the_examples_folder_can_be_posted(client: TestClient) -> None:
     for path in paths:
         response = client.post(EXPLORATIONS, content=path.read_bytes(), headers=YAML_HEADERS)
         assert response.status_code == 202, f"{path.name}: {response.text}"
+
+
+def test_what_was_ignored_is_said_in_the_response_and_in_the_log(client: TestClient) -> None:
+    exploration = client.post(EXPLORATIONS, json=GPT2 | {"use_mrope": False, "other": None}).json()
+    (notice,) = exploration["request"]["notices"]
+    assert notice == "ignored, because they change nothing: use_mrope, other"
+    events = client.get(exploration["links"]["events"], headers={"Accept": "application/json"}).json()["items"]
+    assert [(event["seq"], event["code"]) for event in events] == [(1, 101), (2, 302)]
+    assert notice in events[1]["message"]
+    assert exploration["last_seq"] == 2
+
+
+def test_a_config_for_transformers_is_stored_as_it_came(client: TestClient) -> None:
+    config = {"model_type": "gemma2", "hidden_size": 64, "final_logit_softcapping": 30.0}
+    document = config | {"target": "transformers", "allocator": "expandable_segments", "seq_length": 256}
+    response = client.post(EXPLORATIONS, json=document)
+    assert response.status_code == 202, response.text
+    request = response.json()["request"]
+    assert (request["hf_config"], request["hf_seq_length"], request["model"]) == (config, 256, None)
+    assert (request["target"], request["allocator"]) == ("transformers", "expandable_segments")
+    assert response.json()["model"] == "gemma2"
 
 
 def test_the_same_idempotency_key_gives_the_same_exploration(client: TestClient) -> None:
@@ -150,6 +179,19 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
         (change("model.name", "\0"), "model.name"),
         (change("model.name", "\ud800"), "model.name"),
         (GPT2 | {"model_type": "vit"}, "model_type"),
+        (GPT2 | {"target": "transformers", "auto_map": {"AutoConfig": "x.y"}}, "auto_map"),
+        (GPT2 | {"target": "Other"}, "target"),
+        (change("training", {"sharding": "zero1"}), "training.sharding"),
+        (change("sharding_levels", ["none", "zero1"]), "sharding_levels"),
+        (change("training", {"precision": "autocast"}), "training.precision"),
+        (change("training", {"lora": {"r": 8, "target_modules": ["q_proj"]}}), "training.lora"),
+        (
+            change("expert_backends", ["loop"]) | {"model": {**REQUEST["model"], "moe": None, "ffn_hidden_size": 8}},
+            "expert_backends",
+        ),
+        (change("recompute", ["qkv"]) | {"execution": "compile"}, "recompute"),
+        (change("batch_size", 1) | {"num_devices": 2}, "batch_size"),
+        (change("routing", {"kind": "shares", "shares": [1, 1]}), "routing.shares"),
     ],
 )
 def test_bad_input_names_the_field_and_the_rule(client: TestClient, document: dict[str, Any], field: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import bta
 from benchmarks.continuation import begin
+from benchmarks.docs.results import load
 from benchmarks.environment import write_results
-from benchmarks.readme.results import load
 from explorer.cost_model.components import ComponentKind
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from explorer.records.trial import TrialPlan

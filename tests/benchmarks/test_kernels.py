@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, errors, problem
-from benchmarks.kernels import DISTRIBUTIONS, K, N, loads, roofline_seconds, summary
+from benchmarks.gemm_summary import summarize
+from benchmarks.kernels import DISTRIBUTIONS, K, N, loads, roofline_seconds
 
 CPU = torch.device("cpu")
 
@@ -49,23 +50,41 @@ def test_the_roofline_is_bytes_for_few_rows_and_arithmetic_for_many() -> None:
 
 def test_summary_takes_the_best_of_each_side() -> None:
     runs = [
-        {"name": "loop", "outcome": "ok", "seconds": 4e-3},
-        {"name": "grouped_mm", "outcome": "ok", "seconds": 3e-3},
+        {"name": "loop", "outcome": "ok", "seconds": 4e-3, "host_seconds": 4e-3, "standard_error_seconds": 4e-5},
+        {"name": "grouped_mm", "outcome": "ok", "seconds": 3e-3, "host_seconds": 1e-3, "standard_error_seconds": 3e-5},
         {"name": "bmm", "outcome": "out_of_memory"},
-        {"name": "cublas_grouped", "outcome": "ok", "seconds": 2e-3},
+        {
+            "name": "cublas_grouped",
+            "outcome": "ok",
+            "seconds": 2e-3,
+            "host_seconds": 5e-3,
+            "standard_error_seconds": 2e-5,
+        },
         {"name": "triton_grouped", "outcome": "wrong"},
     ]
     cell = {"tokens": 512, "roofline_seconds": 1.6e-3, "sustained_roofline_seconds": 1.8e-3, "runs": runs}
     empty = {"tokens": 512, "roofline_seconds": 1e-3, "runs": []}
-    found = summary([cell, empty])
+    found = summarize([cell, empty])
     assert cell["ratio"] == pytest.approx(1.5)
     assert cell["roofline_share"] == pytest.approx(0.8)
+    assert cell["ratio_with_host"] == pytest.approx(3 / 5), "the host takes 5 ms to launch ours, and 1 ms for theirs"
+    assert cell["verdict"] == "faster"
+    assert found["geometric_mean_ratio_with_host"] == pytest.approx(3 / 5)
     assert found["cells"] == 2
     assert found["cells_timed"] == 1
     assert found["geometric_mean_ratio"] == pytest.approx(1.5)
     assert found["roofline_cells"] == 1
     assert found["roofline_cells_reached"] == 0
     assert found["sustained_roofline_cells_reached"] == 1
+
+
+def test_a_ratio_within_the_standard_error_is_level() -> None:
+    theirs = {"name": "loop", "outcome": "ok", "seconds": 1.01, "host_seconds": 1.01, "standard_error_seconds": 0.01}
+    ours = {"name": "triton_grouped", "outcome": "ok", "seconds": 1.0, "host_seconds": 0.5, "standard_error_seconds": 0}
+    cell = {"tokens": 16, "roofline_seconds": 1e-5, "sustained_roofline_seconds": 1e-5, "runs": [theirs, ours]}
+    assert summarize([cell])["verdicts"] == {"faster": 0, "level": 1, "slower": 0}
+    theirs["standard_error_seconds"] = 0.001
+    assert summarize([cell])["verdicts"] == {"faster": 1, "level": 0, "slower": 0}
 
 
 def test_contenders_have_names_of_their_own() -> None:

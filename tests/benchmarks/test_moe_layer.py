@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import moe_layer
+from benchmarks.docs.results import load
 from benchmarks.moe_layer import Bench
-from benchmarks.readme.results import load
 from bexp.measure.cuda_timing import CudaTimer
 
 SECONDS = {"dense eager": 1.0, "dense compile": 0.8, "fast": 1.5, "slow": 9.0, "fast compile": 1.2}

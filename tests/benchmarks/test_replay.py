@@ -109,7 +109,7 @@ def test_exhaustive_pays_for_everything_and_is_off_by_noise_alone(truth: GroundT
 def test_what_people_do_instead_ends_where_their_tools_end(truth: GroundTruth) -> None:
     fitting = plain_sizes(truth)
     assert 1 < len(fitting) < 5
-    for name in ("powers of two", "halving from the top", "largest that fits"):
+    for name in ("powers of two", "backing off from the top", "largest that fits"):
         run = run_strategy(truth, name, 0)
         assert size(run) == max(fitting), name
         assert run.num_out_of_memory >= 1

@@ -28,7 +28,8 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "optimizer states 2.0 GiB",
         "largest that fits 1.12x over micro_batch_size=1",
         "if recomputed 1.23x over micro_batch_size=4 bta_tile=2",
-        "stock best 1.37x over micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop (9,000 tokens/s, predicted in part)",
+        "stock best 1.37x over micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop "
+        "(9,000 tokens/s, predicted in part)",
         "off by -4.3% in time, +2.1% in memory",
         "runner-up micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 1.045x over it",
         "as whole models: 11,005 tokens/s, peak 5.0 GiB",

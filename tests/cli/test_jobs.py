@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from api.client import Client
+from api.examples import RUN_REPORT
 from explorer.records.event import EventCode
 from explorer.records.recommendation import Answer, VariantAnswer
+from explorer.records.run_report import RunReport
 from storage.jobs import JobState
 from storage.queue import Queue
 from tests.cli.conftest import Run
@@ -54,6 +57,7 @@ def test_submit_prints_the_bare_id(bexp: Run, config: Path) -> None:
 
 def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -> None:
     options = "--micro-batch-size 2-8 --batch-size 48 --seq-length 16 --max-seconds 5 --max-trials 3 --device cpu"
+    options += " --target bexp"
     options += " --confidence-target 50 --seed 7 --mode eval --execution compile --memory-limit-gib 2.5 --num-devices 2"
     done = bexp("submit", config, *options.split(), "--json")
     request = json.loads(done.stdout)["request"]
@@ -73,6 +77,7 @@ def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -
         "mode": "eval",
         "execution": "compile",
         "memory_limit_gib": 2.5,
+        "target": "bexp",
     }
     assert {key: request[key] for key in expected} == expected
 
@@ -114,6 +119,31 @@ def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) ->
     assert (done.code, done.stdout, done.stderr) == (0, "4\n", "")
     everything = json.loads(bexp("best", job_id, "--json").stdout)
     assert everything["recommendation"]["candidate"]["bta_tile"] == 2
+    assert (everything["target"], everything["target_version"], everything["allocator"]) == ("bexp", None, "default")
+    assert everything["run_reports"] == []
+
+
+def test_best_shows_what_real_runs_reached(bexp: Run, config: Path, worker: Worker, service: tuple[str, str]) -> None:
+    with worker():
+        job_id = bexp("submit", config, "--watch").stderr.split()[1]
+    report = RunReport.model_validate(RUN_REPORT["report"] | {"micro_batch_size": 4})
+    with Client(service[0]) as client:
+        client.report_run(job_id, report)
+        client.report_run(job_id, report.model_copy(update={"micro_batch_size": 3}))
+    done = bexp("best", job_id)
+    assert (done.code, done.stdout) == (0, "4\n")
+    same, other = done.stderr.splitlines()
+    assert same.startswith("a run on NVIDIA H100 80GB HBM3 reached 5,010 tokens/s a device with micro_batch_size 4")
+    assert same.endswith("the peak promised")
+    assert "promised" not in other
+    assert json.loads(bexp("best", job_id, "--json").stdout)["run_reports"][0] == report.model_dump(mode="json")
+
+
+def test_submit_says_what_it_ignores(bexp: Run, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "target": "bexp", "use_mrope": False}))
+    done = bexp("submit", path)
+    assert (done.code, done.stderr) == (0, "ignored, because they change nothing: use_mrope\n")
 
 
 def test_list_is_a_table_with_the_state(bexp: Run, config: Path, worker: Worker) -> None:

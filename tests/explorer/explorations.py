@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,4 +59,6 @@ def trials_of(steps: list[Progress]) -> list[Trial]:
 
 
 def lines(steps: list[Progress], code: EventCode) -> list[str]:
-    return [event.message for step in steps for event in step.events if event.code is code]
+    """The messages without the wall-clock seconds of trials, which no two runs share."""
+    found = [event.message for step in steps for event in step.events if event.code is code]
+    return [re.sub(r" in \d+\.\d s\)", ")", message) for message in found]

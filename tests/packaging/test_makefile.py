@@ -129,10 +129,13 @@ def test_the_checks_are_all_there(checkout: Checkout) -> None:
         assert f".venv/bin/{tool}" in commands
 
 
-def test_the_demo_explores_the_tiny_example(checkout: Checkout) -> None:
-    (path,) = re.findall(r"bexp explore (\S+)", checkout.make("--dry-run", "demo").stdout)
-    assert "tiny" in path
-    assert (ROOT / path).exists()
+def test_the_demo_replays_a_recording_and_says_so_and_then_explores_the_tiny_example(checkout: Checkout) -> None:
+    text = checkout.make("--dry-run", "demo").stdout
+    recorded, tiny = re.findall(r"bexp explore (\S+)", text)
+    (recording,) = re.findall(r"replay:(\S+)", text)
+    assert "tiny" in tiny
+    assert all((ROOT / path).exists() for path in (recorded, tiny, recording))
+    assert text.index("a recording") < text.index(recorded) < text.index("this machine") < text.index(tiny)
 
 
 def test_threads_wait_without_spinning_unless_told_otherwise(checkout: Checkout) -> None:

@@ -1,1 +1,1 @@
-"""Devices: discovery, selection, lock."""
+"""The devices of a host: finding, choosing and locking them."""

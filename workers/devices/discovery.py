@@ -1,4 +1,4 @@
-"""The devices of this host, found without torch."""
+"""Finds the devices of this host without torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pynvml
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """`cpu` and a `cuda:i` for each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Return `cpu`, and a `cuda:i` for each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
     return ("cpu", *(f"cuda:{i}" for i in range(len(_visible_gpus(environment)))))
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str | None:
-    """Why no CUDA device is visible; null if one is."""
+    """Say why no CUDA device is visible; null if one is."""
     if _visible_gpus(environment):
         return None
     try:
@@ -32,10 +32,10 @@ def why_no_gpu(environment: Mapping[str, str]) -> str | None:
 
 
 def device_key(device: str, environment: Mapping[str, str]) -> str:
-    """What identifies a device on this host, whatever a process calls it: `cpu`, or the UUID of a GPU.
+    """Identify a device on this host, independent of its number in a process: `cpu`, or the UUID of a GPU.
 
-    CUDA numbers the visible GPUs; with CUDA_DEVICE_ORDER=PCI_BUS_ID, which the launcher sets for its children, the
-    numbers are NVML's. Without NVML the name itself is the key.
+    CUDA numbers the visible GPUs. These numbers are NVML's under CUDA_DEVICE_ORDER=PCI_BUS_ID, which profiler processes
+    have by default.
 
     Raises:
         ValueError: `device` is neither `cpu` nor a visible `cuda:i`.
@@ -52,7 +52,7 @@ def device_key(device: str, environment: Mapping[str, str]) -> str:
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """UUIDs in CUDA's numbering."""
+    """The UUIDs of the visible GPUs, in the order of CUDA's numbers."""
     uuids = _gpu_uuids()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,4 +1,4 @@
-"""The devices that a worker is told to own."""
+"""Chooses the devices that a worker owns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _DEVICES = re.compile(r"cpu|cuda(?::(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?)?"
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """`cpu`, `cuda:0`, or `cuda:0-3` for four devices; `cuda` is `cuda:0`. Several may be joined by commas.
+    """Parse `cpu`, `cuda:0`, or `cuda:0-3` for four devices; `cuda` is `cuda:0`. Commas join several.
 
     Raises:
-        ValueError: `text` is something else.
+        ValueError: `text` has another form.
     """
     return tuple(device for part in text.split(",") for device in _parse_part(part))
 
@@ -31,23 +31,23 @@ def _parse_part(text: str) -> tuple[str, ...]:
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """`2`, or `1,2,4` for whichever of these numbers of devices there are.
+    """Parse numbers of devices that are acceptable: `2`, or `1,2,4`.
 
     Raises:
-        ValueError: `text` is something else.
+        ValueError: `text` has another form.
     """
     parts = text.split(",")
     if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"'{text}' is no number of devices, nor several joined by commas")
+        raise ValueError(f"'{text}' must be a number of devices, or several numbers joined by commas")
     return tuple(map(int, parts))
 
 
 def default_devices(
     visible: Sequence[str], *, group: bool = False, counts: Sequence[int] | None = None
 ) -> tuple[str, ...]:
-    """The first GPU, all of them for a group, or the CPU of a host without one.
+    """Return the first GPU, or all GPUs for a group, or the CPU if the host has no GPU.
 
-    With `counts`, as many as the largest of these numbers for which there are enough.
+    With `counts`, return as many GPUs as the largest of these numbers that the host has.
 
     Raises:
         ValueError: there are fewer than the smallest of `counts`.

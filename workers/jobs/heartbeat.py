@@ -1,4 +1,4 @@
-"""Keeps a job's lease while it runs, and stops the profiler when the job must not go on."""
+"""Extends a job's lease while it runs, and stops the profiler if the job must not go on."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Interruption(StrEnum):
 
 
 class LeaseHeartbeat:
-    """A thread that extends the lease every third of it, and looks for a cancellation every `poll`.
+    """A thread that extends the lease three times in its duration, and checks for a cancellation every `poll`.
 
-    On a cancellation, and when the lease is lost or can no longer be extended in time, it calls `interrupt` once;
-    `reason` then says why.
+    It calls `interrupt` once if the job is cancelled, or the lease is lost or cannot be extended in time. `reason` then
+    says which.
     """
 
     def __init__(self, queue: Queue, lease: Lease, interrupt: Callable[[], None], *, poll: timedelta = POLL) -> None:

@@ -1,4 +1,4 @@
-"""A worker's entry in the list of live workers."""
+"""The entry of a worker in the list of live workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Registration:
-    """Registers a worker and says again, in a thread, that it lives; leaving removes the entry."""
+    """Registers a worker, and renews the entry in a thread. Leaving the context removes the entry."""
 
     def __init__(self, database: Database, worker: WorkerInfo, *, every: timedelta = LIVE_WITHIN / 3) -> None:
         self._database = database
@@ -38,7 +38,7 @@ class Registration:
         self._thread.join()
         try:
             forget_worker(self._database, self._worker.id)
-        except sa.exc.SQLAlchemyError as trouble:  # the entry grows old by itself
+        except sa.exc.SQLAlchemyError as trouble:  # the entry expires
             _log.warning("worker %s could not be removed from the list: %s", self._worker.id, trouble)
 
     def _beat(self) -> None:

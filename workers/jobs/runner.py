@@ -1,4 +1,4 @@
-"""Runs one claimed job: every step of its exploration is stored before the next begins."""
+"""Runs one claimed job. Each step of its exploration is stored before the next begins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATABASE_TROUBLE = (
     sa.exc.InterfaceError,
     sa.exc.TimeoutError,
 )
-"""The database cannot be reached, or is too busy: nothing is wrong with the job."""
+"""The database cannot be reached or is too busy; the job itself is well."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class Explore(Protocol):
     """The signature of `explorer.search.explore.explore`."""
 
-    def __call__(  # noqa: D102 - its protocol says it
+    def __call__(  # noqa: D102 - the protocol documents it
         self,
         request: ExplorationRequest,
         report: DeviceReport,
@@ -54,7 +54,7 @@ class Explore(Protocol):
 
 
 class JobEnd(StrEnum):
-    """How a worker parts with a job."""
+    """How a worker's attempt at a job ended."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -63,8 +63,8 @@ class JobEnd(StrEnum):
     LOST = "lost"
 
 
-class _ShutdownError(Exception):
-    """The worker is told to end."""
+class _JobStoppedError(Exception):
+    """The job must not go on, because the worker ends, or the job is cancelled, or its lease is lost."""
 
 
 def run_job(
@@ -75,21 +75,21 @@ def run_job(
     stopping: threading.Event,
     explore: Explore = explore,
 ) -> JobEnd:
-    """Run a job to its end, or until it is cancelled, its lease is lost, or `stopping` is set.
+    """Run a job until it ends or is cancelled, its lease is lost, or `stopping` is set.
 
-    Whoever sets `stopping` interrupts the profiler after that, so that a trial ends at once.
+    The caller that sets `stopping` must then interrupt the profiler, so that a trial ends at once.
 
     Raises:
         ProfilerError: the device cannot be used; the job has been put back.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be used; the lease is left to expire.
     """
     lease = claim.lease
-    with LeaseHeartbeat(queue, lease, profiler.interrupt) as keeper:
-        run = _Run(claim, queue, profiler, keeper, stopping)
+    with LeaseHeartbeat(queue, lease, profiler.interrupt) as heartbeat:
+        run = _Run(claim, queue, profiler, heartbeat, stopping)
         try:
             return run.explore(explore)
-        except (ProfilerInterruptedError, _ShutdownError, LeaseLostError):
-            return _part(claim, queue, keeper)
+        except (ProfilerInterruptedError, _JobStoppedError, LeaseLostError):
+            return _give_up(claim, queue, heartbeat)
         except ProfilerError as error:
             with suppress(LeaseLostError):
                 queue.release(lease, trouble=str(error))
@@ -110,7 +110,7 @@ class _Run:
         claim: Claim,
         queue: Queue,
         profiler: DeviceProfiler,
-        keeper: LeaseHeartbeat,
+        heartbeat: LeaseHeartbeat,
         stopping: threading.Event,
     ) -> None:
         job = claim.job
@@ -118,7 +118,7 @@ class _Run:
         self._claim = claim
         self._queue = queue
         self._profiler = profiler
-        self._keeper = keeper
+        self._heartbeat = heartbeat
         self._stopping = stopping
         self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
@@ -150,7 +150,7 @@ class _Run:
             try:
                 self._profiler.start()
                 return self._profiler.begin(request)
-            except ProfilerError as error:  # it may have died while it waited for a job
+            except ProfilerError as error:  # the process may have ended while it waited for a job
                 _log.warning("the profiler is started again: %s", error)
                 self.check()
                 self._profiler.start()
@@ -161,7 +161,7 @@ class _Run:
         return self.take(lambda: (plan, self._profiler.measure(plan)))[1]
 
     def take(self, wait: Callable[[], tuple[TrialPlan, Measurement]]) -> tuple[TrialPlan, Measurement]:
-        """Wait for a trial, and account for it."""
+        """Wait for a trial, and count its seconds."""
         restarts = self._profiler.restarts
         beside_others = isinstance(self._profiler, DevicePool)
         started = time.perf_counter()
@@ -185,13 +185,13 @@ class _Run:
         return replace(step, events=(*drafts, *step.events))
 
     def check(self) -> None:
-        """Between trials too, a job goes on only while it may."""
-        if self._keeper.reason is not None or self._stopping.is_set():
-            raise _ShutdownError
+        """Raise if the job must not go on."""
+        if self._heartbeat.reason is not None or self._stopping.is_set():
+            raise _JobStoppedError
 
     def _finish(self, step: Progress) -> JobEnd:
         assert step.answer is not None
-        answer = step.answer.model_copy(update={"timings": self._account.timings()})
+        answer = step.answer.model_copy(update={"timings": self._account.seconds()})
         found = answer.recommendation is not None
         self._queue.finish(
             self._claim.lease,
@@ -203,7 +203,7 @@ class _Run:
 
 
 class _Trials(TrialExecutor):
-    """Those of a pool, each accounted for when it ends."""
+    """The trials of a pool. The seconds of each are counted when it ends."""
 
     def __init__(self, run: _Run, pool: DevicePool) -> None:
         self._run = run
@@ -221,10 +221,10 @@ class _Trials(TrialExecutor):
         return self._run.take(self._pool.wait)
 
 
-def _part(claim: Claim, queue: Queue, keeper: LeaseHeartbeat) -> JobEnd:
-    """Give up a job that must not go on."""
+def _give_up(claim: Claim, queue: Queue, heartbeat: LeaseHeartbeat) -> JobEnd:
+    """Confirm the cancellation of a job, or put the job back."""
     try:
-        if keeper.reason is Interruption.CANCELLED or queue.watch(claim.lease).cancel_requested:
+        if heartbeat.reason is Interruption.CANCELLED or queue.watch(claim.lease).cancel_requested:
             queue.confirm_cancel(claim.lease)
             return JobEnd.CANCELLED
         queue.release(claim.lease)

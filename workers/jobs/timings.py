@@ -1,4 +1,4 @@
-"""Where the seconds of a job go."""
+"""The seconds of a job by phase."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PHASES = ("process_start", "build", "warm_up", "timed", "messaging", "suggest", 
 
 
 class JobTimings:
-    """Counts from the claim of a job on; `queued_seconds` came before.
+    """Counts seconds from the claim of a job on. The job was queued for `queued_seconds` before.
 
-    What a profiler process did before the claim, such as importing torch, costs the job nothing. Seconds inside
-    `suggest` that are spent on a trial count for the trial alone, so that the phases do not overlap.
+    Work of a profiler process before the claim, such as importing torch, is not counted. A trial inside `suggest`
+    counts only as a trial, so that the phases do not overlap.
     """
 
     def __init__(self, queued_seconds: float) -> None:
@@ -27,7 +27,7 @@ class JobTimings:
 
     @contextmanager
     def spend(self, phase: str) -> Iterator[None]:
-        """Count the seconds of a `with` block for `phase`, trials within it excluded."""
+        """Count the seconds of a `with` block for `phase`, without the trials inside it."""
         assert phase in PHASES
         busy = self._busy_seconds
         started = time.perf_counter()
@@ -49,10 +49,11 @@ class JobTimings:
             self._seconds["process_start"] += wall
 
     def add_trial(self, wall_seconds: float, phases: PhaseSeconds, *, beside_others: bool = False) -> None:
-        """Count a trial that took `wall_seconds` here and says that it spent `phases`.
+        """Count a trial that took `wall_seconds` here and reports `phases`.
 
-        The process start that a trial reports may lie before it; only what fits into the wall time is counted. A trial
-        that ran beside others took longer than it was waited for: its phases share the time that it was.
+        The process start that a trial reports may have happened before it, so only the part that fits into the wall
+        time is counted. A trial that ran beside others took longer than it was waited for; its phases are scaled to the
+        waiting time.
         """
         measured = phases.model_dump()
         start = measured.pop("process_start")
@@ -63,11 +64,11 @@ class JobTimings:
         self._seconds["process_start"] += min(start, max(0.0, wall_seconds - sum(measured.values())))
         self._busy_seconds += wall_seconds
 
-    def timings(self) -> dict[str, float]:
-        """Seconds by phase.
+    def seconds(self) -> dict[str, float]:
+        """Return seconds by phase.
 
-        `queue` is the time before the first claim. `total` is the time since the claim of this lease: the phases and
-        `other` add up to it. `profiler_idle` is the part of it in which the profiler had nothing to do.
+        `queue` is the time before the first claim. `total` is the time since the claim of this lease; the phases and
+        `other` add up to it. `profiler_idle` is the part of `total` in which the profiler had nothing to do.
         """
         total = time.perf_counter() - self._claimed_at
         seconds = {"queue": self._queued_seconds, **{phase: self._seconds[phase] for phase in PHASES}}

@@ -22,7 +22,7 @@ GROUP_DEFAULTS = {
 }
 
 
-def profiler_environment(given: Mapping[str, str], is_group: bool) -> dict[str, str]:
+def profiler_environment(given: Mapping[str, str], *, is_group: bool) -> dict[str, str]:
     """`given` with the defaults of a profiler process, or of the ranks of a group."""
     environment = CHILD_DEFAULTS | (GROUP_DEFAULTS if is_group else {}) | dict(given)
     if "PYTORCH_ALLOC_CONF" in given and "PYTORCH_CUDA_ALLOC_CONF" not in given:

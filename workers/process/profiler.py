@@ -76,7 +76,8 @@ class Profiler:
             raise ValueError(
                 f"a profiler has a device, or several of one kind, not {', '.join(self.devices) or 'none'}"
             )
-        environment = profiler_environment(os.environ if environment is None else environment, len(self.devices) > 1)
+        given = os.environ if environment is None else environment
+        environment = profiler_environment(given, is_group=len(self.devices) > 1)
         keys = [device_key(name, environment) for name in self.devices]
         if len(set(keys)) < len(keys) and self.devices[0] != "cpu":
             raise ValueError(f"{', '.join(self.devices)} names a device twice")

@@ -1,4 +1,4 @@
-"""What runs on a node of the cluster: a profiler of the devices that Ray has given to its actor."""
+"""Runs on a node of the cluster: a profiler of the devices that Ray gave to its actor."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from workers.process.interface import DeviceProfiler
 from workers.process.profiler import Profiler
 
 OpenProfiler = Callable[[Sequence[str], Mapping[str, str], Path | None], DeviceProfiler]
-"""A profiler for devices, with its environment and the directory of its device locks (null: the host's)."""
+"""Makes a profiler from its devices, its environment, and the folder of its device locks (null: the host's)."""
 
 
 def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> DeviceProfiler:
-    """The real one."""
+    """Make a profiler of real devices."""
     return Profiler(devices, environment=environment, lock_directory=locks)
 
 
 class Actor:
-    """An actor: one trial at a time, with a profiler process that stays warm between trials.
+    """Runs one trial at a time, with a profiler process that stays between trials.
 
-    Messages are JSON, so that what crosses the network is what the database holds. A GPU is locked on its host as
-    ever; of CPUs Ray hands out one each, so that a actor's profiler runs on one thread and waits for no other's.
+    Messages are JSON, as in the database. A GPU is locked on its host as usual. Ray gives each actor one CPU, so a CPU
+    profiler runs one thread and has a lock of its own, which no other actor waits for.
     """
 
     def __init__(self, devices: tuple[str, ...], open_profiler: OpenProfiler) -> None:
@@ -40,18 +40,18 @@ class Actor:
         self._profiler = open_profiler(devices, environment, Path(self._locks.name) if self._locks else None)
 
     def introduce(self) -> tuple[str, str]:
-        """Start the profiler and measure its device: the node's name and id, and a `HardwareSpec`."""
+        """Start the profiler and measure its device; returns the node's name with its id, and a `HardwareSpec`."""
         ray: Any = importlib.import_module("ray")
         self._profiler.start()
         node = f"{socket.gethostname()} ({ray.get_runtime_context().get_node_id()[:8]})"
         return node, self._profiler.hardware().model_dump_json()
 
     def begin(self, request: str) -> str:
-        """Announce a job: a `DeviceReport`."""
+        """Announce a job; returns a `DeviceReport`."""
         return self._profiler.begin(ExplorationRequest.model_validate_json(request)).model_dump_json()
 
     def measure(self, plan: str) -> tuple[str, int]:
-        """Run a trial: a `Measurement`, and how often the profiler process has been replaced so far."""
+        """Run a trial; returns a `Measurement`, and how often the profiler process has been replaced so far."""
         measurement = self._profiler.measure(TrialPlan.model_validate_json(plan))
         return measurement.model_dump_json(), self._profiler.restarts
 

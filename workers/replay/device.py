@@ -1,4 +1,4 @@
-"""Answers measurements from a recorded table, in no time: what they cost is added to a virtual clock."""
+"""Answers measurements from a recorded table at once, and adds their recorded seconds to a virtual clock."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from workers.replay.rows import ComponentRow, WholeModelRow
 
 
 class VirtualClock:
-    """Seconds that recorded trials would have taken, on top of `real` ones (default: none pass)."""
+    """Seconds of recorded trials, added to the seconds of `real` (default: a clock that stands still)."""
 
     def __init__(self, real: Callable[[], float] | None = None) -> None:
         self._real = real or (lambda: 0.0)
         self._virtual = 0.0
 
     def __call__(self) -> float:
-        """Now."""
+        """Return the time now."""
         return self._real() + self._virtual
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Move the clock forward."""
         self._virtual += seconds
 
     @classmethod
     def over_real_time(cls) -> VirtualClock:
-        """One on which real time passes too."""
+        """Return a clock on which real time passes, too."""
         return cls(time.perf_counter)
 
 
 class RecordedDevice:
     """A `Measure` over a table.
 
-    The answer for a component is one of its recorded runs, drawn with a seed that is its own: it depends on neither
-    the order of trials nor a restart. Where a trial measures components again, its number joins that seed. With R runs,
-    a run's distance from their mean is widened by sqrt(R / (R - 1)), as a bootstrap of so few needs to have the
-    variance that the runs show (Efron, 1982); a single run is moved by its own standard error. What was never recorded
-    is `unsupported`, and says so.
+    The answer for a component is one of its recorded runs. The seed of the draw belongs to the component, so the answer
+    depends neither on the order of trials nor on a restart. If a trial measures components again, its number is part
+    of the seed. With R runs, the distance of a run from their mean is widened by sqrt(R / (R - 1)), because a bootstrap
+    of few runs underestimates their variance (Efron, 1982). A single run is moved by its standard error. A component
+    that was never recorded is `unsupported`.
     """
 
     def __init__(self, recording: Recording, *, seed: int, clock: VirtualClock | None = None) -> None:
@@ -56,7 +56,7 @@ class RecordedDevice:
         self._restarting = False
 
     def __call__(self, plan: TrialPlan) -> Measurement:
-        """Answer a plan with the seconds it cost among its phases."""
+        """Answer a plan. The phases hold the recorded seconds."""
         measurement = self._whole_model(plan) if plan.kind is TrialKind.WHOLE_MODEL else self._components(plan)
         if self._restarting:
             start = self.recording.header.process_start_seconds
@@ -68,9 +68,9 @@ class RecordedDevice:
         return measurement
 
     def draw(self, component: Component, again: int | None = None) -> ComponentRow | None:
-        """The run that stands for a component, with the recorded noise; null if it was never recorded.
+        """Draw a run of a component, with the recorded noise; null if the component was never recorded.
 
-        `again` is the number of the trial that measures it another time.
+        `again` is the number of a trial that measures the component once more.
         """
         rows = self.recording.components.get(component)
         if not rows:
@@ -83,7 +83,7 @@ class RecordedDevice:
         well = [r.figures.device_seconds for r in rows if r.figures is not None]
         factor = _factor(row.figures.device_seconds, well, row.figures.standard_error_seconds, rng)
         figures = row.figures
-        waits = figures.host_seconds == figures.device_seconds  # one time, told twice
+        waits = figures.host_seconds == figures.device_seconds  # host and device had the same time
         device = factor * figures.device_seconds
         return row.model_copy(
             update={
@@ -156,7 +156,7 @@ class RecordedDevice:
 
 
 def _factor(drawn: float, runs: Sequence[float], standard_error: float, rng: np.random.Generator) -> float:
-    """What the drawn run is multiplied by to have the spread of the runs."""
+    """The factor that gives the drawn run the spread of all runs."""
     if drawn <= 0:
         return 1.0
     if len(runs) < 2:
@@ -167,7 +167,7 @@ def _factor(drawn: float, runs: Sequence[float], standard_error: float, rng: np.
 
 
 def _sum(phases: Sequence[PhaseSeconds]) -> PhaseSeconds:
-    """Of one trial: messages are exchanged once."""
+    """The phases of one trial. Its messages are exchanged once."""
     return PhaseSeconds(
         build=math.fsum(p.build for p in phases),
         warm_up=math.fsum(p.warm_up for p in phases),

@@ -12,14 +12,14 @@ from workers.replay.recording import Recording
 
 
 class RecordedDevices(TrialExecutor):
-    """As many equal devices as trials may be in flight; `clock` goes on to the end of each trial that is waited for.
+    """A device for each trial in flight. `clock` advances to the end of each trial that is waited for.
 
-    Whatever device answers, a component's answer is the one that `RecordedDevice` would give.
+    Every device gives the same answer for a component as `RecordedDevice` does.
     """
 
     def __init__(self, recording: Recording, number: int, *, seed: int, clock: VirtualClock) -> None:
         if number < 1:
-            raise ValueError("there must be a device at least")
+            raise ValueError("there must be at least one device")
         self._idle = [RecordedDevice(recording, seed=seed) for _ in range(number)]
         self._capacity = number
         self._clock = clock
@@ -31,13 +31,13 @@ class RecordedDevices(TrialExecutor):
         return self._capacity
 
     def submit(self, plan: TrialPlan) -> None:
-        """Give a trial to the device that has been idle for the shortest time."""
+        """Give a trial to the device that became idle last."""
         device = self._idle.pop()
         measurement = device(plan)
         heappush(self._running, (self._clock() + measurement.phases.total, plan.number, plan, measurement, device))
 
     def wait(self) -> tuple[TrialPlan, Measurement]:
-        """The trial that ends first; of those that end together, the one with the lowest number."""
+        """Return the trial that ends first. If several end together, the lowest number comes first."""
         ends, _, plan, measurement, device = heappop(self._running)
         self._idle.append(device)
         self._clock.advance(max(0.0, ends - self._clock()))

@@ -1,4 +1,4 @@
-"""A recorded table in the place of a profiler: the whole service without a device."""
+"""A recorded table instead of a profiler, so that the whole service runs without a device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from workers.replay.recording import Recording
 
 PREFIX = "replay:"
 SAME = ("mode", "routing", "execution", "training")
-"""Fields of a request that its measurements depend on, beside the model."""
+"""Fields of a request that measurements depend on, apart from the model."""
 
 
 class ReplayProfiler:
-    """Serves the jobs that a table can answer; any other job is told why not.
+    """Serves jobs that a table can answer. Any other job gets the reason why it cannot.
 
-    The device calls itself replayed, so that no real one goes on with a job that it began, nor the other way round.
+    The device's name says that it is replayed, so that no real device resumes a job that a replay began, or the other
+    way round.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +56,7 @@ class ReplayProfiler:
         return found.model_copy(update={"device_name": f"{found.device_name}, replayed"})
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
-        """The recorded back ends; of a job that the table cannot answer none, with the reason."""
+        """Return the recorded back ends. If the table cannot answer the job, all are unusable, with the reason."""
         self._check_interrupted()
         self._device = RecordedDevice(self.recording, seed=request.seed, clock=self.clock)
         report = self.recording.header.report.model_copy(update={"hardware": self.hardware()})
@@ -95,7 +96,7 @@ class ReplayProfiler:
 
 
 def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
-    """Why a table cannot answer a request; null if it can."""
+    """Say why a table cannot answer a request; null if it can."""
     header = recording.header
     recorded = header.request
     table = f"the recorded table '{header.name}'"
@@ -114,7 +115,7 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
     for model in request.variants():
         try:
             missing = recording.missing_sizes(request, model)
-        except EmptySpaceError:  # the search says so itself, and better
+        except EmptySpaceError:  # the search explains it better
             return None
         if missing:
             sizes = ", ".join(str(m) for m in missing)
@@ -123,7 +124,7 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
 
 
 def _nameless(model: ModelSpec) -> ModelSpec:
-    """Names do not matter, nor how the number of query groups was given."""
+    """The model without its name, and with an explicit number of query groups."""
     return model.model_copy(update={"name": "model", "num_query_groups": model.query_groups})
 
 
@@ -134,7 +135,7 @@ def _differences(recorded: ModelSpec, asked: ModelSpec) -> str:
 
 
 def _levels(request: ExplorationRequest) -> str:
-    """What may be chosen, in words."""
+    """The sharding that may be chosen, in words."""
     levels = [level for level in request.sharding_choices if level is not None]
     return f"a choice of sharding among {', '.join(levels)}" if levels else "one level of sharding"
 

@@ -1,4 +1,4 @@
-"""A recorded table in memory: read from its file, appended to it, and what it covers."""
+"""A recorded table: reading it, appending to it, and the requests that it covers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHe
 
 
 class RecordingError(ValueError):
-    """The file is no recorded table, or not one that this version reads."""
+    """The file is no recorded table, or has a version that cannot be read."""
 
 
 class Recording:
-    """A header, and the runs of each component and of each whole model in the order in which they were made.
+    """A header, and the runs of each component and of each whole model, in the order of recording.
 
     Runs on a shared or throttled device are kept apart in `contaminated`, and no answer uses them.
     """
@@ -41,8 +41,8 @@ class Recording:
         """Read a file.
 
         Raises:
-            RecordingError: it is no recorded table; the message names the line.
-            OSError: it cannot be read.
+            RecordingError: the file is no recorded table; the message names the line.
+            OSError: the file cannot be read.
         """
         lines = _whole_lines(path)
         header = _parse(path, 1, lines[0]) if lines else None
@@ -70,9 +70,9 @@ class Recording:
         return prune_space(model, request, self.header.report)
 
     def missing_sizes(self, request: ExplorationRequest, model: ModelSpec) -> tuple[int, ...]:
-        """The micro-batch sizes of a request's space of which some candidate cannot be composed.
+        """The micro-batch sizes in a request's space with a candidate that cannot be composed.
 
-        Of the bases only the plainest is asked for: the others are needed only where that one does not fit.
+        Only the first base is required, because the others are needed only if the first does not fit.
         """
         found = self.prune(request, model)
         if found.table is None:
@@ -84,10 +84,10 @@ class Recording:
         return tuple(sorted({int(m) for m in found.table.micro_batch_C[rows][lacking]}))
 
     def covered_request(self) -> ExplorationRequest:
-        """The recorded request, cut to the micro-batch sizes that were recorded in full, and to its main model.
+        """The recorded request for its main model, with only those micro-batch sizes that were recorded completely.
 
         Raises:
-            RecordingError: there is no such size.
+            RecordingError: no size was recorded completely.
         """
         request = self.header.request.model_copy(update={"num_query_groups": None})
         missing = set(self.missing_sizes(request, request.model))
@@ -104,10 +104,10 @@ class Recording:
 
 
 class RecordingFile:
-    """A table that is being written; each row is on disk when `append` returns."""
+    """A table that is being written. Each row is on disk when `append` returns."""
 
     def __init__(self, path: Path, header: RecordingHeader) -> None:
-        """Create the file, or continue it: what a killed recorder left of a last line is cut off."""
+        """Create the file, or continue it. An incomplete last line, left by a killed recorder, is cut off."""
         self.path = path
         if path.exists():
             self.recording = Recording.read(path)
@@ -121,12 +121,12 @@ class RecordingFile:
             self._write(encode_row(header))
 
     def append(self, row: ComponentRow | WholeModelRow) -> None:
-        """Write and keep a row."""
+        """Write a row, and add it to `recording`."""
         self._write(encode_row(row))
         self.recording.add(row)
 
     def close(self) -> None:
-        """No more rows."""
+        """Close the file."""
         self._file.close()
 
     def _write(self, line: str) -> None:
@@ -136,7 +136,7 @@ class RecordingFile:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    """The lines that have an end."""
+    """The complete lines of a file."""
     *lines, _ = path.read_bytes().split(b"\n")
     return lines
 

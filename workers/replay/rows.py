@@ -1,10 +1,10 @@
-"""The lines of a recorded table: JSON Lines, a header first, then one line a run.
+"""The lines of a recorded table: JSON Lines, first a header, then one line for each run.
 
 Version 1. Every line is an object with a `type`:
 
-- `header` (`RecordingHeader`): the request, the device with its versions and back ends, and what a run is.
-- `component` (`ComponentRow`): one run of one component. Candidates are not listed: those of the header's request on
-  the header's device are enumerated, and share the components they have in common.
+- `header` (`RecordingHeader`): the request, the device with its versions and back ends, and the meaning of a run.
+- `component` (`ComponentRow`): one run of one component. Candidates are not listed: they are enumerated
+  from the header's request and device, and share components.
 - `whole_model` (`WholeModelRow`): one run of a candidate's whole model.
 
 Fields with their default value are left out. Seconds and bytes are as in `explorer.records.measurement`. Lines are only
@@ -41,10 +41,10 @@ SIGNIFICANT_DIGITS = 6
 
 
 class RecordingHeader(Frozen):
-    """First line of a table.
+    """The first line of a table.
 
-    `request` is what was recorded, `report` the device that it was recorded on. `process_start_seconds` is what the
-    replacement of a profiler process costs. `noise` says in words what differs between two runs.
+    `request` was recorded on the device of `report`. `process_start_seconds` is the cost of replacing a profiler
+    process. `noise` says in words what differs between two runs.
     """
 
     type: Literal["header"] = "header"
@@ -59,7 +59,7 @@ class RecordingHeader(Frozen):
 
 
 class ComponentFigures(Frozen):
-    """What one run measured; see `ComponentMeasurement`."""
+    """The figures of one run; see `ComponentMeasurement`."""
 
     device_seconds: Seconds
     host_seconds: Seconds
@@ -76,10 +76,10 @@ class ComponentFigures(Frozen):
 class ComponentRow(Frozen):
     """One run of one component, or how it failed.
 
-    `phases` are the seconds that it cost, `messaging` including all that is no phase. A row is `inferred` if nothing
-    was run, because a smaller component of the same sort had failed. `replaced` tells that the profiler process did
-    not survive it. A row with the outcome `contaminated` was timed on a device that was shared or throttled; it has no
-    figures, and stands for nothing but itself. `conditions` lack what is the same for all rows or says little.
+    `phases` are its seconds; `messaging` includes all time outside of other phases. A row is `inferred` if nothing was
+    run, because a smaller component of the same sort had failed. `replaced` says that the profiler process did not
+    survive the run. A row with the outcome `contaminated` was timed on a shared or throttled device; it has no figures,
+    and no answer uses it. `conditions` leave out values that are equal in all rows or say little.
     """
 
     type: Literal["component"] = "component"
@@ -95,7 +95,7 @@ class ComponentRow(Frozen):
 
     @classmethod
     def of(cls, component: Component, run: int, measurement: Measurement, *, replaced: bool) -> ComponentRow:
-        """The row of a trial that measured `component` alone."""
+        """The row of a trial that measured only `component`."""
         found = next((m for m in measurement.components if m.component == component), None)
         ok = measurement.outcome is Outcome.OK and found is not None
         return cls(
@@ -110,7 +110,7 @@ class ComponentRow(Frozen):
         )
 
     def measurement(self) -> ComponentMeasurement:
-        """What the run measured; only of a run that ended well."""
+        """The measurement of a successful run."""
         assert self.figures is not None, "this run failed"
         return ComponentMeasurement(component=self.component, conditions=self.conditions, **self.figures.model_dump())
 
@@ -150,7 +150,7 @@ ROWS: TypeAdapter[RecordingHeader | ComponentRow | WholeModelRow] = TypeAdapter(
 
 
 def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
-    """One line, with its end. The header is written out in full."""
+    """One line with its line end. A header is written with all its fields."""
     if isinstance(row, RecordingHeader):
         content = row.model_dump(mode="json")
     else:
@@ -159,7 +159,7 @@ def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
 
 
 def _condense(conditions: Conditions | None) -> Conditions | None:
-    """Without the clocks that a device never changes, in whole units; null if nothing is left."""
+    """Round the conditions and drop clocks that never change; null if nothing is left."""
     if conditions is None:
         return None
     watts, others = conditions.power_watts, conditions.host_busy_share
@@ -175,7 +175,7 @@ def _condense(conditions: Conditions | None) -> Conditions | None:
 
 
 def _shorten(value: Any) -> Any:
-    """Floats to six significant digits: no timing knows more."""
+    """Round floats to six significant digits, which exceed the precision of any timing."""
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     if isinstance(value, dict):

@@ -103,12 +103,8 @@ def test_weights_are_read_as_they_lie_and_gradients_lie_the_same_way(
         expert_cases.ExpertCase("plain", 37, 4, 1, hidden=24, width=40, gated=False, activation="gelu"),
     ):
         routes, (x, weights, w_in, w_out, grad) = expert_cases.problem(case, torch.float32, CPU)
-        lying = [
-            x,
-            weights,
-            *map(expert_cases.transposed_storage, (w_in, w_out), (in_transposed, out_transposed)),
-            grad,
-        ]
+        stored = map(expert_cases.transposed_storage, (w_in, w_out), (in_transposed, out_transposed))
+        lying = [x, weights, *stored, grad]
         assert [t.is_contiguous() for t in lying[2:4]] == [not in_transposed, not out_transposed]
         found = expert_cases.run(backend(VARIANTS[name]), case, routes, lying)
         for actual, wanted in zip(found, expert_cases.expected(case, routes, lying), strict=True):

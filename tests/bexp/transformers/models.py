@@ -49,7 +49,8 @@ def tiny(model_type: str, **changed: Any) -> Any:
     """A model with random weights, the same for each call, in training mode."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**CONFIGURATIONS[model_type], **changed})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.train()
 
 
 def batch(size: int = 4, length: int = 12, *, padded: bool = False) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,13 +69,14 @@ def test_settings_change_what_runs() -> None:
     """Otherwise the test above would pass for settings that do nothing."""
     model = models.tiny("olmoe")
     calls: list[str] = []
-    attention = decoder_layers(model)[0].self_attn.forward
+    first: Any = decoder_layers(model)[0]
+    attention = first.self_attn.forward
 
     def counted(*args: object, **kwargs: object) -> object:
         calls.append("attention")
         return attention(*args, **kwargs)
 
-    decoder_layers(model)[0].self_attn.forward = counted
+    first.self_attn.forward = counted
     batch = models.batch()
     for settings, count in [
         (Settings(), 1),
@@ -155,17 +157,17 @@ def test_one_layer_alone_is_set_up_like_the_model() -> None:
     def capture(_module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         captured.update(args=args, kwargs=kwargs)
 
-    handle = layer.register_forward_pre_hook(capture, with_kwargs=True)
-    model(**models.batch(), use_cache=False)
-    handle.remove()
-    x = captured["args"][0].detach()  # type: ignore[index]
-
     def run() -> list[torch.Tensor]:
+        # What a layer is handed depends on the attention that is set: masks differ.
+        handle = layer.register_forward_pre_hook(capture, with_kwargs=True)
+        model(**models.batch(), use_cache=False)
+        handle.remove()
         leaf = x.clone().requires_grad_()
         out = layer(leaf, *captured["args"][1:], **captured["kwargs"])  # type: ignore[index, arg-type]
         out = out[0] if isinstance(out, tuple) else out
         return [out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])]
 
+    x = torch.randn(4, 12, 32)
     wanted = run()
     for settings in [*DENSE, *SPARSE]:
         applied = set_up(layer, settings)
@@ -177,7 +179,8 @@ def test_one_layer_alone_is_set_up_like_the_model() -> None:
 def test_the_expert_kernels_copy_no_weight() -> None:
     model = models.tiny("olmoe")
     set_up(model, Settings(experts="bexp_fused"))
-    experts = decoder_layers(model)[0].mlp.experts
+    first: Any = decoder_layers(model)[0]
+    experts = first.mlp.experts
     kept: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,7 +246,7 @@ def test_checkpoints_and_optimizer_states_are_the_same(tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     for _ in range(3):
         losses = [train(m, o) for m, o in zip((plain, tuned), optimizers, strict=True)]

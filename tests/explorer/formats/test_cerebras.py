@@ -231,7 +231,7 @@ def test_a_mixture_of_experts_with_a_shared_one() -> None:
 
 
 def test_any_model_shape_in_a_cerebras_run() -> None:
-    assert parse_request(run(model={"model_type": "gpt2"})).model.name == "gpt2"
+    assert parse_request(run(model={"model_type": "gpt2"})).model_name == "gpt2"
     assert parse_request(run(model=NATIVE["model"])).model.num_layers == 1
 
 

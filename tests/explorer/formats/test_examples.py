@@ -34,7 +34,7 @@ SEQ_LENGTHS = {
 
 
 def read(name: str) -> ExplorationRequest:
-    return parse_request(load_document((EXAMPLES / f"{name}.yaml").read_text()))
+    return parse_request(load_document((EXAMPLES / f"{name}.yaml").read_text()), overrides={"target": "bexp"})
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
@@ -55,7 +55,7 @@ def test_sequence_lengths(name: str) -> None:
 
 def test_cerebras_gpt_agrees_with_gpt2_of_the_same_shape() -> None:
     shape = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048}
-    imported = parse_request(shape).model
+    imported = parse_request(shape, overrides={"target": "bexp"}).model
     ours = read("cerebras-gpt-1.3b").model
     assert ours.model_copy(update={"name": imported.name}) == imported
 

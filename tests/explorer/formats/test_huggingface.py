@@ -11,6 +11,7 @@ from explorer.formats.document import FormatError, load_document
 from explorer.formats.families import FAMILIES
 from explorer.formats.request import parse_request
 from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.request import ExplorationRequest
 
 VARIANTS: list[dict[str, Any]] = [
     *({"model_type": name} for name in FAMILIES),
@@ -44,6 +45,11 @@ VARIANTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def parse(config: dict[str, Any], **overrides: Any) -> ExplorationRequest:
+    """Read a configuration for the reference layers, whatever the default target is."""
+    return parse_request(config, overrides={"target": "bexp", **overrides})
+
+
 def describe(config: dict[str, Any]) -> str:
     return "-".join(str(value) for value in config.values())
 
@@ -54,7 +60,7 @@ def test_parameter_counts_equal_those_of_transformers(config: dict[str, Any]) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     expected = sum(parameter.numel() for parameter in reference.parameters())
     assert count_parameters(import_model(config)) == expected
 
@@ -65,12 +71,12 @@ def resolve(model: ModelSpec) -> ModelSpec:
 
 
 def import_model(config: dict[str, Any]) -> ModelSpec:
-    return parse_request(config).model
+    return parse(config).model
 
 
 def refusal(config: dict[str, Any]) -> dict[tuple[str | int, ...], str]:
     with pytest.raises(FormatError) as caught:
-        parse_request(config)
+        parse(config)
     return dict(caught.value.errors)
 
 
@@ -127,7 +133,7 @@ def test_a_sequence_is_as_long_as_the_model_reaches_up_to_4096() -> None:
     assert import_model({"model_type": "llama", "max_position_embeddings": 131072}).seq_length == 4096
     assert import_model({"model_type": "llama", "max_position_embeddings": 512}).seq_length == 512
     assert import_model({"model_type": "llama", "seq_length": 8192}).seq_length == 8192
-    longer = parse_request({"model_type": "llama", "seq_length": 64}, overrides={"model.seq_length": 96})
+    longer = parse({"model_type": "llama", "seq_length": 64}, **{"model.seq_length": 96})
     assert longer.model.seq_length == 96
 
 
@@ -227,7 +233,7 @@ def test_an_unnamed_config_is_told_what_it_lacks() -> None:
 
 
 def test_request_fields_beside_a_config() -> None:
-    request = parse_request(
+    request = parse(
         {"model_type": "gpt2", "batch_size": 24, "num_csx": 2, "micro_batch_size": "auto", "budget": {"max_trials": 3}}
     )
     assert (request.batch_size, request.num_devices, request.micro_batch_size) == (24, 2, "auto")

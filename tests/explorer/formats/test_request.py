@@ -48,12 +48,14 @@ def test_an_override_replaces_a_micro_batch_choice_whole() -> None:
 
 
 def test_a_fault_in_an_override_is_located_where_the_override_is() -> None:
-    ((location, _),) = refusal({"model_type": "llama"}, **{"model.num_query_groups": 5})
+    ((location, _),) = refusal({"model_type": "llama", "target": "bexp"}, **{"model.num_query_groups": 5})
     assert location == ("model", "num_query_groups")
 
 
 def test_variants_of_an_imported_model() -> None:
-    request = parse_request({"model_type": "llama"}, overrides={"model.num_query_groups": [1, 8, None]})
+    request = parse_request(
+        {"model_type": "llama", "target": "bexp"}, overrides={"model.num_query_groups": [1, 8, None]}
+    )
     assert [model.query_groups for model in request.variants()] == [1, 8, 32]
 
 

@@ -97,7 +97,7 @@ def test_without_evidence_scales_follow_a_prior_that_knows_the_device() -> None:
 def test_likelihood_is_that_of_the_runs_as_one_gaussian() -> None:
     """Mean and scatter of repeated runs together have the density of the runs themselves, up to a constant."""
     found = evidence(own=0.02, run=0.02, runs=1, seed=1)
-    twice = Evidence(found.kernel, found.distance_L, found.number_L * 2, found.within_L, found.squares_L + 2e-4)
+    twice = Evidence(found.covariance, found.distance_L, found.number_L * 2, found.within_L, found.squares_L + 2e-4)
     first = found.distance_L + 0.01
     second = found.distance_L - 0.01
     values = np.concatenate([first, second])
@@ -105,7 +105,7 @@ def test_likelihood_is_that_of_the_runs_as_one_gaussian() -> None:
     direct = []
     cells = [(0, 0, 0), (4, 3, 1), (6, 5, 2), (9, 6, 3)]
     for i, j, k in cells:
-        shared = found.kernel.level + AMPLITUDE_GRID[k] ** 2 * found.kernel.curve
+        shared = found.covariance.level + AMPLITUDE_GRID[k] ** 2 * found.covariance.curve
         shared = shared + OWN_GRID[j] ** 2 * np.eye(len(SIZES))
         covariance = np.block([[shared, shared], [shared, shared]])
         covariance += np.diag(np.tile(RUN_GRID[i] ** 2 + found.within_L, 2))

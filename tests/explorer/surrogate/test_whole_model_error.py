@@ -76,3 +76,32 @@ def test_nothing_depends_on_the_order_of_the_runs() -> None:
         for order in (runs.items(), reversed(runs.items()))
     )
     assert np.array_equal(first.weights_NJ, second.weights_NJ)
+
+
+def test_the_covariance_is_the_sum_of_a_common_a_policys_and_an_own_part() -> None:
+    found = errors().covariance(ROWS, ROWS)
+    assert found[0, 0] == pytest.approx(0.03**2 + 0.005**2 + 0.006**2)
+    assert found[0, 1] == pytest.approx(0.03**2 + 0.005**2)
+    assert found[0, 2] == pytest.approx(0.03**2)
+    assert errors().covariance(ROWS, ROWS, 2.0) == pytest.approx(4 * found)
+
+
+def test_a_cpu_is_expected_to_compose_worse() -> None:
+    found = CompositionErrors(CANDIDATES, "cpu", 0, 10, np.random.default_rng(0)).covariance(ROWS, ROWS)
+    assert found[0, 0] == pytest.approx(0.10**2 + 0.005**2 + 0.01**2)
+    assert found[0, 2] == pytest.approx(0.10**2)
+
+
+def test_tiling_is_a_policy_of_its_own() -> None:
+    candidates = [CANDIDATES[1], CANDIDATES[1].model_copy(update={"bta_tile": 1})]
+    found = CompositionErrors(candidates, "cuda", 0, 10, np.random.default_rng(0))
+    assert found.covariance(np.array([0]), np.array([1]))[0, 0] == pytest.approx(0.03**2)
+
+
+@pytest.mark.parametrize(("surprise", "scale"), [(1.0, 1.0), (6.0, np.sqrt(2.0)), (16.0, 2.0)])
+def test_the_scale_rests_on_four_whole_models_before_the_first(surprise: float, scale: float) -> None:
+    exact = np.zeros((2, len(CANDIDATES)))
+    variance = 0.03**2 + 0.005**2 + 0.006**2 + 0.001**2 + 0.002**2
+    runs = {0: WholeModelRun(float(np.sqrt(surprise * variance)), 0.002)}
+    found = errors().condition(runs, np.zeros(1), exact[:, :1], np.zeros(1))
+    assert found.scale == pytest.approx(scale)

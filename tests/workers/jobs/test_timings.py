@@ -27,7 +27,7 @@ def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> No
     with account.spend("storage"):
         clock.now += 1.0
     clock.now += 0.5
-    timings = account.timings()
+    timings = account.seconds()
     assert timings == {
         "queue": 3.0,
         "process_start": 3.0,  # of the 90 s that the trial reports only one can have passed within it
@@ -52,5 +52,5 @@ def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkey
         clock.now += 4.0 + 0.5
         account.add_trial(4.0, PhaseSeconds(build=2.0, timed=6.0), beside_others=True)
         account.add_trial(0.0, PhaseSeconds(build=1.0, timed=7.0), beside_others=True)
-    timings = account.timings()
+    timings = account.seconds()
     assert (timings["build"], timings["timed"], timings["suggest"], timings["total"]) == (1.0, 3.0, 0.5, 4.5)

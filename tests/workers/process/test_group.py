@@ -218,11 +218,11 @@ def test_whoever_dies_between_trials_takes_the_others_along_and_is_replaced_in_s
     group: Profiler, who: int
 ) -> None:
     group.begin(REQUEST)
-    process, before = group._process, processes(group)
+    process, before = group._process.current, processes(group)
     assert process is not None
     os.kill(before[who].pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while process.is_alive or any(is_alive(one) for one in before):
+    while process.alive or any(is_alive(one) for one in before):
         assert time.monotonic() < deadline, "the others stay"
         time.sleep(0.02)
     assert works(group)

@@ -90,8 +90,9 @@ class _Sizes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._keep(leaf)
-        storages = (found() for found in self._storages.values())
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages if storage is not None))
+        living = {key: storage for key, found in self._storages.items() if (storage := found()) is not None}
+        self._storages = {key: self._storages[key] for key in living}  # the sum of each call is over these alone
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in living.values()))
         return result
 
     def _keep(self, tensor: Tensor) -> None:

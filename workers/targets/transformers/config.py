@@ -1,4 +1,4 @@
-"""A Hugging Face configuration, resolved by the installed transformers: its class, never remote code, never a download."""
+"""A Hugging Face configuration, resolved by the installed transformers: no download, and no remote code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from workers.targets.transformers.shrink import depth_of
 
@@ -19,7 +19,7 @@ _NO_PART_OF_TRAINING = ("quantization_config", "architectures", "transformers_ve
 
 
 class UnsupportedModelError(ValueError):
-    """The installed transformers cannot build this configuration; the message has the cause and the library's version."""
+    """The installed transformers cannot build a configuration; the message has the cause and the library's version."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -74,9 +74,9 @@ def quiet_library() -> Iterator[None]:
 def resolve_config(raw: Mapping[str, Any], seq_length: int, *, max_layers: int = MAX_LAYERS) -> ResolvedConfig:
     """`raw` (the content of a config.json) as the installed library understands it.
 
-    UnsupportedModelError if transformers is missing or too old, if `raw` asks for remote code, names no type or one that
-    the library does not know, has no causal language model, holds a value that the class refuses, or states more than
-    `max_layers` layers.
+    UnsupportedModelError if transformers is missing or too old, if `raw` asks for remote code, names no type or one
+    that the library does not know, has no causal language model, holds a value that the class refuses, or states more
+    than `max_layers` layers.
     """
     version = _checked_version()
     for name in _REMOTE_CODE:
@@ -155,5 +155,4 @@ def _model_class(config: Any, model_type: str) -> type:
         raise UnsupportedModelError(f"{model_type!r} has no causal language model") from error
     except Exception as error:
         raise UnsupportedModelError(f"the class of {model_type!r} cannot be imported: {one_line(error)}") from error
-    model_class: type = found[0] if isinstance(found, tuple) else found
-    return model_class
+    return cast(type, found[0] if isinstance(found, tuple) else found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def check_batch_tiles(model: Any, layers: Sequence[nn.Module], batches: Sequence
         size = batch["input_ids"].shape[0]
         try:
             for mixer in mixers:
-                mixer.forward = _tiled(mixer.forward, size)  # type: ignore[method-assign]
+                mixer.forward = _tiled(mixer.forward, size)
             found = run_plain(model, batch)
         finally:
             for mixer in mixers:
@@ -123,7 +124,7 @@ def check_experts_interface(tiny: ResolvedConfig, model: Any, batch: Mapping[str
         changed = _with_experts(tiny, model, _CHECK)
         found = run_plain(changed, batch)
     finally:
-        del ALL_EXPERTS_FUNCTIONS[_CHECK]
+        ALL_EXPERTS_FUNCTIONS.pop(_CHECK)
     if calls < len(experts):
         raise DifferenceError(f"{len(experts)} experts modules, {calls} calls of the function that was set")
     names = {id(own): id(other) for own, other in zip(changed.parameters(), eager.parameters(), strict=True)}
@@ -162,7 +163,7 @@ def _tiled(original: Callable[..., Any], size: int) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         outputs = []
         for row in range(size):
-            taken = map_tensors((args, kwargs), lambda tensor, row=row: _row(tensor, row, size))
+            taken = map_tensors((args, kwargs), partial(_row, row=row, size=size))
             outputs.append(original(*taken[0], **taken[1]))
         rows = [list(tensors_of(output)) for output in outputs]
         joined = iter([torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*rows, strict=True)])

@@ -13,13 +13,15 @@ from workers.targets.transformers.config import UnsupportedModelError, config_de
 
 _OWN_NUMBER = re.compile(r".*(layer|block|depth).*(idx|ids?|index|number|num)|idx|layer")
 
+_OTHER_TOWER = re.compile(r".*(Vision|Image|Audio|Speech|Siglip).*(Model|Encoder|Tower|Embedding|Transformer)")
+
 
 def find_layers(model: Any) -> list[nn.Module]:
     """The decoder layers of a causal language model, in the order in which it holds them.
 
     They are the outermost ModuleList that is as long as the configuration says, the one with most parameters if there
     are several; else the siblings among the outermost layers that the library can checkpoint. UnsupportedModelError if
-    there is neither.
+    there is neither. Towers for images and sound are passed over.
     """
     lists = _outermost(
         model, lambda module: isinstance(module, nn.ModuleList) and len(module) == config_depth(model.config)
@@ -119,6 +121,8 @@ def _outermost(model: nn.Module, matches: Any) -> list[nn.Module]:
     pending = [model]
     while pending:
         module = pending.pop()
+        if _OTHER_TOWER.fullmatch(type(module).__name__):
+            continue
         if matches(module):
             found.append(module)
         else:

@@ -26,6 +26,7 @@ class BuildSettings:
                them in float32 and runs under autocast of `dtype`
     attention: the library's name of an attention implementation, or None for its default
     experts:   the library's name of an experts implementation, or None for its default
+    prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device
     """
 
     precision: Precision = "pure"
@@ -34,6 +35,7 @@ class BuildSettings:
     experts: str | None = None
     training: bool = True
     seed: int = 0
+    prepare: Callable[[Any], None] | None = None
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -103,6 +105,8 @@ def build_model(
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
+    from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
+
     chosen = {"attn_implementation": settings.attention, "experts_implementation": settings.experts}
     arguments = {name: value for name, value in chosen.items() if value is not None}
     recording = nullcontext() if construction is None else construction.recording()
@@ -111,9 +115,7 @@ def build_model(
         torch.manual_seed(settings.seed)
         try:
             with device, recording:
-                model = AutoModelForCausalLM.from_config(
-                    copy.deepcopy(resolved.config), dtype=settings.parameter_dtype, **arguments
-                )
+                model = from_config(copy.deepcopy(resolved.config), dtype=settings.parameter_dtype, **arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -121,6 +123,8 @@ def build_model(
             raise UnsupportedModelError(f"{name} does not build: {one_line(error)}") from error
     if settings.precision == "pure":
         _keep_in_float32(model, settings.parameter_dtype)
+    if settings.prepare is not None:
+        settings.prepare(model)
     return model.train(settings.training)
 
 

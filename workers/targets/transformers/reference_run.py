@@ -66,7 +66,7 @@ class ReferenceRun:
 
 
 def run_reference(model: Any, layers: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> ReferenceRun:
-    """Runs `model` forward and backward on `batch` and records every layer's border. Its gradients are cleared after."""
+    """Runs `model` forward and backward on `batch` and records every layer's border; gradients are cleared after."""
     records: dict[int, LayerRecord] = {}
     num_calls = [0] * len(layers)
 
@@ -87,15 +87,14 @@ def run_reference(model: Any, layers: Sequence[nn.Module], batch: Mapping[str, T
 
     try:
         for index, layer in enumerate(layers):
-            layer.forward = wrapped(index, layer.forward)  # type: ignore[method-assign]
+            layer.forward = wrapped(index, layer.forward)
         with quiet_library():
             out = model(**batch, use_cache=False)
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
     out.loss.backward()
-    run = ReferenceRun(out.loss.detach(), out.logits.detach(), records, num_calls, taken_gradients(model))
-    return run
+    return ReferenceRun(out.loss.detach(), out.logits.detach(), records, num_calls, taken_gradients(model))
 
 
 def run_plain(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:

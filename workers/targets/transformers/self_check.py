@@ -62,8 +62,13 @@ class SelfCheck:
 
 def self_check(tiny: ResolvedConfig) -> SelfCheck:
     """Checks every feature on `tiny`, a small configuration, in float32 on the CPU."""
-    with quiet_library():
-        return _Check(tiny).result()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for one another
+    try:
+        with quiet_library():
+            return _Check(tiny).result()
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _OtherLayerError(DifferenceError):
@@ -223,7 +228,7 @@ class _Check:
             self._shell_gradients(run, size, "none")
             part = self._parts("none").shell(size)
             loss = part.forward()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             embedding = part.model.get_input_embeddings().weight.grad
             part.clear_gradients()
             if not bool(torch.isfinite(loss)) or embedding is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 _WIDTH = 64
 _HEAD_DIM = 16
@@ -55,8 +55,8 @@ _WIDTH_NAMES = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim")
 def shrink(raw: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """`raw` (a configuration as a dict) with at most `num_layers` layers and small sizes, in every nested part.
 
-    The first layers are kept, so `num_layers` decides which kinds there are. Dropouts become zero, token ids fit the
-    vocabulary, and head counts keep their grouping. The result is for the same configuration class.
+    The first layers are kept, so `num_layers` decides which kinds there are. Dropouts and jitter become zero,
+    token ids fit the vocabulary, and head counts keep their grouping. The result is for the same configuration class.
     """
     depth = depth_of(raw)
     shrunk: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def _value(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, num
         return _mapping(name, value, num_layers)
     if isinstance(value, (list, tuple)):
         return _sequence(name, value, raw, depth, num_layers)
-    if isinstance(value, float) and "drop" in name:
+    if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0
     if not _is_int(value):
         return value
@@ -89,7 +89,7 @@ def _value(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, num
 
 def _mapping(name: str, value: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     if name == "per_layer_config":
-        return {layer: dict(inner) for layer, inner in value.items() if int(layer) < num_layers}
+        return {layer: shrink(inner, num_layers) for layer, inner in value.items() if int(layer) < num_layers}
     if name.startswith("rope"):
         return {key: dict(inner) if isinstance(inner, Mapping) else inner for key, inner in value.items()}
     return shrink(value, num_layers)
@@ -117,7 +117,7 @@ def _size(name: str, value: int, raw: Mapping[str, Any], num_layers: int) -> int
     for pattern, size in _PATTERNS:
         if pattern.fullmatch(name):
             return min(value, size)
-    width = next((raw[key] for key in _WIDTH_NAMES if _is_int(raw.get(key))), None)
+    width: int | None = next((raw[key] for key in _WIDTH_NAMES if _is_int(raw.get(key))), None)
     if width is None or value < _WIDTH or width <= _WIDTH:
         return min(value, _WIDTH) if name in _WIDTH_NAMES else value
     return max(value * _WIDTH // width // 8, 1) * 8  # a size that scales with the width, a multiple of 8
@@ -126,15 +126,16 @@ def _size(name: str, value: int, raw: Mapping[str, Any], num_layers: int) -> int
 def _fit_heads(raw: Mapping[str, Any], shrunk: dict[str, Any]) -> None:
     """As many key and value heads as query heads, where the full configuration has that."""
     heads = next((name for name in ("num_attention_heads", "n_heads", "num_heads") if _is_int(raw.get(name))), None)
-    if heads is None:
-        return
     for name in ("num_key_value_heads", "num_kv_heads", "num_query_groups"):
-        if name in raw and raw[name] in (None, raw[heads]):
+        if heads is not None and name in raw and raw[name] in (None, raw[heads]):
             shrunk[name] = shrunk[heads]
     if "head_dim" in raw and raw["head_dim"] is None:
         shrunk["head_dim"] = _HEAD_DIM
     if "qk_rope_head_dim" in raw and raw.get("head_dim") == raw["qk_rope_head_dim"]:
         shrunk["head_dim"] = shrunk["qk_rope_head_dim"]
+    nope, rope = raw.get("qk_nope_head_dim"), raw.get("qk_rope_head_dim")
+    if _is_int(nope) and _is_int(rope) and raw.get("head_dim") == nope + rope:
+        shrunk["head_dim"] = shrunk["qk_nope_head_dim"] + shrunk["qk_rope_head_dim"]
 
 
 def _fit_state_space(shrunk: dict[str, Any]) -> None:
@@ -154,7 +155,7 @@ def _fit_rotary(shrunk: dict[str, Any]) -> None:
     """Lists of rotary factors and sections with the length or the sum that the smaller head needs."""
     for name in ("rope_parameters", "rope_scaling"):
         rotary = shrunk.get(name)
-        if not isinstance(rotary, Mapping):
+        if not isinstance(rotary, dict):
             continue
         partial = rotary.get("partial_rotary_factor") or shrunk.get("partial_rotary_factor") or 1.0
         head_dim = shrunk.get("head_dim") or _HEAD_DIM
@@ -173,5 +174,5 @@ def _sections(count: int, total: int) -> list[int]:
     return [total // count + (1 if index < total % count else 0) for index in range(count)]
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

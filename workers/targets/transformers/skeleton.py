@@ -1,4 +1,4 @@
-"""The real model with one layer of each kind on the device: it hands every layer its true arguments, then steps aside."""
+"""The real model with one layer of each kind on the device: it hands every layer its true arguments."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Skeleton:
         """Inside the context, `handle(index, args, kwargs)` runs in place of each layer's forward."""
         try:
             for index, layer in enumerate(self.layers):
-                layer.forward = _stub(index, handle)  # type: ignore[method-assign]
+                layer.forward = _stub(index, handle)
             yield
         finally:
             for layer in self.layers:
@@ -137,7 +137,7 @@ class Skeleton:
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden states among a layer's arguments: by name, else the first floating-point tensor of two axes or more."""
+    """The hidden states among a layer's arguments: by name, else the first floating-point tensor with axes."""
     named = kwargs.get("hidden_states")
     if isinstance(named, Tensor):
         return named

@@ -33,7 +33,8 @@ PROBE_LENGTH = 128
 """Tokens of the sequence on which settings are tried before a job."""
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
-PINNED = ("flash", "cudnn", "efficient", "math")
+PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
+"""Back ends of torch's attention that a device has more than one of."""
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
 LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
@@ -128,11 +129,7 @@ class TransformersTarget:
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
         yield OptimizerPart(1, self._optimizer(lambda builder: _shell_parameters(builder.shell(1))))
         for kind in model.kinds:
-            name = kind.name
-            yield OptimizerPart(
-                model.layers.count(name),
-                self._optimizer(lambda builder, name=name: list(builder.layer(name, 1).module.parameters())),
-            )
+            yield OptimizerPart(model.layers.count(kind.name), self._optimizer(_layer_parameters(kind.name)))
 
     @contextmanager
     def training_run(
@@ -164,7 +161,7 @@ class TransformersTarget:
         """The library's choice, each back end of torch that can be pinned, and what is tried when it is named."""
         names = [self._default_attention]
         if self._default_attention == "sdpa":
-            names += [f"sdpa:{name}" for name in PINNED]
+            names += [f"sdpa:{name}" for name in PINNED[self._device.type]]
         installed = [name for name, why in self._resolved.attention_implementations.items() if why is None]
         return list(dict.fromkeys([*names, *installed]))
 
@@ -328,6 +325,10 @@ def _has_experts(layer: nn.Module) -> bool:
     from bexp.transformers.experts import expert_modules  # noqa: PLC0415 - needs transformers
 
     return bool(expert_modules(layer))
+
+
+def _layer_parameters(kind: str) -> Callable[[PartsBuilder], list[nn.Parameter]]:
+    return lambda builder: list(builder.layer(kind, 1).module.parameters())
 
 
 def _shell_parameters(part: Any) -> list[nn.Parameter]:

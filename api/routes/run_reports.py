@@ -1,0 +1,97 @@
+"""Reports of real runs: what a trainer reached with a recommendation."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import ValidationError
+
+from api import bodies, examples
+from api.negotiation import accepts_json
+from api.problems import ProblemException, invalid_body
+from api.resources import RunReportPage, RunReportResource, exploration_path
+from api.routes.explorations import JobDep
+from api.service import ServiceDep
+from explorer.records.run_report import RunReport
+from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
+
+router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
+
+MAX_REPORT_BYTES = 16 * 1024
+
+_HERE = f"{exploration_path(examples.JOB_ID)}/run-reports"
+
+
+async def _document_of(request: Request) -> dict[str, Any]:
+    return await bodies.read_document(request, MAX_REPORT_BYTES)
+
+
+@router.post(
+    "/run-reports",
+    status_code=HTTPStatus.CREATED,
+    summary="Report a real run",
+    responses={
+        201: examples.example(examples.RUN_REPORT, description="Stored")
+        | {"headers": {"Location": {"description": "The exploration's reports.", "schema": {"type": "string"}}}},
+        **examples.problems(
+            _HERE,
+            HTTPStatus.NOT_FOUND,
+            HTTPStatus.CONFLICT,
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+        ),
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                bodies.JSON: {
+                    "schema": {"$ref": "#/components/schemas/RunReport"},
+                    "example": examples.RUN_REPORT["report"],
+                }
+            },
+        }
+    },
+)
+def report_run(
+    job: JobDep, document: Annotated[dict[str, Any], Depends(_document_of)], service: ServiceDep, response: Response
+) -> RunReportResource:
+    """Store what a training run with the recommendation reached. 409 while there is no recommendation."""
+    try:
+        report = RunReport.model_validate(document)
+    except ValidationError as error:
+        problems = [(detail["loc"], detail["msg"]) for detail in error.errors(include_url=False, include_input=False)]
+        raise invalid_body(problems, "This is no report of a run.") from None
+    try:
+        stored = insert_run_report(service.database, job.id, report)
+    except NoAnswerError:
+        detail = "The exploration has recommended nothing that a run could have followed."
+        raise ProblemException(HTTPStatus.CONFLICT, detail, name="no-recommendation") from None
+    except TooManyReportsError as error:
+        raise ProblemException(HTTPStatus.CONFLICT, f"The {error}.", name="too-many-run-reports") from None
+    response.headers["Location"] = f"{exploration_path(job.id)}/run-reports"
+    return RunReportResource.of(stored)
+
+
+@router.get(
+    "/run-reports",
+    summary="The reports of real runs",
+    responses={
+        200: examples.example(examples.RUN_REPORTS),
+        **examples.problems(_HERE, HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
+    },
+)
+def list_run_reports(
+    job: JobDep,
+    service: ServiceDep,
+    cursor: Annotated[int, Query(ge=0, lt=1 << 31, description="`next_cursor` of the page before.", examples=[2])] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
+) -> RunReportPage:
+    """What trainers have reported, in the order in which it arrived."""
+    stored = read_run_reports(service.database, job.id, after=cursor, limit=limit + 1)
+    page = stored[:limit]
+    next_cursor = str(page[-1].seq) if len(stored) > limit else None
+    return RunReportPage(items=[RunReportResource.of(one) for one in page], next_cursor=next_cursor)

@@ -1,0 +1,152 @@
+"""The search against other strategies, and its confidence against the truth, on recorded tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.docs.results import Columns, Row, facts, goal_table, percent, table
+from benchmarks.replay.runs import OURS
+from benchmarks.replay.summary import by_table_rivals
+
+TITLES = {
+    OURS: "`bexp`",
+    "tpe": "Optuna's TPE",
+    "gp": "Optuna's GP",
+    "powers of two": "powers of two (Lightning)",
+    "backing off from the top": "backing off by 0.9 from the top (Accelerate)",
+    "halving from the top": "halving from the top (Accelerate until July 2025)",
+    "largest that fits": "largest that fits (Composer)",
+    "deepspeed fast": "DeepSpeed's fast mode",
+}
+COSTS: Columns = {
+    "regret: median / p95 / max": lambda row: regret(row[1]),
+    "trials": lambda row: f"{row[1]['trials']['median']:.0f}",
+    "device time": lambda row: f"{row[1]['seconds']['median']:.1f} s",
+    "of exhaustive": lambda row: percent(row[1]["share_of_exhaustive"]["median"]),
+}
+
+
+def strategies(results: Row) -> str:
+    """A line a strategy over all tables; below, a line a table."""
+    summary, tables = results["summary"], results["tables"]
+    overall: Columns = {"strategy": lambda row: TITLES.get(row[0], row[0]), **COSTS}
+    overall = {
+        **overall,
+        "OOMs": lambda row: f"{row[1]['out_of_memory']['median']:.0f}",
+        "runs": lambda row: row[1]["num_runs"],
+    }
+    about = {
+        "table": lambda row: row[0],
+        "candidates": lambda row: tables[row[0]]["num_candidates"],
+        "within tolerance": lambda row: tables[row[0]]["num_within_tolerance"],
+        "timed whole": lambda row: tables[row[0]]["num_whole_models"],
+    }
+    ours = [(name, found[OURS]) for name, found in summary["tables"].items() if OURS in found]
+    return (
+        table(summary["strategies"].items(), overall)
+        + f"\n`{OURS}` by table:\n\n"
+        + table(ours, {**about, **COSTS})
+        + replayed_on(results)
+    )
+
+
+def rivals(results: Row) -> str:
+    """By table: the strategies that took less device time with equal or better regret."""
+    found = by_table_rivals(results["summary"]["tables"])
+    columns = {
+        "table": lambda name: name,
+        "cheaper, with equal or better regret": lambda name: ", ".join(TITLES.get(r, r) for r in found[name]) or "none",
+    }
+    return table(found, columns)
+
+
+def reliability(results: Row) -> str:
+    """Said and true shares by confidence, with what is computed from them."""
+    summary = results["summary"]
+    if summary["calibration"] is None:
+        return ""
+    columns = {
+        "confidence": lambda row: f"{row['from']:.0f} to {row['to']:.0f}",
+        "lines": lambda row: f"{row['num_lines']:.0f}",
+        "said": lambda row: percent(row["mean_forecast"]),
+        "true": lambda row: percent(row["share_true"]),
+    }
+    rows: list[tuple[str, Any]] = []
+    for where, found in (
+        ("all tables", summary["calibration"]),
+        ("tables timed whole", summary["calibration_of_whole_models"]),
+    ):
+        if found is None:
+            continue
+        rows += [
+            (
+                f"{where}: expected calibration error",
+                with_interval(found, "expected_calibration_error", "{:.3f}".format),
+            ),
+            (
+                f"{where}: Brier score",
+                f"{found['brier']:.3f} ({found['brier_constant']:.3f} for a constant forecaster)",
+            ),
+            (f"{where}: lines of 90 and more that are true", with_interval(found, "confident_share_true", percent)),
+        ]
+    return table(summary["calibration"]["reliability"], columns) + "\n" + facts(rows) + replayed_on(results)
+
+
+def in_flight(results: Row) -> str:
+    """Regret and elapsed time with several trials in flight."""
+    found, goals, number = results["all_tables"], results["goals"], results["in_flight"]
+    alone, together = found["regret_mean_alone"], found["regret_mean"]
+    seconds = f"{found['elapsed_seconds_mean']:.1f} instead of {found['elapsed_seconds_mean_alone']:.1f} s"
+    return goal_table(
+        [
+            (
+                f"mean regret with {number} trials in flight",
+                "as with one",
+                goals["regret_as_with_one"]["met"],
+                f"{together:.2%} against {alone:.2%}, {found['num_runs']} runs on {len(results['tables'])} tables",
+            ),
+            (
+                f"time until the last trial with {number} in flight, as a share of that with one",
+                "<= 40%",
+                goals["elapsed_share"]["met"],
+                f"{percent(found['share_of_totals'])}, {seconds} in the mean; devices busy for "
+                f"{percent(found['busy_share'])} of the time that one is alone",
+            ),
+        ]
+    )
+
+
+def cluster(results: Row) -> str:
+    """What a second worker brings through Ray, and what Ray costs a trial."""
+    speed, cost = results["goals"]["speed_up"], results["goals"]["overhead_seconds"]
+    what = f"trials a second through Ray, two workers against one, {results['environment']['num_cpus']} CPU cores"
+    return goal_table(
+        [
+            (what, ">= 1.7x", speed["met"], f"{speed['found']:.2f}x over {results['num_trials']} trials"),
+            ("what Ray adds to a trial", "<= 100 ms", cost["met"], f"{1e3 * cost['found']:.1f} ms"),
+        ]
+    )
+
+
+def regret(figures: Row) -> str:
+    """Median, 95th percentile and largest."""
+    return " / ".join(percent(figures["regret"][of]) for of in ("median", "p95", "max"))
+
+
+def with_interval(calibration: Row, key: str, text: Callable[[float], str]) -> str:
+    """A figure and its 95% interval, which a single table does not have."""
+    bounds = calibration["intervals_95"].get(key)
+    return text(calibration[key]) + (f" ({text(bounds[0])} to {text(bounds[1])})" if bounds else "")
+
+
+def replayed_on(results: Row) -> str:
+    """The devices of the tables, the seeds and the day, as a line of its own."""
+    seeds = results["seeds"]
+    devices = sorted({str(about["device"]) for about in results["tables"].values()})
+    fewer = [f"{TITLES.get(name, name)} {number}" for name, number in seeds.items() if number != max(seeds.values())]
+    note = f" ({', '.join(fewer)})" if fewer else ""
+    return (
+        f"\n{len(results['tables'])} tables recorded on {' and '.join(devices)}; {max(seeds.values())} seeds a "
+        f"table{note}; replayed on {results['environment']['date'][:10]}.\n"
+    )

@@ -1,0 +1,79 @@
+"""Which marked section of README.md and docs/ shows what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.docs import attention, context_parallel, fields, goals, kernels, models, results, search
+from benchmarks.docs.results import ROOT, Row
+
+MARKER = re.compile(r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<old>.*?)<!-- /(?P=name) -->", re.DOTALL)
+CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
+
+
+def of_result(render: Callable[[Row], str], *names: str) -> str:
+    """What all of these results that exist say; nothing if none does."""
+    return "\n".join(render(found) for name in names if (found := results.find(name)) is not None)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "goals": goals.goals,
+    "goals-in-short": goals.in_short,
+    "log": partial(of_result, models.log, "h200-olmoe-fused"),
+    "explorations": partial(of_result, models.explorations, "h200-explorations"),
+    "explorations-fused": partial(of_result, models.explorations, "h200-olmoe-fused"),
+    "explorations-devices": partial(of_result, models.explorations_of_devices, "h200x4-explorations"),
+    "gains": partial(of_result, models.gains, "h200-gains"),
+    "fidelity": partial(of_result, models.fidelity, "h200-fidelity"),
+    "transformers": partial(of_result, models.transformers, "h200-transformers"),
+    "strategies": partial(of_result, search.strategies, "h200-replay"),
+    "rivals": partial(of_result, search.rivals, "h200-replay"),
+    "reliability": partial(of_result, search.reliability, "h200-replay"),
+    "in-flight": partial(of_result, search.in_flight, "replay-in-flight"),
+    "cluster": partial(of_result, search.cluster, "cpu-cluster"),
+    "context-parallel": partial(
+        of_result, context_parallel.attention, "h200x4-context-parallel", "h200x8-context-parallel"
+    ),
+    "context-parallel-step": partial(
+        of_result, context_parallel.steps, "h200x4-context-parallel-step", "h200x8-context-parallel-step"
+    ),
+    "context-parallel-sizes": partial(of_result, context_parallel.steps, "h200x4-context-parallel-sizes"),
+    "grouped-gemm": partial(of_result, kernels.grouped_gemm, "h200-grouped-gemm"),
+    "variable-gemm": partial(of_result, kernels.variable_gemm, "h200-variable-gemm"),
+    "moe-layer": partial(of_result, kernels.moe_layer, "h200-moe-layer"),
+    "bta": partial(of_result, attention.bta, "h200-bta"),
+    "bta-math": partial(of_result, attention.bta, "h200-bta-math"),
+    "recomputation": partial(of_result, attention.recomputation, "h200-recomputation"),
+    "attention-choice": partial(of_result, attention.attention_choice, "h200-attention-choice"),
+    "request-fields": fields.request_fields,
+}
+
+
+def pages() -> list[Path]:
+    """README.md and the pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def fill(text: str) -> str:
+    """`text` with every marked section written anew.
+
+    Raises:
+        ValueError: a marker has no partner, or names a section that nothing fills.
+    """
+    found = MARKER.sub(_section, text)
+    marked = [match["name"] for match in MARKER.finditer(found)]
+    markers = CLOSING.findall(text)
+    lonely = sorted({name for name in markers if markers.count(name) != 2})
+    if lonely or len(set(marked)) != len(marked):
+        raise ValueError(f"a section needs one opening and one closing marker: {', '.join(lonely or marked)}")
+    return found
+
+
+def _section(match: re.Match[str]) -> str:
+    name = match["name"]
+    if name not in SECTIONS:
+        raise ValueError(f"nothing fills the section {name}")
+    return f"<!-- {name} -->\n{SECTIONS[name]()}<!-- /{name} -->"

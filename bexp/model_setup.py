@@ -1,0 +1,134 @@
+"""Setting a model up as recommended, and taking that back."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from bexp.allocator import set_allocator
+from bexp.recommendation import Recommendation, RecommendationError, Source
+from bexp.transformers.set_up import Applied, set_up
+
+_LOGGER = logging.getLogger(__name__)
+_APPLIED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `apply` did: the recommendation, what was set on the model, and what the user should know."""
+
+    recommendation: Recommendation
+    applied: Applied
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """One line for each thing that was done, and one for each warning."""
+        told = self.recommendation
+        lines = [f"micro_batch_size {told.micro_batch_size} is for the trainer to set (see bexp.training_arguments)"]
+        lines += self.applied.done
+        lines += [f"allocator: {told.settings.allocator}"]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def apply(
+    model: nn.Module, recommendation: Source | Recommendation, *, seq_length: int | None = None, strict: bool = False
+) -> Report:
+    """Set a model of transformers up as recommended, by the code that measured it; `restore` takes it back.
+
+    `recommendation` is a path, a JSON text or a JSON object, as `bexp best ID --json` prints it. `seq_length` is that
+    of the training data, compared with the measured one if given. Call it before the model is wrapped (DDP,
+    `fully_shard`, a Trainer) and before CUDA starts, since the allocator is part of what was measured. A model
+    that was set up before is restored first. What was done is logged, and returned.
+
+    Another device, version or sequence length is a warning; with `strict` it raises.
+    Raises RecommendationError for another architecture, SettingsError if the model cannot have a setting.
+    """
+    told = Recommendation.read(recommendation)
+    inner = _inner(model)
+    _refuse_another_architecture(inner, told)
+    restore(inner)
+    warnings = [text for text in [set_allocator(told.settings.allocator)] if text]
+    warnings += _differences(told, seq_length, inner)
+    if strict and warnings:
+        raise RecommendationError("; ".join(warnings))
+    report = Report(told, set_up(inner, told.settings), tuple(warnings))
+    _APPLIED[inner] = report
+    for warning in warnings:
+        _LOGGER.warning("%s", warning)
+    _LOGGER.info("%s", report)
+    return report
+
+
+def restore(model: nn.Module) -> bool:
+    """Take back what `apply` set on a model; false if nothing was set. The allocator's setting stays."""
+    report = _APPLIED.pop(_inner(model), None)
+    if report is None:
+        return False
+    report.applied.undo()
+    return True
+
+
+def applied_to(model: nn.Module) -> Report | None:
+    """What `apply` did to a model; null if nothing."""
+    return _APPLIED.get(_inner(model))
+
+
+def device_name() -> str:
+    """The accelerator that this process would train on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def versions() -> dict[str, str]:
+    """The versions that a measurement depends on."""
+    found = {"torch": str(torch.__version__)}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    try:
+        found["transformers"] = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return found
+    return found
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside of DDP or a compiled wrapper."""
+    while True:
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module) or hasattr(model, "config"):
+            return model
+        model = inner
+
+
+def _refuse_another_architecture(model: nn.Module, told: Recommendation) -> None:
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise RecommendationError(f"{type(model).__name__} is no model of transformers: it has no configuration")
+    differing = told.mismatches(config)
+    if differing:
+        raise RecommendationError(f"the recommendation is for another model: {'; '.join(differing)}")
+
+
+def _differences(told: Recommendation, seq_length: int | None, model: nn.Module) -> list[str]:
+    """What was otherwise when the recommendation was measured, in words."""
+    found = []
+    parameter = next(model.parameters(), None)
+    on_accelerator = torch.cuda.is_initialized() or (parameter is not None and parameter.is_cuda)
+    # Asking for the device's name starts CUDA, after which the allocator is fixed: only ask if it has started.
+    if told.device_name and on_accelerator and device_name() != told.device_name:
+        found.append(f"it was measured on {told.device_name}, and this is {device_name()}")
+    if told.seq_length and seq_length and seq_length != told.seq_length:
+        found.append(f"it was measured with sequences of {told.seq_length} tokens, not {seq_length}")
+    here = versions()
+    found += [
+        f"it was measured with {name} {version}, and this is {here[name]}"
+        for name, version in told.versions.items()
+        if name in here and here[name] != version
+    ]
+    return found

@@ -1,0 +1,198 @@
+"""A recommendation as the trainer's process reads it: from `bexp best ID --json`, from REST, or from `bexp.explore`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bexp.transformers.settings import Settings, SettingsError
+
+Source = str | Path | Mapping[str, Any]
+
+_EXPERTS = {
+    "loop": "eager",
+    "bmm": "batched_mm",
+    "fused": "bexp_fused",
+    "triton_grouped": "bexp_triton_grouped",
+    "hopper_grouped": "bexp_hopper_grouped",
+}
+"""What the expert back ends of our reference layers are called on a transformers model."""
+_SDPA = ("flash", "cudnn", "efficient", "math")
+_SIZES = {
+    "model_type": ("model_type",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_layers", "num_hidden_layers", "n_layer"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "vocab_size": ("vocab_size",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+"""What an architecture is compared by, and where configurations keep it."""
+
+
+class RecommendationError(ValueError):
+    """A recommendation that cannot be read, or that is of another model; the message says which."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What a recommendation says, as far as a trainer needs it.
+
+    `architecture` holds the sizes of the model that was measured, `effective_batch_size` the sequences of a whole step
+    on `num_devices` devices. What was measured is of one device; null where it is not known.
+    """
+
+    settings: Settings
+    micro_batch_size: int
+    effective_batch_size: int | None = None
+    num_devices: int = 1
+    seq_length: int | None = None
+    dtype: str | None = None
+    confidence: int | None = None
+    tokens_per_second: float | None = None
+    peak_bytes: int | None = None
+    exploration_id: str | None = None
+    device_name: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, source: Source | Recommendation) -> Recommendation:
+        """Read a path, a JSON text or object, or a recommendation that was read before.
+
+        Raises RecommendationError if it is none, or if nothing is recommended.
+        """
+        if isinstance(source, Recommendation):
+            return source
+        document = _document(source)
+        found = document.get("recommendation", document)
+        if not isinstance(found, Mapping):
+            raise RecommendationError("nothing is recommended there (yet)")
+        candidate = found.get("candidate", found)
+        if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
+            raise RecommendationError("this is no recommendation: it names no micro_batch_size")
+        request = _request(document)
+        try:
+            settings = _settings(found, candidate, request)
+        except (SettingsError, TypeError) as error:
+            raise RecommendationError(f"this recommendation cannot be applied: {error}") from error
+        return cls(
+            settings=settings,
+            micro_batch_size=candidate["micro_batch_size"],
+            architecture=_sizes(found.get("model") or document.get("model") or request.get("model") or {}),
+            **_context(document, found, request),
+        )
+
+    def grad_accum_steps(self, world_size: int = 1) -> int:
+        """Micro-batches of a step that keep the effective batch on `world_size` devices; 1 if it is not known.
+
+        Raises RecommendationError if they do not divide it.
+        """
+        if self.effective_batch_size is None:
+            return 1
+        steps, rest = divmod(self.effective_batch_size, self.micro_batch_size * world_size)
+        if rest or not steps:
+            raise RecommendationError(
+                f"micro_batch_size {self.micro_batch_size} on {world_size} devices does not divide the batch of "
+                f"{self.effective_batch_size} sequences"
+            )
+        return steps
+
+    def mismatches(self, config: Any) -> list[str]:
+        """What differs between the model that was measured and a configuration of transformers."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        found = _sizes({**_plain(config), **_plain(text)})
+        return [
+            f"{name} is {found[name]}, not {wanted}"
+            for name, wanted in self.architecture.items()
+            if name in found and found[name] != wanted
+        ]
+
+
+def _document(source: Source) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    text = str(source)
+    try:
+        if not text.lstrip().startswith("{"):
+            text = Path(source).read_text(encoding="utf-8")
+        document = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise RecommendationError(f"cannot read a recommendation: {error}") from error
+    if not isinstance(document, dict):
+        raise RecommendationError("a recommendation is a JSON object")
+    return document
+
+
+def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    job = document.get("job")
+    request = document.get("request") or (job.get("request") if isinstance(job, Mapping) else None)
+    return request if isinstance(request, Mapping) else {}
+
+
+def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: Mapping[str, Any]) -> Settings:
+    """The settings as they are written, or what the candidate's back ends are on a model of transformers."""
+    written = found.get("settings")
+    if isinstance(written, Mapping):
+        return Settings.from_json(dict(written))
+    training = request.get("training") or {}
+    attention = candidate.get("attention_backend")
+    experts = candidate.get("expert_backend")
+    loss = training.get("loss") if isinstance(training, Mapping) else None
+    kind = loss.get("kind", loss.get("name")) if isinstance(loss, Mapping) else loss
+    allocator: Any = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
+    return Settings(
+        attention=f"sdpa:{attention}" if attention in _SDPA else attention,
+        experts=_EXPERTS.get(experts, experts) if isinstance(experts, str) else None,
+        recompute=candidate.get("recompute", "none"),
+        bta_tile=candidate.get("bta_tile"),
+        loss="chunked" if kind == "chunked" else "library",
+        compile=(candidate.get("execution") or request.get("execution")) == "compile",
+        allocator=allocator,
+    )
+
+
+def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the recommendation comes from and what it promises."""
+    job = document.get("job")
+    job = job if isinstance(job, Mapping) else {}
+    hardware = found.get("hardware") or document.get("hardware") or job.get("hardware") or {}
+    model = request.get("model") or {}
+    whole = found.get("whole_model") or {}
+    measured = whole.get("measurement") or {}
+    return {
+        "effective_batch_size": found.get("batch_size") or request.get("batch_size") or None,
+        "num_devices": request.get("num_devices") or 1,
+        "seq_length": found.get("seq_length") or model.get("seq_length"),
+        "dtype": found.get("dtype") or model.get("dtype"),
+        "confidence": found.get("confidence"),
+        "tokens_per_second": whole.get("tokens_per_second") or found.get("tokens_per_second"),
+        "peak_bytes": measured.get("peak_bytes") or found.get("measured_peak_bytes") or found.get("peak_bytes"),
+        "exploration_id": job.get("id") or document.get("id"),
+        "device_name": hardware.get("device_name"),
+        "versions": {
+            name: str(version)
+            for name, version in (hardware.get("versions") or {}).items()
+            if name in {"torch", "transformers", "cuda"} and version
+        },
+    }
+
+
+def _sizes(values: Any) -> dict[str, Any]:
+    values = values if isinstance(values, Mapping) else {}
+    moe = values.get("moe")
+    values = {**(moe if isinstance(moe, Mapping) else {}), **values}
+    found = {}
+    for name, keys in _SIZES.items():
+        value = next((values[key] for key in keys if isinstance(values.get(key), int | str)), None)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = dict(config.to_dict()) if hasattr(config, "to_dict") else dict(vars(config))
+    values["model_type"] = getattr(config, "model_type", None)
+    return values

@@ -1,0 +1,117 @@
+"""What happened when a training step ran: its outcome, its deadline, and what several processes agree on."""
+
+from __future__ import annotations
+
+import gc
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Outcome(IntEnum):
+    """How a size ended; where processes differ, the highest counts for all."""
+
+    OK = 0
+    NOT_FINITE = 1
+    CRASHED = 2
+    TIMED_OUT = 3
+    OUT_OF_MEMORY = 4
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a size has no result."""
+
+    outcome: Outcome
+    reason: str
+
+
+class _DeadlineError(BaseException):
+    """Raised inside a step; no `except Exception` of the step catches it."""
+
+
+def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
+    """Run something that may fail in any way; null if it did not.
+
+    What it returns, if that is a tensor, must be finite. The deadline works in the main thread, for a step that returns
+    to Python now and then.
+    """
+    try:
+        with _deadline(deadline_seconds):
+            found = run()
+            if isinstance(found, torch.Tensor) and not bool(torch.isfinite(found.detach()).all()):
+                return Failure(Outcome.NOT_FINITE, "the loss is not finite")
+            if isinstance(found, float) and not math.isfinite(found):
+                return Failure(Outcome.NOT_FINITE, "the loss is not finite")
+    except _DeadlineError:
+        return Failure(Outcome.TIMED_OUT, f"the step took longer than {deadline_seconds:g} s")
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return Failure(Outcome.OUT_OF_MEMORY, _last_line(error))
+    except Exception as error:  # noqa: BLE001 - the step is the caller's, and any failure of it is an outcome
+        told = _last_line(error)
+        memory = "out of memory" in told.lower() or "can't allocate memory" in told.lower()
+        return Failure(Outcome.OUT_OF_MEMORY if memory else Outcome.CRASHED, told)
+    return None
+
+
+def agree(failure: Failure | None, device: torch.device) -> Failure | None:
+    """The worst outcome among all processes; every process must call this equally often."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return failure
+    mine = Outcome.OK if failure is None else failure.outcome
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    flag = torch.tensor([int(mine)], device=on)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    worst = Outcome(int(flag))
+    if worst is mine:
+        return failure
+    return Failure(worst, "another process failed")
+
+
+def slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """Each repeat's seconds on the process that was slowest."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return seconds
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    found = torch.tensor(seconds, dtype=torch.float64, device=on)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [float(value) for value in found]
+
+
+def release(device: torch.device) -> None:
+    """Give back what a failed step left behind."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def expired(_signal: int, _frame: FrameType | None) -> None:
+        raise _DeadlineError
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

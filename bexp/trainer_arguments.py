@@ -1,0 +1,34 @@
+"""A recommendation as fields of transformers' `TrainingArguments`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from bexp.recommendation import Recommendation, Source
+
+_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def training_arguments(recommendation: Source | Recommendation, *, world_size: int | None = None) -> dict[str, Any]:
+    """The fields for `TrainingArguments(**fields, ...)`; `bexp.apply` sets what belongs to the model.
+
+    The effective batch stays what was asked for: the accumulation steps make up for the number of devices. `world_size`
+    is that of the environment (WORLD_SIZE) unless given. Layers are recomputed by the Trainer only if all of them are;
+    any other policy, tiles, kernels and compiled layers are set by `apply`, so `torch_compile` stays off.
+
+    Raises RecommendationError if the micro-batch does not divide the effective batch on so many devices.
+    """
+    told = Recommendation.read(recommendation)
+    devices = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    fields: dict[str, Any] = {
+        "per_device_train_batch_size": told.micro_batch_size,
+        "gradient_accumulation_steps": told.grad_accum_steps(devices),
+        "gradient_checkpointing": told.settings.recompute == "full",
+        "torch_compile": False,
+    }
+    if fields["gradient_checkpointing"]:
+        fields["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if told.dtype in _PRECISION:
+        fields[_PRECISION[told.dtype]] = True
+    return fields

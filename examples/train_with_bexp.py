@@ -1,0 +1,32 @@
+"""Train a model of transformers as `bexp` recommends: `python train_with_bexp.py MODEL TEXT_FILE best.json`.
+
+`bexp best ID --json > best.json` writes the recommendation.
+"""
+
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import bexp
+
+
+def main(name: str, text_file: str, best: str) -> None:
+    """Train `name` on a text file."""
+    told = bexp.Recommendation.read(best)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=told.dtype)
+    # Before CUDA starts, since the allocator is part of the recommendation.
+    print(bexp.apply(model, told))  # noqa: T201
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokens = tokenizer(Path(text_file).read_text(encoding="utf-8"))["input_ids"]
+    length = told.seq_length or 1024
+    blocks = [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
+    dataset = [{"input_ids": block, "labels": block} for block in blocks]
+
+    arguments = TrainingArguments("out", num_train_epochs=1, **bexp.training_arguments(told))
+    Trainer(model, arguments, train_dataset=dataset, callbacks=[bexp.TrainerCallback(told)]).train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

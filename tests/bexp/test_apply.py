@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bexp
+from bexp.allocator import current_allocator, set_allocator
+from bexp.model_setup import applied_to
+from bexp.recommendation import RecommendationError
+from tests.bexp.recommendations import document
+from tests.bexp.transformers import models
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+
+
+def test_a_model_is_set_up_as_recommended_and_restored() -> None:
+    model = models.tiny("olmoe")
+    before = models.snapshot(model)
+    batch = models.batch()
+    wanted = models.step(model, batch)
+    report = bexp.apply(model, document())
+    settings = report.recommendation.settings
+    assert settings.to_json() == {
+        "attention": "sdpa:math",
+        "experts": "bexp_fused",
+        "recompute": "partial_50",
+        "bta_tile": 2,
+        "loss": "chunked",
+        "compile": False,
+        "allocator": "default",
+    }
+    assert models.snapshot(model) != before
+    assert all(text in str(report) for text in ("bexp_fused", "tiles of 2", "partial_50", "micro_batch_size 4"))
+    models.assert_same(models.step(model, batch), wanted)
+    assert applied_to(model) is report
+    assert bexp.restore(model)
+    assert not bexp.restore(model)
+    assert models.snapshot(model) == before
+
+
+def test_a_second_recommendation_replaces_the_first() -> None:
+    model = models.tiny("olmoe")
+    before = models.snapshot(model)
+    bexp.apply(model, document())
+    bexp.apply(model, document(bta_tile=None, recompute="none"))
+    bexp.restore(model)
+    assert models.snapshot(model) == before
+
+
+def test_a_recommendation_is_read_from_a_file_a_text_and_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    path.write_text(json.dumps(document()))
+    found = [bexp.Recommendation.read(source) for source in (path, str(path), json.dumps(document()), document())]
+    assert all(recommendation == found[0] for recommendation in found)
+    assert found[0].exploration_id == "exp-1"
+
+
+def test_settings_that_are_written_out_come_first() -> None:
+    told = document()
+    told["recommendation"]["settings"] = {"attention": "eager", "allocator": "expandable_segments"}
+    settings = bexp.Recommendation.read(told).settings
+    assert settings == bexp.Settings(attention="eager", allocator="expandable_segments")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ({"recommendation": None}, "nothing is recommended"),
+        ({}, "no micro_batch_size"),
+        ("{", "cannot read"),
+        ("/no/such/file", "cannot read"),
+        ("[1]", "cannot read"),
+        (document(recompute="qkv"), "qkv"),
+    ],
+)
+def test_what_is_no_recommendation_is_refused(source: object, reason: str) -> None:
+    with pytest.raises(RecommendationError, match=reason):
+        bexp.Recommendation.read(source)  # type: ignore[arg-type]
+
+
+def test_another_architecture_is_refused() -> None:
+    with pytest.raises(RecommendationError, match="num_layers is 3, not 2"):
+        bexp.apply(models.tiny("olmoe", num_hidden_layers=3), document())
+    with pytest.raises(RecommendationError, match="no model of transformers"):
+        bexp.apply(torch.nn.Linear(2, 2), document())
+
+
+def test_another_sequence_length_or_version_is_a_warning() -> None:
+    told = document()
+    told["recommendation"]["hardware"] = {"device_name": "cpu", "versions": {"torch": "1.0"}}
+    report = bexp.apply(models.tiny("olmoe"), told, seq_length=7)
+    assert any("sequences of 12 tokens, not 7" in text for text in report.warnings)
+    assert any("torch 1.0" in text for text in report.warnings)
+    with pytest.raises(RecommendationError, match="not 7"):
+        bexp.apply(models.tiny("olmoe"), told, seq_length=7, strict=True)
+
+
+def test_the_allocator_is_set_while_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert set_allocator("expandable_segments") is None
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
+    assert current_allocator() == "expandable_segments"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    told = set_allocator("default")
+    assert told is not None
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:False" in told
+    assert current_allocator() == "expandable_segments"
+
+
+def test_training_arguments_keep_the_effective_batch() -> None:
+    fields = bexp.training_arguments(document(recompute="full"), world_size=2)
+    assert fields == {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "torch_compile": False,
+        "bf16": True,
+    }
+    assert bexp.training_arguments(document())["gradient_checkpointing"] is False
+    with pytest.raises(RecommendationError, match="does not divide"):
+        bexp.training_arguments(document(micro_batch_size=3))
+
+
+def test_importing_bexp_loads_neither_torch_nor_the_service(tmp_path: Path) -> None:
+    for name in ("api", "workers", "storage", "explorer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the folder of somebody else')")
+    root = Path(bexp.__file__).parents[1]
+    code = (
+        f"import sys; sys.path.append({str(root)!r}); import bexp; assert 'torch' not in sys.modules;"
+        "bexp.apply, bexp.Settings, bexp.training_arguments, bexp.explore;"
+        "assert not {'api', 'workers', 'storage', 'explorer'} & set(sys.modules)"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import storage.run_reports
+from explorer.records.run_report import RunReport
+from storage.database import Database
+from storage.jobs import JobNotFoundError
+from storage.queue import Queue
+from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
+from tests.contracts.samples import make_progress, make_report, make_request
+
+REPORT: dict[str, Any] = {
+    "tokens_per_second": 71_500.5,
+    "peak_bytes": 60 << 30,
+    "peak_reserved_bytes": 64 << 30,
+    "steps": 20,
+    "micro_batch_size": 8,
+    "seconds": 12.5,
+    "hardware": "NVIDIA H100 80GB HBM3",
+    "versions": {"torch": "2.11.0"},
+    "finished_at": datetime(2026, 3, 1, 12, tzinfo=UTC),
+}
+
+
+def make(**changes: Any) -> RunReport:
+    return RunReport.model_validate(REPORT | changes)
+
+
+@pytest.fixture
+def job_id(database: Database) -> str:
+    """An exploration that has a recommendation."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    report = make_report()
+    claim = queue.claim("w", device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+    assert claim is not None
+    queue.record(claim.lease, make_progress(0))
+    return job.id
+
+
+def test_reports_are_read_back_in_the_order_of_storing(database: Database, job_id: str) -> None:
+    for steps in (3, 1, 2):
+        stored = insert_run_report(database, job_id, make(steps=steps))
+        assert stored.report.steps == steps
+    found = read_run_reports(database, job_id)
+    assert [(one.seq, one.report.steps) for one in found] == [(1, 3), (2, 1), (3, 2)]
+    assert found[0].report == make(steps=3)
+    assert found[0].received_at.tzinfo is not None
+    assert [one.seq for one in read_run_reports(database, job_id, after=1, limit=1)] == [2]
+
+
+def test_a_report_needs_a_recommendation(database: Database) -> None:
+    with pytest.raises(JobNotFoundError):
+        insert_run_report(database, "nothing", make())
+    job, _ = Queue(database).enqueue(make_request())
+    with pytest.raises(NoAnswerError):
+        insert_run_report(database, job.id, make())
+    assert read_run_reports(database, job.id) == []
+
+
+def test_an_exploration_keeps_a_bounded_number(
+    database: Database, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.run_reports, "MAX_REPORTS", 2)
+    insert_run_report(database, job_id, make())
+    insert_run_report(database, job_id, make())
+    with pytest.raises(TooManyReportsError):
+        insert_run_report(database, job_id, make())
+
+
+def test_reports_that_arrive_at_once_are_all_kept(database: Database, job_id: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda steps: insert_run_report(database, job_id, make(steps=steps)), range(1, 9)))
+    found = read_run_reports(database, job_id)
+    assert [one.seq for one in found] == list(range(1, 9))
+    assert {one.report.steps for one in found} == set(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens_per_second": float("nan")},
+        {"tokens_per_second": 0},
+        {"seconds": float("inf")},
+        {"peak_bytes": -1},
+        {"steps": 0},
+        {"hardware": "a\0b"},
+        {"versions": {f"library{i}": "1" for i in range(33)}},
+        {"finished_at": "2026-03-01T12:00:00"},
+        {"colour": "red"},
+    ],
+)
+def test_a_report_holds_finite_figures_and_bounded_text(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        make(**changes)

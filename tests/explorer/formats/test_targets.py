@@ -1,0 +1,122 @@
+"""A Hugging Face config.json for targets that take it as it came, and keys that change nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from explorer.formats.document import FormatError
+from explorer.formats.request import parse_request
+from explorer.spec.target import TRANSFORMERS
+
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma2",
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "an_invention": 3,
+}
+
+
+def refusal(document: Any, **overrides: Any) -> dict[tuple[str | int, ...], str]:
+    with pytest.raises(FormatError) as caught:
+        parse_request(document, overrides=overrides)
+    return dict(caught.value.errors)
+
+
+def test_a_config_is_kept_as_it_came() -> None:
+    request = parse_request({**GEMMA, "target": "transformers", "batch_size": 16})
+    assert request.hf_config == GEMMA
+    assert request.model is None
+    assert (request.target, request.hf_seq_length, request.batch_size) == ("transformers", 4096, 16)
+
+
+def test_a_nested_config_and_an_overridden_target() -> None:
+    document = {"model": {**GEMMA, "seq_length": 1024, "name": "mine"}}
+    request = parse_request(document, overrides={"target": TRANSFORMERS})
+    assert (request.seq_length, request.model_name) == (1024, "mine")
+    longer = parse_request(document, overrides={"target": TRANSFORMERS, "model.seq_length": 2048})
+    assert longer.seq_length == 2048
+    assert longer.hf_config == {**GEMMA, "_name_or_path": "mine"}
+
+
+def test_the_longest_sequence_of_a_short_model_is_not_exceeded() -> None:
+    short = parse_request({"model_type": "x", "text_config": {"max_position_embeddings": 512}, "target": TRANSFORMERS})
+    assert short.seq_length == 512
+    assert parse_request({"hf_config": {"model_type": "x", "n_positions": 256}}).seq_length == 256
+
+
+def test_a_config_is_translated_for_the_reference_layers() -> None:
+    request = parse_request({"model_type": "llama", "target": "bexp"})
+    assert request.hf_config is None
+    assert request.model.num_layers == 32
+
+
+def test_a_parsed_request_is_parsed_again_as_it_is() -> None:
+    for document in ({**GEMMA, "target": "transformers"}, {"target": "mine"}, {"model_type": "llama", "use_x": False}):
+        request = parse_request(document)
+        assert parse_request(request.model_dump(mode="json")) == request
+
+
+@pytest.mark.parametrize(
+    ("document", "location", "part"),
+    [
+        ({**GEMMA, "auto_map": {"AutoConfig": "x.y"}}, ("auto_map",), "never run"),
+        ({"model": {**GEMMA, "trust_remote_code": True}}, ("model", "trust_remote_code"), "never run"),
+        ({"model": {**GEMMA, "model_type": 3}}, ("model", "model_type"), "kind of model"),
+        ({**GEMMA, "seq_length": 0}, ("seq_length",), "greater than"),
+        ({**GEMMA, "num_query_groups": [1]}, ("num_query_groups",), "model section"),
+        ({"model": None}, ("model",), "mapping"),
+    ],
+)
+def test_faults_are_located_in_the_document(document: Any, location: tuple[str, ...], part: str) -> None:
+    assert part in refusal({**document, "target": "transformers"})[location]
+
+
+def test_only_the_length_of_a_config_can_be_overridden() -> None:
+    errors = refusal(GEMMA, **{"target": "transformers", "model.num_layers": 2})
+    assert "cannot be overridden" in errors["model", "num_layers"]
+
+
+def test_unset_and_default_keys_are_ignored_and_said_once() -> None:
+    unset: dict[str, Any] = {
+        "use_mrope": False,
+        "a": None,
+        "b": 0,
+        "c": "",
+        "d": [],
+        "residual_multiplier": 1.0,
+        "qk_layernorm": {},
+    }
+    request = parse_request({"target": "bexp", "model_type": "llama", **unset})
+    assert request.model == parse_request({"target": "bexp", "model_type": "llama"}).model
+    (notice,) = request.notices
+    assert all(key in notice for key in unset)
+
+
+def test_a_notice_stays_short() -> None:
+    (notice,) = parse_request(
+        {"target": "bexp", "model_type": "llama", **{f"{'k' * 200}{i}": None for i in range(900)}}
+    ).notices
+    assert len(notice) < 1000
+    assert "888 more" in notice
+
+
+@pytest.mark.parametrize("document", [{"model_type": "llama"}, {"model_type": "qwen3_moe"}])
+def test_a_key_that_is_set_stays_refused(document: dict[str, Any]) -> None:
+    assert "known here" in refusal({**document, "target": "bexp", "use_mrope": True})["use_mrope",]
+    assert "multiplier" in refusal({**document, "target": "bexp", "residual_multiplier": 0.5})["residual_multiplier",]
+
+
+@pytest.mark.parametrize("value", [1, None])
+def test_thousands_of_unknown_keys_take_little_time(value: Any) -> None:
+    unknown = {f"key_{i}": value for i in range(8000)}
+    shapes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "seq_length": 8}
+    for document in ({"target": "bexp", "model_type": "llama", **unknown}, {"model": {**shapes, **unknown}}):
+        start = time.process_time()
+        try:
+            parse_request(document)
+        except FormatError as error:
+            assert len(error.errors) <= 50
+        assert time.process_time() - start < 0.25

@@ -1,0 +1,166 @@
+"""Which measurement is worth its seconds most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from explorer.search import acquisition
+from explorer.search.acquisition import MOST_RUNS, NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
+from explorer.search.search_state import SearchState
+from explorer.search.suggestion import Suggestion, measuring_seconds
+from tests.explorer.search.small import candidate, know, measure, small_state
+
+
+def rival_pair(tokens: tuple[float, float], better: float) -> SearchState:
+    """Two candidates that are measured; in a share `better` of the samples the second beats the first by 2%."""
+    state = small_state()
+    know(state, candidate(1), candidate(2))
+    rows = np.array([state.table.row[candidate(1)], state.table.row[candidate(2)]])
+    number = 1000
+    samples = np.full((number, 2), tokens[0])
+    samples[:, 1] = np.where(np.arange(number) < better * number, 1.02 * tokens[0], 0.9 * tokens[0])
+    state.posterior = replace(
+        state.posterior,
+        rows=rows,
+        mean_A=np.array(tokens),
+        composed_NA=samples,
+        tokens_NA=samples,
+        wanted_AP=np.zeros((2, state.table.used_CP.shape[1]), dtype=np.bool_),
+        clear_A=np.array([True, True]),
+    )
+    state.surrogate.log_std_K[:] = 0.01
+    return state
+
+
+def test_nothing_is_suggested_without_contenders() -> None:
+    state = small_state()
+    state.posterior = replace(state.posterior, rows=np.zeros(0, dtype=np.int64))
+    assert suggest_measurement(state) is None
+
+
+def test_before_anything_is_known_it_is_the_most_throughput_a_second() -> None:
+    state = small_state()
+    posterior, found = state.posterior, suggest_measurement(state)
+    assert found is not None
+    costs = measuring_seconds(state.surrogate.device_mean_K)
+    mean = posterior.tokens_NA.mean(axis=0)
+    cost = np.array(
+        [(costs[state.table.columns_CP[r]] * w).sum() for r, w in zip(posterior.rows, posterior.wanted_AP, strict=True)]
+    )
+    assert found.row == posterior.rows[np.argmax(mean / cost)]
+    assert set(found.components) == set(state.missing(found.row))
+    assert not found.again
+    assert found.reason.startswith("expected improvement")
+
+
+def test_a_new_candidate_is_the_one_with_the_highest_expected_improvement_a_second() -> None:
+    state = small_state()
+    know(state, candidate(1))
+    posterior, found = state.posterior, suggest_measurement(state)
+    assert found is not None
+    assert posterior.incumbent is not None
+    own = posterior.tokens_NA[:, posterior.incumbent]
+    gain = np.maximum(0.0, posterior.tokens_NA - own[:, None]).mean(axis=0)
+    costs = measuring_seconds(state.surrogate.device_mean_K)
+    rates = [
+        g / (costs[state.table.columns_CP[r]] * w).sum() if w.any() else 0.0
+        for g, r, w in zip(gain, posterior.rows, posterior.wanted_AP, strict=True)
+    ]
+    assert found.row == posterior.rows[int(np.argmax(rates))]
+    assert found.components == state.wanted(found.row)
+
+
+@pytest.mark.parametrize(("share", "suggested"), [(0.99, False), (1.01, True)])
+def test_an_improvement_below_a_hundredth_of_the_tolerance_is_not_worth_a_trial(share: float, suggested: bool) -> None:
+    state = rival_pair((100.0, 90.0), better=0.0)
+    wanted = np.zeros_like(state.posterior.wanted_AP)
+    wanted[1, 0] = True
+    tokens = np.full((4, 2), 100.0)
+    tokens[:, 1] = 100.0 * (1 + share * NEGLIGIBLE * state.request.tolerance)
+    state.posterior = replace(
+        state.posterior, wanted_AP=wanted, tokens_NA=tokens, composed_NA=tokens, clear_A=np.array([True, False])
+    )
+    assert NEGLIGIBLE == 0.01
+    assert (suggest_measurement(state) is not None) is suggested
+
+
+@pytest.mark.parametrize(("better", "suggested"), [(0.009, False), (0.01, True), (0.3, True)])
+def test_a_rival_that_is_hardly_ever_better_is_not_run_again(better: float, suggested: bool) -> None:
+    found = suggest_measurement(rival_pair((100.0, 99.0), better))
+    assert (found is not None) is suggested
+    if found is not None:
+        assert found.again
+        assert found.reason == f"another run: a rival is better with probability {better:.2f}"
+
+
+def test_another_run_measures_what_most_blurs_the_difference() -> None:
+    state = rival_pair((100.0, 99.0), 0.3)
+    noisy = next(c for c in state.table.decompositions[state.posterior.rows[1]].components if c.kind.value == "head")
+    state.surrogate.log_std_K[:] = 1e-5
+    state.surrogate.log_std_K[state.table.column[noisy]] = 0.1
+    found = suggest_measurement(state)
+    assert found is not None
+    assert found.components == (noisy,)
+    assert found.row == state.posterior.rows[1]
+
+
+def test_what_both_candidates_have_in_common_is_never_run_again() -> None:
+    state = rival_pair((100.0, 99.0), 0.3)
+    components = [set(state.table.decompositions[row].components) for row in state.posterior.rows]
+    found = suggest_measurement(state)
+    assert found is not None
+    assert not set(found.components) & components[0] & components[1]
+
+
+def test_components_that_tell_half_as_much_are_run_with_the_one_that_tells_most() -> None:
+    assert TELLING_SHARE == 0.5
+    state = rival_pair((100.0, 99.0), 0.3)
+    row = int(state.posterior.rows[1])
+    shares = state.table.step_shares(state.surrogate.device_mean_K, np.array([row]))[0]
+    used = [p for p in np.flatnonzero(state.table.used_CP[row]) if shares[p] > 0][:3]
+    columns = state.table.columns_CP[row]
+    state.surrogate.log_std_K[:] = 0.0
+    for p, blur in zip(used, (1.0, 0.51, 0.49), strict=True):
+        state.surrogate.log_std_K[columns[p]] = 0.01 * blur / shares[p]
+    found = suggest_measurement(state)
+    assert found is not None
+    assert set(found.components) == {state.table.components[columns[p]] for p in used[:2]}
+
+
+def test_no_component_is_run_more_than_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MOST_RUNS == 4
+    assert RIVALS == 3
+    state = rival_pair((100.0, 99.0), 0.3)
+    counts: dict[object, int] = {}
+    monkeypatch.setattr(state, "count_attempts", lambda component: counts.get(component, 3))
+    assert suggest_measurement(state) is not None
+    counts.update(dict.fromkeys(state.table.components, 4))
+    assert suggest_measurement(state) is None
+    counts.update(dict.fromkeys(state.table.components, 0))
+    assert suggest_measurement(state) is None, "what was never run is no repeat"
+
+
+def test_the_option_with_the_higher_gain_a_second_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = small_state()
+    know(state, candidate(1))
+    first, second = (Suggestion(row, ()) for row in (0, 1))
+    monkeypatch.setattr(acquisition, "_new_candidate", lambda *_: acquisition._Option(2.0, first))
+    for rate, expected in ((1.0, first), (3.0, second)):
+        monkeypatch.setattr(acquisition, "_repeated_run", lambda *_, r=rate: acquisition._Option(r, second))
+        assert suggest_measurement(state) is expected
+
+
+def test_a_trial_in_flight_is_not_suggested_again() -> None:
+    state = small_state()
+    know(state, candidate(1))
+    first = suggest_measurement(state)
+    assert first is not None
+    state.expect(99, first)
+    second = suggest_measurement(state)
+    assert second is None or not set(second.components) & set(first.components)
+    of = state.table.candidates[first.row]
+    state.learn_trials([(99, measure(state, first.components, of))])
+    assert state.expecting_pending() is state

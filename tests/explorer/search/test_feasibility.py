@@ -1,0 +1,141 @@
+"""What a failure rules out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
+from explorer.search.feasibility import Failures, at_least
+from explorer.surrogate.observations import ObservationLog
+from tests.explorer.search.small import candidate, measure, small_state
+
+
+def attention(size: int, **changes: Any) -> Component:
+    made = {"kind": ComponentKind.ATTENTION, "micro_batch_size": size, "backend": "flash", "num_query_groups": 4}
+    return Component.model_validate({**made, **changes})
+
+
+@pytest.mark.parametrize(("size", "fails"), [(1, False), (3, False), (4, True), (6, True)])
+def test_a_size_that_failed_rules_out_itself_and_larger_ones(size: int, fails: bool) -> None:
+    assert at_least(attention(size), attention(4)) is fails
+
+
+@pytest.mark.parametrize(("tile", "fails"), [(1, False), (2, True), (4, True)])
+def test_a_tile_that_failed_rules_out_itself_and_larger_ones(tile: int, fails: bool) -> None:
+    assert at_least(attention(8, bta_tile=tile), attention(4, bta_tile=2)) is fails
+    assert not at_least(attention(2, bta_tile=tile), attention(4, bta_tile=2))
+
+
+def test_an_equal_size_and_tile_of_another_batch_layout_is_ruled_out() -> None:
+    assert at_least(attention(4, bta_tile=2), attention(4, bta_tile=2))
+    assert not at_least(attention(8), attention(4, bta_tile=2))
+    assert not at_least(attention(8, bta_tile=4), attention(4))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"backend": "cudnn"},
+        {"num_query_groups": 2},
+        {"recompute": BlockRecompute.FULL},
+        {"kind": ComponentKind.HEAD, "backend": None, "num_query_groups": None},
+    ],
+)
+def test_another_sort_of_component_is_not_ruled_out(other: dict[str, Any]) -> None:
+    assert not at_least(attention(8, **other), attention(4))
+
+
+def test_recomputation_helps_where_memory_was_short_and_not_where_it_crashed() -> None:
+    recomputed = attention(4, recompute=BlockRecompute.FULL)
+    assert not at_least(recomputed, attention(4))
+    assert at_least(recomputed, attention(4), broken=True)
+    assert not at_least(attention(4), recomputed, broken=True)
+
+
+def test_a_component_without_a_size_is_ruled_out_by_itself_alone() -> None:
+    optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
+    assert at_least(optimizer, optimizer)
+    assert not at_least(optimizer, Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=1))
+
+
+def failed(component: Component | None, outcome: Outcome = Outcome.OUT_OF_MEMORY) -> Measurement:
+    return Measurement(candidate=candidate(4), outcome=outcome, reason="why", failed_component=component)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.CONTAMINATED])
+def test_a_trial_that_ran_is_no_failure(outcome: Outcome) -> None:
+    failures = Failures()
+    failures.learn(Measurement(candidate=candidate(), outcome=outcome))
+    assert len(failures) == 0
+
+
+def test_a_failed_component_rules_out_the_candidates_that_use_it_or_a_larger_one() -> None:
+    state, failures = small_state(), Failures()
+    component = next(
+        c
+        for c in state.table.components
+        if c.kind is ComponentKind.ATTENTION and c.micro_batch_size == 2 and c.backend == "cudnn"
+    )
+    failures.learn(failed(component))
+    assert len(failures) == 1
+    assert failures.components == {component: "why"}
+    failing = failures.failing(state.table, ObservationLog())
+    expected = [any(at_least(c, component) for c in d.components) for d in state.table.decompositions]
+    assert failing.tolist() == expected
+    assert 0 < sum(expected) < len(expected)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ruled_out"), [(Outcome.CRASHED, True), (Outcome.TIMED_OUT, True), (Outcome.OUT_OF_MEMORY, False)]
+)
+def test_only_faults_rule_out_recomputation(outcome: Outcome, ruled_out: bool) -> None:
+    failures = Failures()
+    failures.learn(failed(attention(4), outcome))
+    assert failures._fails(attention(4, recompute=BlockRecompute.FULL), ObservationLog()) is ruled_out
+
+
+def test_a_component_that_was_measured_does_not_fail() -> None:
+    state, failures = small_state(), Failures()
+    row = state.table.row[candidate(4)]
+    component = state.missing(row)[1]
+    log = ObservationLog()
+    log.add(0, measure(state, (component,), candidate(4)).components)
+    failures.learn(failed(component))
+    assert not failures._fails(component, log)
+
+
+def test_a_component_that_is_always_contaminated_counts_as_failed() -> None:
+    state, failures, log = small_state(), Failures(), ObservationLog()
+    component = state.missing(0)[1]
+    shared = (
+        measure(state, (component,), candidate())
+        .components[0]
+        .model_copy(update={"conditions": Conditions(foreign_processes=1)})
+    )
+    for number in range(CONTAMINATED_ATTEMPTS):
+        assert not failures.failing(state.table, log)[0]
+        log.add(number, [shared])
+    assert failures.failing(state.table, log)[0]
+
+
+def test_a_candidate_that_failed_as_a_whole_is_rejected_alone() -> None:
+    state, failures = small_state(), Failures()
+    failures.learn(failed(None))
+    failures.learn(failed(None).model_copy(update={"reason": "later"}))
+    assert failures.candidates == {candidate(4): "why"}
+    required = np.arange(len(state.table.candidates), dtype=float)
+    rejected = failures.rejected(state.table, required)
+    assert np.flatnonzero(rejected).tolist() == [state.table.row[candidate(4)]]
+
+
+def test_a_whole_model_that_was_too_large_rejects_all_that_need_as_much() -> None:
+    state, failures = small_state(), Failures()
+    failures.reject(candidate(2), "too large", too_large=True)
+    required = np.arange(len(state.table.candidates), dtype=float)
+    row = state.table.row[candidate(2)]
+    assert failures.rejected(state.table, required).tolist() == [i >= row for i in range(len(required))]
+    assert not failures.failing(state.table, ObservationLog()).any()

@@ -1,0 +1,82 @@
+"""All runs of a component."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.records.measurement import ComponentMeasurement, Conditions
+from explorer.surrogate.observations import ComponentObservations, ObservationLog
+
+HEAD = Component(kind=ComponentKind.HEAD, micro_batch_size=2)
+
+
+def run(device: float = 2.0, **changes: Any) -> ComponentMeasurement:
+    made = {
+        "component": HEAD,
+        "device_seconds": device,
+        "host_seconds": 0.5,
+        "forward_device_seconds": device / 4,
+        "standard_error_seconds": 0.1,
+        "repeats": 5,
+        "saved_bytes": 10,
+        "forward_peak_bytes": 20,
+        "backward_peak_bytes": 30,
+    }
+    return ComponentMeasurement.model_validate({**made, **changes})
+
+
+def observe(*runs: ComponentMeasurement) -> ComponentObservations:
+    return ComponentObservations(runs)
+
+
+def test_times_are_averaged_as_logarithms() -> None:
+    found = observe(run(1.0), run(4.0, host_seconds=2.0))
+    assert np.exp(found.log_seconds) == pytest.approx(2.0)
+    assert found.squared_deviations == pytest.approx(2 * np.log(2) ** 2)
+    assert found.host_seconds == pytest.approx(1.0)
+    assert found.first.device_seconds == 1.0
+    assert found.component == HEAD
+
+
+def test_the_stated_error_is_relative_and_averaged_as_a_variance() -> None:
+    found = observe(run(1.0), run(2.0))
+    assert found.variance_within == pytest.approx((0.1**2 + 0.05**2) / 2)
+
+
+def test_shares_and_slowdowns_are_averaged_over_the_runs_that_state_them() -> None:
+    found = observe(run(), run(forward_device_seconds=1.0, slowdown=0.2), run(slowdown=0.4))
+    assert found.forward_share == pytest.approx((0.25 + 0.5 + 0.25) / 3)
+    assert found.slowdown == pytest.approx(0.3)
+    assert observe(run()).slowdown is None
+
+
+def test_host_overhead_comes_from_runs_that_state_both_of_its_parts() -> None:
+    found = observe(run(), run(host_seconds=0.2, host_once_seconds=0.1), run(host_seconds=0.4, host_once_seconds=0.3))
+    assert found.host_overhead == pytest.approx((0.3, 0.2))
+    assert observe(run()).host_overhead == (0.0, 0.0)
+
+
+def test_a_block_waits_if_every_run_has_one_time() -> None:
+    assert observe(run(host_seconds=2.0)).waits
+    assert not observe(run(host_seconds=2.0), run()).waits
+
+
+def test_bytes_are_the_most_that_any_run_took() -> None:
+    found = observe(run(saved_bytes=11, forward_peak_bytes=1), run(forward_peak_bytes=21, backward_peak_bytes=5))
+    assert found.sizes == (11, 21, 30)
+
+
+def test_contaminated_runs_are_counted_and_not_kept() -> None:
+    log = ObservationLog()
+    shared = run(conditions=Conditions(foreign_processes=1))
+    assert not log.add(0, [shared])
+    assert not log.add(0, [shared])
+    assert not log.add(1, [shared])
+    assert log.add(2, [run()])
+    assert (log.count(HEAD), log.count_contaminated(HEAD), log.count_attempts(HEAD)) == (1, 2, 3)
+    assert log.num_contaminated == 2
+    assert log.runs[HEAD].runs == (run(),)

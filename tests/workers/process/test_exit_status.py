@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from explorer.records.measurement import Outcome
+from workers.process.exit_status import classify_exit, describe_status, name_ended
+from workers.process.protocol import RankLost
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(3, "exited with status 3"), (-11, "was killed by SIGSEGV"), (-99, "was killed by signal 99")]
+)
+def test_an_exit_status_is_described_in_words(status: int, words: str) -> None:
+    assert describe_status(status) == words
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "kernel_killed", "outcome"),
+    [
+        (-signal.SIGKILL, "", True, Outcome.OUT_OF_MEMORY),
+        (-signal.SIGKILL, "", False, Outcome.CRASHED),
+        (-signal.SIGABRT, "terminate called: std::bad_alloc", False, Outcome.OUT_OF_MEMORY),
+        (1, "RuntimeError: Cannot allocate memory", False, Outcome.OUT_OF_MEMORY),
+        (-signal.SIGSEGV, "Fatal Python error", True, Outcome.CRASHED),
+    ],
+)
+def test_the_end_of_a_process_is_the_outcome_of_its_trial(
+    status: int, output: str, kernel_killed: bool, outcome: Outcome
+) -> None:
+    found, reason = classify_exit("the profiler process", status, output, kernel_killed)
+    assert found is outcome
+    assert reason.startswith(f"the profiler process {describe_status(status)}")
+    assert output in reason
+
+
+def test_a_lost_rank_ended_before_its_group() -> None:
+    assert name_ended(-9, None) == ("the profiler process", -9)
+    lost = RankLost(rank=1, device="cuda:1", status=-11)
+    assert name_ended(-9, lost) == ("rank 1 (cuda:1)", -11)

@@ -1,0 +1,88 @@
+"""The pool on a stand-in for Ray: who is admitted, what is lost, and what begins again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from explorer.records.measurement import Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from tests.contracts.samples import make_candidate, make_report, make_request
+from tests.workers.ray.fake_cluster import FakeRay, UnlikeProfilers
+from tests.workers.ray.fakes import BROKEN, CRASHING, open_fake
+from workers.process.interface import ProfilerError
+from workers.ray.pool import MOST_LOSSES, RayDevicePool
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    return fake
+
+
+@pytest.fixture
+def pool(ray: FakeRay) -> Iterator[RayDevicePool]:
+    pool = RayDevicePool("auto", ("cpu",), open_profiler=open_fake)
+    pool.start()
+    pool.begin(make_request())
+    yield pool
+    pool.close()
+
+
+def plan(number: int, size: int = 1) -> TrialPlan:
+    return TrialPlan(
+        number=number,
+        kind=TrialKind.COMPONENTS,
+        model=make_request().model,
+        candidate=make_candidate(size),
+        timeout_seconds=5.0,
+    )
+
+
+def await_capacity(pool: RayDevicePool, number: int) -> None:
+    deadline = time.monotonic() + 10
+    while pool.capacity < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_each_device_runs_a_trial(pool: RayDevicePool) -> None:
+    await_capacity(pool, 2)
+    assert pool.hardware() == make_report().hardware
+    for number in range(4):
+        pool.submit(plan(number))
+    assert sorted(pool.wait()[0].number for _ in range(4)) == [0, 1, 2, 3]
+    assert pool.measure(plan(4, CRASHING)).outcome is Outcome.CRASHED
+    assert pool.restarts == 1
+    assert pool.take_events() == []
+
+
+def test_a_trial_that_loses_every_actor_has_that_as_its_outcome(pool: RayDevicePool, ray: FakeRay) -> None:
+    found = pool.measure(plan(0, BROKEN))
+    assert found.outcome is Outcome.CRASHED
+    assert f"{MOST_LOSSES + 1} devices of the cluster were lost" in (found.reason or "")
+    assert "the device is broken" in (found.reason or "")
+    assert len(pool.take_events()) == ray.num_killed == MOST_LOSSES + 1
+    assert pool.measure(plan(1)).outcome is Outcome.OK
+
+
+def test_a_device_unlike_the_first_is_left_out_with_an_event(ray: FakeRay) -> None:
+    pool = RayDevicePool("auto", ("cpu",), open_profiler=UnlikeProfilers())
+    pool.start()
+    deadline = time.monotonic() + 10
+    while not (events := pool.take_events()) and time.monotonic() < deadline:
+        assert pool.capacity == 1
+    assert "is left out: its hardware is" in events[0].message
+    pool.close()
+    assert ray.num_killed == 2
+
+
+def test_a_cluster_without_such_a_device_is_an_error(ray: FakeRay) -> None:
+    pool = RayDevicePool("auto", ("cuda:0", "cuda:1"))
+    with pytest.raises(ProfilerError, match="has no GPU"):
+        pool.start()
+    pool.close()

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from workers.targets.transformers.model import BuildSettings
+from workers.targets.transformers.resolved import ResolvedModel, resolve
+
+pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+SLIDING = {
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 160,
+    "sliding_window": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def resolved() -> ResolvedModel:
+    return resolve(SLIDING, 24)
+
+
+def test_layers_that_differ_by_their_mask_alone_are_different_kinds(resolved: ResolvedModel) -> None:
+    sliding, full = "Gemma3DecoderLayer[sliding_attention]", "Gemma3DecoderLayer[full_attention]"
+    assert resolved.kinds == (sliding, sliding, full)
+    builder = resolved.builder(CPU)
+    mask = builder.layer(sliding, 2).kwargs["attention_mask"]
+    assert mask.sum() < 2 * 24 * 25 / 2  # the window hides what a causal mask shows
+
+
+def test_parts_hold_every_parameter_of_the_model_once(resolved: ResolvedModel) -> None:
+    described = resolved.describe()
+    inside = sum(kind["num_parameters"] * kind["count"] for kind in described["kinds"])
+    whole = resolved.builder(CPU).whole()
+    assert inside + described["shell"]["num_parameters"] == sum(p.numel() for p in whole.parameters())
+    assert described["num_parameters"] == sum(p.numel() for p in whole.parameters())
+    assert described["shell"]["tied_weights"]
+    assert described["by_parts"]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("pure", torch.bfloat16), ("autocast", torch.float32)])
+def test_a_layer_and_the_shell_run_forward_and_backward(
+    resolved: ResolvedModel, precision: str, dtype: torch.dtype
+) -> None:
+    settings = BuildSettings(precision="pure" if precision == "pure" else "autocast")
+    builder = resolved.builder(CPU, settings, padding="left")
+    part = builder.layer(resolved.kinds[0], 3)
+    part.backward(part.forward())
+    assert part.hidden.shape == (3, 24, 64)
+    assert part.hidden.grad is not None
+    assert all(p.dtype == dtype and p.grad is not None and p.grad.isfinite().all() for p in part.module.parameters())
+    part.clear_gradients()
+    assert part.hidden.grad is None
+    shell = builder.shell(3)
+    loss = shell.forward()
+    loss.backward()
+    assert loss.isfinite()
+    assert shell.model.get_input_embeddings().weight.grad is not None
+
+
+def test_preparation_reaches_every_model_that_is_built() -> None:
+    def freeze(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("self_attn" in name)
+
+    resolved = resolve(SLIDING, 24, settings=BuildSettings(prepare=freeze))
+    figures = resolved.kind_figures[0]
+    assert 0 < figures.num_trainable_parameters < figures.num_parameters
+    part = resolved.builder(CPU).layer(resolved.kinds[0], 1)
+    part.backward(part.forward())
+    assert {name.split(".")[0] for name, p in part.module.named_parameters() if p.grad is not None} == {"self_attn"}
+
+
+def test_an_unknown_kind_is_a_key_error(resolved: ResolvedModel) -> None:
+    with pytest.raises(KeyError):
+        resolved.builder(CPU).layer("NoSuchLayer", 1)

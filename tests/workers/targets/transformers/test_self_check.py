@@ -1,0 +1,40 @@
+"""A representative dozen of the library's types, by parts, against the whole model."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.targets.transformers.config import resolve_config
+from workers.targets.transformers.kinds import find_layers, kind_names
+from workers.targets.transformers.model import META, BuildSettings, build_model
+from workers.targets.transformers.self_check import PARTS, self_check
+from workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
+
+pytest.importorskip("transformers")
+
+DENSE = ("llama", "gpt2", "gpt_neox", "gemma2", "gemma3_text", "phi3", "bloom", "mamba", "diffllama")
+EXPERTS = ("olmoe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize("model_type", (*DENSE, *EXPERTS))
+def test_parts_compute_what_the_whole_model_computes(model_type: str) -> None:
+    resolved = resolve_config({"model_type": model_type}, TINY_SEQ_LENGTH)
+    model = build_model(resolved, BuildSettings(), META)
+    check = self_check(tiny_config(resolved, kind_names(find_layers(model), model.config)))
+
+    assert {name: check.failures.get(name) for name in PARTS} == dict.fromkeys(PARTS)
+    assert "padded_text" not in check.failures
+    assert "checkpointing" not in check.failures
+    assert ("experts_interface" not in check.failures) == (model_type in EXPERTS)
+    assert ("batch_tiles" in check.failures) == (model_type == "bloom")  # alibi is laid out batch x heads first
+    assert all(check.saved_bytes_per_token[kind] > 0 for kind in check.kinds)
+
+
+def test_layers_that_a_model_calls_repeatedly_are_measured_whole() -> None:
+    resolved = resolve_config({"model_type": "hrm_text"}, TINY_SEQ_LENGTH)
+
+    check = self_check(tiny_config(resolved))
+
+    assert check.runs
+    assert not check.by_parts
+    assert "times in a forward pass" in check.failures["layers"]

@@ -1,0 +1,209 @@
+"""A raw configuration, resolved and described: what the search needs to know of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers.targets.transformers.batch import Padding
+from workers.targets.transformers.builder import PartsBuilder
+from workers.targets.transformers.config import (
+    MAX_LAYERS,
+    ResolvedConfig,
+    UnsupportedModelError,
+    one_line,
+    quiet_library,
+    resolve_config,
+)
+from workers.targets.transformers.feature_checks import find_experts
+from workers.targets.transformers.kinds import find_layers, kind_names
+from workers.targets.transformers.model import META, BuildSettings, build_model
+from workers.targets.transformers.parts import (
+    KindFigures,
+    ShellFigures,
+    dtype_bytes,
+    kind_figures,
+    matrix_width,
+    shell_figures,
+)
+from workers.targets.transformers.positions import require_positions
+from workers.targets.transformers.self_check import FEATURES, SelfCheck, self_check
+from workers.targets.transformers.tiny import tiny_config
+
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+
+
+def resolve(
+    raw: Mapping[str, Any],
+    seq_length: int,
+    *,
+    settings: BuildSettings | None = None,
+    max_layers: int = MAX_LAYERS,
+    max_parameters: int | None = None,
+) -> ResolvedModel:
+    """The model that `raw` (a config.json's content) describes, built on the meta device.
+
+    UnsupportedModelError, with the library's version, if it cannot be built, is larger than allowed, or has no
+    positions for `seq_length` tokens.
+    """
+    config = resolve_config(raw, seq_length, max_layers=max_layers)
+    require_positions(config)
+    settings = settings or BuildSettings()
+    model = build_model(config, settings, META)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if max_parameters is not None and count > max_parameters:
+        raise UnsupportedModelError(f"{count} parameters; at most {max_parameters} are allowed")
+    return ResolvedModel(config, settings, model)
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model of the installed library, known by its parts.
+
+    config: the resolved configuration
+    model:  the model on the meta device
+    """
+
+    config: ResolvedConfig
+    settings: BuildSettings
+    model: Any
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """The layers on the meta device; empty if the model has no list of layers."""
+        try:
+            return find_layers(self.model)
+        except UnsupportedModelError:
+            return []
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, in the model's order."""
+        return tuple(kind_names(self.layers, self.model.config)) if self.layers else ()
+
+    @cached_property
+    def check(self) -> SelfCheck:
+        """What a tiny model of this type can do; the check runs on the CPU for some seconds, at first use."""
+        try:
+            return self_check(self._tiny)
+        except UnsupportedModelError as error:
+            return SelfCheck(failures=dict.fromkeys(FEATURES, f"the tiny model does not build: {error.reason}"))
+
+    @cached_property
+    def kind_figures(self) -> tuple[KindFigures, ...]:
+        """The figures of each kind, in order of first occurrence."""
+        return tuple(self._figures(name) for name in dict.fromkeys(self.kinds))
+
+    @cached_property
+    def shell_figures(self) -> ShellFigures:
+        """The figures of what is outside the layers."""
+        return shell_figures(self.model, self.layers, self.model.config.get_text_config(decoder=True))
+
+    @property
+    def attention_implementations(self) -> dict[str, str | None]:
+        """The library's attention implementations: None for one that can be set, else why it cannot."""
+        return {name: self._refusal("get_correct_attn_implementation", name) for name in _ATTENTION}
+
+    @property
+    def experts_implementations(self) -> dict[str, str | None]:
+        """The library's experts implementations: None for one that can be set; empty for a model without experts."""
+        if not find_experts(self.model):
+            return {}
+        return {name: self._refusal("get_correct_experts_implementation", name) for name in _EXPERTS}
+
+    def builder(
+        self, device: torch.device, settings: BuildSettings | None = None, *, padding: Padding = "none"
+    ) -> PartsBuilder:
+        """Makes this model's parts on `device`; settings other than the resolved ones may change how they compute."""
+        return PartsBuilder(
+            self.config,
+            self.kinds,
+            device,
+            settings or self.settings,
+            padding=padding,
+            followed_outputs=self._followed_outputs(),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Everything above as JSON."""
+        parameters = {id(parameter): parameter for parameter in self.model.parameters()}.values()
+        return {
+            "model_type": self.config.model_type,
+            "model_class": self.config.model_class.__name__,
+            "library": {"transformers": self.config.version, "torch": torch.__version__},
+            "ignored": list(self.config.ignored),
+            "seq_length": self.config.seq_length,
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "num_trainable_parameters": sum(one.numel() for one in parameters if one.requires_grad),
+            "layer_order": list(self.kinds),
+            "kinds": [figures.as_dict() for figures in self.kind_figures],
+            "shell": self.shell_figures.as_dict(),
+            "by_parts": self.check.by_parts and bool(self.kinds),
+            "features": {name: self.check.failures.get(name) for name in FEATURES},
+            "attention_implementations": self.attention_implementations,
+            "experts_implementations": self.experts_implementations,
+        }
+
+    @cached_property
+    def _tiny(self) -> ResolvedConfig:
+        return tiny_config(self.config, self.kinds)
+
+    @cached_property
+    def _tiny_layers(self) -> list[nn.Module]:
+        return find_layers(build_model(self._tiny, BuildSettings(dtype=torch.float32), META))
+
+    def _figures(self, name: str) -> KindFigures:
+        indices = [index for index, kind in enumerate(self.kinds) if kind == name]
+        config = self.model.config.get_text_config(decoder=True)
+        number = dtype_bytes(self.settings.dtype)
+        hidden = self._hidden_per_token(config) * number
+        return kind_figures(
+            name,
+            indices,
+            self.layers[indices[0]],
+            config,
+            seq_length=self.config.seq_length,
+            saved_bytes_per_token=self._saved_bytes(indices[0], config, number),
+            hidden_bytes_per_token=hidden,
+        )
+
+    def _hidden_per_token(self, config: Any) -> int:
+        """The tiny model's hidden states, with the full model's width."""
+        tiny_width = self._tiny.text_config.hidden_size if self.check.hidden_per_token else 0
+        streams = self.check.hidden_per_token // tiny_width if tiny_width else 1
+        return max(streams, 1) * int(config.hidden_size)
+
+    def _saved_bytes(self, index: int, config: Any, number: int) -> float | None:
+        """What the tiny layer of the same place keeps, scaled to the full layer's widths and number format."""
+        if index >= len(self.check.kinds):
+            return None
+        kept = self.check.saved_bytes_per_token.get(self.check.kinds[index])
+        tiny_width = matrix_width(self._tiny_layers[index], self._tiny.text_config)
+        if kept is None or not tiny_width:
+            return None
+        return kept / 4 * number * matrix_width(self.layers[index], config) / tiny_width
+
+    def _followed_outputs(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        for index, kind in enumerate(self.kinds):
+            if index < len(self.check.kinds) and kind not in found:
+                places = self.check.followed_outputs.get(self.check.kinds[index])
+                if places:
+                    found[kind] = places
+        return found
+
+    def _refusal(self, method: str, name: str) -> str | None:
+        if method.endswith("experts_implementation") and not self.model._can_set_experts_implementation():
+            return f"{type(self.model).__name__} does not take the experts interface"
+        try:
+            with quiet_library():
+                getattr(self.model, method)(name)
+        except (ValueError, ImportError, RuntimeError) as error:
+            return one_line(error)
+        return None

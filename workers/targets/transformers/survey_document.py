@@ -1,0 +1,94 @@
+"""The survey's rows as a page to read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+_HEADINGS = {
+    "parts": "Measured by parts",
+    "whole": "Measured whole",
+    "not": "Not measured",
+}
+_ABOUT = {
+    "parts": "One layer of each kind, and the shell around the layers, compute what the whole model computes: outputs "
+    "and every gradient are equal in float32, at micro-batches of 1 and 2.",
+    "whole": "The model trains, but its parts do not add up to it. Every candidate is measured on the whole model.",
+    "not": "The model does not train at a tiny size on the CPU.",
+}
+_COLUMNS = {
+    "padded_text": "padded text",
+    "checkpointing": "checkpointing by layer",
+    "batch_tiles": "batch tiles",
+    "experts_interface": "experts interface",
+}
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The page for a survey's JSON document, in Markdown."""
+    rows: Mapping[str, Mapping[str, Any]] = document["models"]
+    counts = Counter(row["status"] for row in rows.values())
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    lines = [
+        "# Causal language models of transformers",
+        "",
+        f"Generated from `models.json` ({versions}) by `python -m workers.targets.transformers.survey`. Do not edit.",
+        "",
+        f"The library knows {len(rows)} types. {counts['parts']} are measured by parts, {counts['whole']} are measured "
+        f"whole, {counts['not']} are not measured. Each was built from its class's defaults at a tiny size.",
+        "",
+    ]
+    for status, heading in _HEADINGS.items():
+        chosen = {name: row for name, row in rows.items() if row["status"] == status}
+        lines += [f"## {heading} ({len(chosen)})", "", _ABOUT[status], ""]
+        lines += _table(chosen) if status == "parts" else _reasons(chosen)
+    return "\n".join(lines + _missing(rows))
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = [
+        f"| type | class | kinds of layer | {' | '.join(_COLUMNS.values())} | tied weights |",
+        f"| --- | --- | --- |{' --- |' * len(_COLUMNS)} --- |",
+    ]
+    for name, row in rows.items():
+        cells = [_cell(row, feature) for feature in _COLUMNS]
+        tied = "yes" if row["tied_weights"] else "no"
+        lines.append(f"| {name} | {row['model_class']} | {len(row['kinds'])} | {' | '.join(cells)} | {tied} |")
+    return [*lines, ""]
+
+
+def _cell(row: Mapping[str, Any], feature: str) -> str:
+    if feature in row["features"]:
+        return "yes"
+    return "-" if feature == "experts_interface" and not row["has_experts"] else "no"
+
+
+def _reasons(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = ["| type | class | why |", "| --- | --- | --- |"]
+    for name, row in rows.items():
+        lines.append(f"| {name} | {row.get('model_class', '')} | {_escaped(_reason(row))} |")
+    return [*lines, ""]
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    if "reason" in row:
+        return str(row["reason"])
+    failures: Mapping[str, str] = row["failures"]
+    return next(reason for reason in failures.values() if not reason.startswith("needs "))
+
+
+def _missing(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The features that a type measured by parts lacks, with the reasons."""
+    lines = ["## Missing features", "", "| type | feature | why |", "| --- | --- | --- |"]
+    for name, row in rows.items():
+        if row["status"] != "parts":
+            continue
+        for feature, reason in row["failures"].items():
+            if feature != "experts_interface" or row["has_experts"]:
+                lines.append(f"| {name} | {feature.replace('_', ' ')} | {_escaped(reason)} |")
+    return [*lines, ""]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
