@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bexp.measure import memory
 from bexp.measure.memory import ActivationBytes, measure_memory
-from bexp.measure.memory_meters import ByteMeter
+from bexp.measure.memory_meters import ByteMeter, byte_meter
 from bexp.measure.passes import ModulePasses
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.spec.request import ExplorationRequest
@@ -131,7 +131,7 @@ def test_outputs_of_every_shape_are_run_backward_through(shape: tuple[int, ...])
 
 def test_bytes_are_counted_from_the_level_before_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A meter of a device on which something lies already, as on a GPU."""
-    plain = memory.byte_meter
+    plain = byte_meter
 
     def shifted(device: torch.device, existing: Iterable[Tensor]) -> ByteMeter:
         meter = plain(device, existing)
