@@ -118,10 +118,10 @@ class RecommendationResource(BaseModel):
         Field(description="The version of the library whose code was measured; null for the reference layers."),
     ]
     allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
-    hardware: Annotated[HardwareSpec | None, Field(description="What the figures were measured on.")]
-    request: Annotated[ExplorationRequest | None, Field(description="What was asked; `bexp.apply` needs it.")]
     recommendation: Recommendation | None
     answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
+    hardware: Annotated[HardwareSpec | None, Field(description="What the figures were measured on.")] = None
+    request: Annotated[ExplorationRequest | None, Field(description="What was asked; `bexp.apply` needs it.")] = None
 
     @classmethod
     def of(cls, job: Job) -> Self:
