@@ -185,7 +185,9 @@ class TransformersTarget:
                 name = f"sdpa:{backend}"
                 only_when_named = backend == "math" or name == same
                 if only_when_named and name not in asked:
-                    reason: str | None = f"sdpa takes {backend} here" if name == same else "it keeps all scores: name it to try it"
+                    reason: str | None = (
+                        f"sdpa takes {backend} here" if name == same else "it keeps all scores: name it to try it"
+                    )
                 else:
                     reason = self._refusal(Settings(attention=name))
                 found.append(
