@@ -18,9 +18,7 @@ from tests.explorer.simulator import SimulatedDevice, report
 
 
 def run(device: SimulatedDevice, history: tuple[Trial, ...] = ()) -> list[Progress]:
-    steps = explore(
-        device.request, report(memory_gib=40), device, history=history, clock=lambda: 0.0, prune=pruned
-    )
+    steps = explore(device.request, report(memory_gib=40), device, history=history, clock=lambda: 0.0, prune=pruned)
     return list(steps)
 
 
