@@ -71,6 +71,8 @@ class Session:
     def _begin(self, command: Begin) -> None:
         request, hardware = command.request, command.hardware
         self._request, self._target = request, None
+        self._instruments.settle(release=True)
+        self._instruments.use_allocator(request.allocator)
         try:
             self._target = open_target(request, self._instruments)
             report = self._target.report(hardware)
