@@ -3,7 +3,7 @@
 pip install --target FOLDER mutmut libcst coverage    # no dependencies of the project
 PYTHONPATH=FOLDER python -m benchmarks.mutation --sample 400 --seed 1 --out benchmarks/results/mutation.json
 
-1. The tests run once. Which lines each test reaches, and how long it takes, is kept in WORK/reached.json.
+1. The tests run once. Which lines each test reaches, and how long it takes, is kept below WORK/reached.
 2. The seed draws the sample from all mutants, see `benchmarks.mutation.mutants`.
 3. For each mutant, a process runs the tests that reach its statement: those of its module first, then the quickest,
    until `--test-seconds` are spent. A process that fails, dies or runs out of processor time kills the mutant.
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         importlib.import_module(name)
     trees = [copy_tree(commit) for _ in range(options.processes)]
     try:
-        reached = find_reached(options.work / "reached.json", trees)
+        reached = find_reached(options.work / "reached", trees)
         every, excluded = find_all(trees[0])
         drawn = np.random.default_rng(options.seed).choice(len(every), options.sample, replace=False)
         sample = [every[index] for index in drawn]

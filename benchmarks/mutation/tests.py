@@ -6,11 +6,13 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from benchmarks.mutation.mutants import Mutant
-from benchmarks.mutation.processes import ROOT, in_lanes, in_process
+from benchmarks.mutation.processes import in_lanes, in_process
 
 FOLDERS = ("explorer/search", "explorer/surrogate", "explorer/cost_model", "bexp/measure")
 TESTS = tuple(f"tests/{folder}" for folder in FOLDERS)
@@ -67,14 +69,14 @@ def run_tests(tree: Path, tests: Sequence[str], watch: Watch, *options: str) -> 
     return int(pytest.main([*plain, *tests], plugins=[watch]))
 
 
-def record_reached(tree: Path, files: Sequence[str]) -> dict[str, Any]:
-    """Run these test files whole; tests that fail are left out."""
+def record_reached(tree: Path, name: str) -> dict[str, Any]:
+    """Run this test file whole; tests that fail are left out."""
     import coverage  # noqa: PLC0415
 
     tracer = coverage.Coverage(data_file=None, include=[f"{tree}/{folder}/*" for folder in FOLDERS], config_file=False)
     watch = Watch(tracer)
     tracer.start()
-    run_tests(tree, files, watch)
+    run_tests(tree, [name], watch)
     tracer.stop()
     data = tracer.get_data()
     lines = {
@@ -87,24 +89,35 @@ def record_reached(tree: Path, files: Sequence[str]) -> dict[str, Any]:
     return {"seconds": watch.seconds, "lines": lines, "failed": sorted(watch.bad)}
 
 
-def find_reached(path: Path, trees: Sequence[Path]) -> Reached:
-    """What the tests reach: read from `path`, else recorded there."""
-    if not path.exists():
-        files = sorted(str(file.relative_to(ROOT)) for folder in TESTS for file in (ROOT / folder).glob("test_*.py"))
-        parts = in_lanes(
-            trees, lambda lane, tree: [in_process(tree, lambda: record_reached(tree, files[lane :: len(trees)]))]
-        )
-        if any(isinstance(part, str) for part in parts):
-            raise RuntimeError(f"the tests do not run: {[part for part in parts if isinstance(part, str)]}")
-        merged: dict[str, Any] = {"seconds": {}, "failed": [], "lines": defaultdict(lambda: defaultdict(list))}
-        for part in parts:
-            merged["seconds"].update(part["seconds"])
-            merged["failed"] += part["failed"]
-            for file, lines in part["lines"].items():
-                for line, tests in lines.items():
-                    merged["lines"][file][line] += tests
-        path.write_text(json.dumps(merged))
-    stored = json.loads(path.read_text())
-    print(f"{len(stored['seconds'])} tests, {sum(stored['seconds'].values()):.0f} s, failing: {stored['failed']}")
-    lines = {file: {int(line): tests for line, tests in found.items()} for file, found in stored["lines"].items()}
-    return Reached(stored["seconds"], lines)
+def find_reached(folder: Path, trees: Sequence[Path]) -> Reached:
+    """What the tests reach. `folder` keeps it by test file and its content, so that only changed files run again.
+
+    Raises:
+        RuntimeError: the tests of a file do not run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = sorted(file for tests in TESTS for file in (trees[0] / tests).glob("test_*.py"))
+    files = {str(file.relative_to(trees[0])): sha256(file.read_bytes()).hexdigest()[:16] for file in found}
+    kept = {name: folder / f"{Path(name).stem}-{digest}.json" for name, digest in files.items()}
+    todo = [name for name in files if not kept[name].exists()]
+
+    def work(lane: int, tree: Path) -> list[str]:
+        for name in todo[lane :: len(trees)]:
+            said = in_process(tree, partial(record_reached, tree, name))
+            if isinstance(said, str):
+                return [f"{name}: {said}"]
+            kept[name].write_text(json.dumps(said))
+        return []
+
+    if problems := in_lanes(trees, work):
+        raise RuntimeError(f"tests do not run: {problems}")
+    reached = Reached({}, {})
+    for path in kept.values():
+        stored = json.loads(path.read_text())
+        reached.seconds.update(stored["seconds"])
+        for file, lines in stored["lines"].items():
+            for line, tests in lines.items():
+                reached.lines.setdefault(file, {}).setdefault(int(line), []).extend(tests)
+        if stored["failed"]:
+            print(f"failing, and left out: {stored['failed']}")
+    return reached
