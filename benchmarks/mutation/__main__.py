@@ -109,7 +109,7 @@ def check_unchanged(tree: Path, reached: Reached, sample: Sequence[Mutant], budg
     Raises:
         RuntimeError: a test fails.
     """
-    tests = sorted({test for mutant in sample[:40] for test in reached.tests(mutant, budget / 10, None)})
+    tests = sorted({test for mutant in sample[:20] for test in reached.tests(mutant, budget / 10, None)})
     watch = Watch()
     said = in_process(tree, lambda: [run_tests(tree, tests, watch), watch.failed])
     if not isinstance(said, list) or said[0] != 0:

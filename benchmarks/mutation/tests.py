@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class Watch:
 def run_tests(tree: Path, tests: Sequence[str], watch: Watch, *options: str) -> int:
     import pytest  # noqa: PLC0415
 
-    plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(tree), *options)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    plain = ("-p", "no:cacheprovider", "-p", "pytest_timeout", "--rootdir", str(tree), *options)
     return int(pytest.main([*plain, *tests], plugins=[watch]))
 
 
