@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable, required_table
 from explorer.cost_model.components import Component
 from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.event import EventCode
+from explorer.records.event import EventCode, Progress
 from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.optuna_sampler import ComponentSampler
 from explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
 from explorer.spec.candidate import Candidate, Recompute
-from tests.explorer.explorations import MODEL, answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import MODEL, answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -57,12 +58,16 @@ def test_same_seed_same_trials() -> None:
     assert first == second
 
 
+@cache
+def uninterrupted() -> tuple[Progress, ...]:
+    return tuple(run(request(), SimulatedDevice(request(), noise=0.0)))
+
+
 @pytest.mark.parametrize("stop_after", [1, 3, 6])
 def test_resumes_where_it_would_have_gone(stop_after: int) -> None:
     """Noise-free, so that an interrupted and an uninterrupted run see the same measurements."""
-    req = request()
-    whole = run(req, SimulatedDevice(req, noise=0.0))
-    before = run(req, SimulatedDevice(req, noise=0.0), stop_after=stop_after)
+    req, whole = request(), list(uninterrupted())
+    before = whole[:stop_after]
     device = SimulatedDevice(req, noise=0.0)
     after = run(req, device, history=trials_of(before))
     assert [t.candidate for t in trials_of(before) + trials_of(after)] == [t.candidate for t in trials_of(whole)]
@@ -201,6 +206,7 @@ def test_every_trial_of_components_is_asked_from_the_study_and_told_to_it() -> N
             report(memory_gib=40),
             SimulatedDevice(req),
             copy_study=lambda name, study: studies.update({name: study}),
+            prune=pruned,
         )
     )
     found = answer_of(steps).recommendation

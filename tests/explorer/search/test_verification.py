@@ -13,12 +13,15 @@ from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.spec.candidate import Candidate
-from tests.explorer.explorations import answer_of, lines, request, trials_of
+from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
 def run(device: SimulatedDevice, history: tuple[Trial, ...] = ()) -> list[Progress]:
-    return list(explore(device.request, report(memory_gib=40), device, history=history, clock=lambda: 0.0))
+    steps = explore(
+        device.request, report(memory_gib=40), device, history=history, clock=lambda: 0.0, prune=pruned
+    )
+    return list(steps)
 
 
 def device_with(

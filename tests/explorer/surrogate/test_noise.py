@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,17 +11,16 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable, required_table
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.event import EventCode
+from explorer.records.event import EventCode, Progress
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.acquisition import suggest_measurement
 from explorer.search.candidate_posterior import CandidatePosterior
-from explorer.search.pruned_space import prune_space
 from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.extrapolation import BYTES_STD_NEAR
-from tests.explorer.explorations import answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -42,12 +42,12 @@ def again(device: SimulatedDevice) -> list[TrialPlan]:
 
 def test_a_noisy_device_is_measured_again_and_a_quiet_one_is_not() -> None:
     req = request()
-    quiet, noisy = NoisyDevice(req, noise=0.001), NoisyDevice(req, noise=0.05)
-    found = [answer_of(run(req, device)).recommendation for device in (quiet, noisy)]
+    quiet = NoisyDevice(req, noise=0.001)
+    found = answer_of(run(req, quiet)).recommendation
     assert not again(quiet)
-    assert again(noisy)
-    assert found[0] is not None
-    assert found[0].confidence >= 95
+    assert again(noisy()[0])
+    assert found is not None
+    assert found.confidence >= 95
 
 
 def test_noise_that_repeats_cannot_overcome_lowers_the_confidence() -> None:
@@ -86,12 +86,18 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
     assert confident >= 1
 
 
+@cache
+def noisy() -> tuple[NoisyDevice, tuple[Progress, ...]]:
+    """A noisy device after an exploration, and the steps of it."""
+    device = NoisyDevice(request(), noise=0.05)
+    return device, tuple(run(device.request, device))
+
+
 @pytest.mark.parametrize("stop_after", [4, 20])
 def test_a_noisy_search_resumes_where_it_would_have_gone(stop_after: int) -> None:
-    req = request()
-    whole = run(req, NoisyDevice(req, noise=0.05))
+    req, whole = request(), list(noisy()[1])
     assert any(len(plans) > 1 for plans in _runs(trials_of(whole)).values())
-    before = run(req, NoisyDevice(req, noise=0.05), stop_after=stop_after)
+    before = whole[:stop_after]
     after = run(req, NoisyDevice(req, noise=0.05), history=trials_of(before))
 
     def told(trials: list[Trial]) -> list[tuple[object, ...]]:
@@ -170,7 +176,8 @@ class SearchedState:
 
     def __init__(self, req: ExplorationRequest) -> None:
         rep = report(memory_gib=40)
-        prune = prune_space(req.model, req, rep)
+        assert req.model is not None
+        prune = pruned(req.model, req, rep)
         assert prune.table is not None
         self.device = SimulatedDevice(req, noise=0.001)
         self.state = SearchState(prune.table, prune.legal.candidates, req, rep.hardware)
