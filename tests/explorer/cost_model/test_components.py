@@ -125,7 +125,9 @@ def test_the_optimizer_is_the_same_from_zero1_on(sharding: str, stepped: str) ->
 
 def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:
     found = split(candidate(recompute="partial_50"))
-    modes = [(group.recomputed, group.count, {block.recompute.value for block in group.blocks}) for group in found.layers]
+    modes = [
+        (group.recomputed, group.count, {block.recompute.value for block in group.blocks}) for group in found.layers
+    ]
     assert modes == [(False, 1, {"none"}), (True, 1, {"full"})]
     assert [group.below for group in found.layers] == [(0, 1), (0, 0)], "the first layer is the recomputed one"
     assert len(found.components) == 7

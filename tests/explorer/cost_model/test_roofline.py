@@ -72,7 +72,8 @@ def test_a_format_that_was_not_measured_is_taken_at_the_fastest_peak() -> None:
     peaks = {DType.FLOAT32: 1e12, DType.BFLOAT16: 4e12}
     device = hardware(memory_bandwidth_bytes_per_second=1e30, matmul_flops_per_second=peaks)
     found = {
-        name: predict("dense_ffn", request({"dtype": name}), device).device for name in ("float32", "bfloat16", "float16")
+        name: predict("dense_ffn", request({"dtype": name}), device).device
+        for name in ("float32", "bfloat16", "float16")
     }
     assert found["float32"] == pytest.approx(4 * found["bfloat16"])
     assert found["float16"] == pytest.approx(found["bfloat16"])

@@ -352,3 +352,13 @@ def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded:
     share = int(note.split("take ")[1].split("%")[0])
     assert 0 < share < 50
     assert note.endswith(f"{padded} would not")
+
+
+def test_a_device_that_refuses_the_model_answers_so_at_once() -> None:
+    refusing = report().model_copy(update={"refusal": "no such layer"})
+    (step,) = run(request(), SimulatedDevice(request()), rep=refusing)
+    assert step.trial is None
+    (variant,) = answer_of([step]).variants
+    assert variant.reason == "unsupported: no such layer"
+    assert variant.recommendation is None
+    assert [event.code.ends_job for event in step.events] == [True]

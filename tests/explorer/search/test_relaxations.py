@@ -11,7 +11,7 @@ from explorer.cost_model.search_space import enumerate_candidates
 from explorer.cost_model.step import GIB, memory_limit
 from explorer.records.recommendation import Relaxation, RelaxationKind
 from explorer.search.explore import explore
-from explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
+from explorer.search.relaxations import _over, explain_nothing_fits, find_relaxations, smallest_requirement
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, request
@@ -120,3 +120,14 @@ def test_the_answer_holds_them_and_names_the_first() -> None:
     assert Recompute.FULL.value in {r.settings["recompute"][0] for r in variant.remedies if r.kind == "recompute"}
     told = steps[-1].events[0].data["answer"]["variants"][0]["remedies"]
     assert [Relaxation.model_validate(item) for item in told] == list(variant.remedies)
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(8, 16), (24, 48), (31, 48)])
+def test_more_devices_keep_the_sequences_of_each(batch_size: int, expected: int) -> None:
+    req = cramped(micro_batch_size=1, batch_size=batch_size)
+    assert _over(req, "", 16).settings == {"num_devices": 16, "batch_size": expected}
+
+
+def test_a_device_has_at_least_one_sequence() -> None:
+    req = cramped(micro_batch_size=1, batch_size=8).model_copy(update={"batch_size": 4})
+    assert _over(req, "", 16).settings["batch_size"] == 16
