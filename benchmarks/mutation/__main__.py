@@ -15,6 +15,7 @@ an earlier run: the test that killed a mutant then runs first.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -133,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     ).stdout.strip()
     for name in THIRD_PARTY.split():
         importlib.import_module(name)
+    gc.freeze()  # a collection in a forked process would copy all that is shared
     trees = [copy_tree(commit) for _ in range(options.processes)]
     try:
         reached = find_reached(options.work / "reached", trees)

@@ -67,7 +67,7 @@ def run_tests(tree: Path, tests: Sequence[str], watch: Watch, *options: str) -> 
     import pytest  # noqa: PLC0415
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    plain = ("-p", "no:cacheprovider", "-p", "pytest_timeout", "--rootdir", str(tree), *options)
+    plain = ("-p", "no:cacheprovider", "-p", "pytest_timeout", "--noconftest", "--rootdir", str(tree), *options)
     return int(pytest.main([*plain, *tests], plugins=[watch]))
 
 

@@ -31,8 +31,10 @@ def known_state(**changes: object) -> SearchState:
 def test_a_step_is_its_blocks_as_often_as_they_run_and_the_optimizer() -> None:
     state = known_state()
     row = state.table.row[candidate(4)]
-    seconds = {c.kind.value: float(state.surrogate.device_mean_K[state.table.column[c]])
-               for c in state.table.decompositions[row].components}
+    seconds = {
+        c.kind.value: float(state.surrogate.device_mean_K[state.table.column[c]])
+        for c in state.table.decompositions[row].components
+    }
     micro_step = seconds["embedding"] + seconds["head"] + 2 * (seconds["attention"] + seconds["dense_ffn"])
     found = throughput(state).seconds(row, state.request)
     assert found.micro_step == pytest.approx(micro_step)

@@ -62,8 +62,7 @@ def test_the_space_is_told_with_what_was_left_out_and_why() -> None:
     event = space_event(small_space(small_request()).legal, 3, round(2.5 * GIB))
     assert event.code is EventCode.SPACE
     assert event.message == (
-        "dense: 1,824,000 parameters, 12 candidates to consider, "
-        "3 more left out: predicted not to fit in 2.50 GiB"
+        "dense: 1,824,000 parameters, 12 candidates to consider, 3 more left out: predicted not to fit in 2.50 GiB"
     )
     assert (event.data["num_predicted_out"], event.data["memory_limit_bytes"]) == (3, round(2.5 * GIB))
     assert event.data["num_candidates"] == 12
@@ -84,9 +83,7 @@ def test_that_no_base_fits_is_a_warning() -> None:
 
 @pytest.mark.parametrize(("again", "words"), [(False, "2 new components"), (True, "2 components again")])
 def test_a_trial_tells_throughput_peak_and_what_was_measured(again: bool, words: str) -> None:
-    found = trial(7, tokens=1234.4).model_copy(
-        update={"measured_peak_bytes": 3 * GIB, "predicted_peak_bytes": 2 * GIB}
-    )
+    found = trial(7, tokens=1234.4).model_copy(update={"measured_peak_bytes": 3 * GIB, "predicted_peak_bytes": 2 * GIB})
     event = trial_event(found, Suggestion(0, SUGGESTION.components, again=again), 1.26)
     assert event.code is EventCode.TRIAL
     assert event.message == f"Trial 7: {NAME}: 1234 tokens/s, peak 3.00 GiB ({words} in 1.3 s)"

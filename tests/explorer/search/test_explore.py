@@ -82,7 +82,10 @@ def test_resumes_where_it_would_have_gone(stop_after: int) -> None:
 
 def test_base_is_torchs_default_untiled_without_recomputation() -> None:
     req = request()
-    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    steps = run(req, SimulatedDevice(req))
+    (line,) = lines(steps, EventCode.BASE)
+    assert "plainer" not in line
+    found = answer_of(steps).recommendation
     assert found is not None
     assert found.base == Candidate(
         micro_batch_size=1, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4

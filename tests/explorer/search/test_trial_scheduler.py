@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from explorer.search.suggestion import Suggestion, measuring_seconds, split_sugg
 from explorer.search.trial_executor import OneAtATime, TrialExecutor
 from tests.explorer.explorations import answer_of, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
+
+NEEDS = r"a step needs \d+\.\d\d GiB, \d+\.\d\d of it allocated; the limit is 14\.00 GiB"
 
 
 class Several(TrialExecutor):
@@ -152,6 +155,8 @@ def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     assert found is not None
     assert found.measured_peak_bytes is not None
     assert found.memory.total <= found.memory_limit_bytes
+    reasons = [t.measurement.reason for t in trials_of(steps) if t.measurement.outcome is Outcome.OUT_OF_MEMORY]
+    assert any(re.fullmatch(NEEDS, reason or "") for reason in reasons)
 
 
 def state_after_base() -> tuple[SearchState, SimulatedDevice]:
