@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.training import Sharding
 from explorer.surrogate.whole_model_error import COMMON_STD, OWN_STD, POLICY_STD, CompositionErrors, WholeModelRun
 
 NUM_SAMPLES = 40_000
