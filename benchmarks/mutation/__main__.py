@@ -1,15 +1,15 @@
 """How many mutants of the search, the surrogate, the cost model and the measuring do the tests kill?
 
 pip install --target FOLDER mutmut libcst coverage    # no dependencies of the project
-PYTHONPATH=FOLDER python -m benchmarks.mutation --sample 400 --seed 1 --out benchmarks/results/mutation.json
+PYTHONPATH=FOLDER python -m benchmarks.mutation --seed 2 --work FOLDER --out benchmarks/results/mutation.json
 
 1. The tests run once. Which lines each test reaches, and how long it takes, is kept below WORK/reached.
 2. The seed draws the sample from all mutants, see `benchmarks.mutation.mutants`.
 3. For each mutant, a process runs the tests that reach its statement: those of its module first, then the quickest,
    until `--test-seconds` are spent. A process that fails, dies or runs out of processor time kills the mutant.
 
-Each outcome is a line of WORK/outcomes-COMMIT.jsonl: a run that was interrupted goes on there. `--hints` names the outcomes of
-an earlier run: the test that killed a mutant then runs first.
+Each outcome is a line of WORK/outcomes-COMMIT.jsonl: a run that was interrupted goes on there. At the end, every test
+that killed a mutant must pass on the unchanged files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def read_outcomes(log: Path) -> dict[str, dict[str, Any]]:
 
 def find_all(tree: Path) -> tuple[list[Mutant], Counter[str]]:
     """All mutants of the folders, and how many nodes each rule leaves out."""
-    mutants, excluded = [], Counter[str]()
+    mutants: list[Mutant] = []
+    excluded = Counter[str]()
     for file in sorted(file for folder in FOLDERS for file in (tree / folder).glob("*.py")):
         finder = MutantFinder(tree, str(file.relative_to(tree)))
         mutants += finder.find()
@@ -85,17 +86,14 @@ def find_all(tree: Path) -> tuple[list[Mutant], Counter[str]]:
     return mutants, excluded
 
 
-def run_sample(
-    trees: Sequence[Path], sample: Sequence[Mutant], reached: Reached, log: Path, hints: Path | None, budget: float
-) -> None:
+def run_sample(trees: Sequence[Path], sample: Sequence[Mutant], reached: Reached, log: Path, budget: float) -> None:
     """Judge what `log` does not have yet, and append it there."""
     known = read_outcomes(log)
-    earlier = {} if hints is None else read_outcomes(hints)
     todo = [mutant for mutant in sample if mutant.key not in known]
 
     def work(lane: int, tree: Path) -> list[str]:
         for mutant in todo[lane :: len(trees)]:
-            tests = reached.tests(mutant, budget, earlier.get(mutant.key, {}).get("by"))
+            tests = reached.tests(mutant, budget)
             outcome = judge(tree, mutant, tests)
             with log.open("a") as lines:
                 lines.write(json.dumps({"key": mutant.key, **outcome}) + "\n")
@@ -125,7 +123,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--test-seconds", type=float, default=30.0)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--hints", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -142,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         drawn = np.random.default_rng(options.seed).choice(len(every), options.sample, replace=False)
         sample = [every[index] for index in drawn]
         log = options.work / f"outcomes-{commit[:12]}.jsonl"
-        run_sample(trees, sample, reached, log, options.hints, options.test_seconds)
+        run_sample(trees, sample, reached, log, options.test_seconds)
         outcomes = read_outcomes(log)
         check_unchanged(trees[0], [outcomes[mutant.key] for mutant in sample])
         settings = {

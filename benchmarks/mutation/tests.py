@@ -26,15 +26,16 @@ class Reached:
     seconds: dict[str, float]
     lines: dict[str, dict[int, list[str]]]
 
-    def tests(self, mutant: Mutant, budget: float, first: str | None) -> list[str]:
+    def tests(self, mutant: Mutant, budget: float) -> list[str]:
         """The tests to run, the most promising first; none if no test reaches the statement."""
         lines = self.lines.get(mutant.path, {})
         first_line, last_line = mutant.lines
         wanted = lines if mutant.imported else range(first_line, last_line + 1)
         found = {test for line in wanted for test in lines.get(line, ())}
         own = f"/test_{Path(mutant.path).stem}.py"
-        order = sorted(found, key=lambda test: (test != first, own not in test, self.seconds[test], test))
-        chosen, spent = [], 0.0
+        order = sorted(found, key=lambda test: (own not in test, self.seconds[test], test))
+        chosen: list[str] = []
+        spent = 0.0
         for test in order:
             spent += self.seconds[test]
             if chosen and spent > budget:
