@@ -1,4 +1,4 @@
-"""A model so small that its parameters, bytes and operations can be counted by hand, and a device with round figures."""
+"""A model so small that its parameters and bytes can be counted by hand, and a device with round figures."""
 
 from __future__ import annotations
 

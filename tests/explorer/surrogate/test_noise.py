@@ -40,6 +40,13 @@ def again(device: SimulatedDevice) -> list[TrialPlan]:
     return [plan for plan in device.plans if plan.again]
 
 
+@cache
+def noisy(noise: float = 0.05) -> tuple[NoisyDevice, tuple[Progress, ...]]:
+    """A noisy device after an exploration, and the steps of it; a very noisy one explores fewer policies."""
+    device = NoisyDevice(request(recompute=["none", "full"]) if noise > 0.1 else request(), noise=noise)
+    return device, tuple(run(device.request, device))
+
+
 def test_a_noisy_device_is_measured_again_and_a_quiet_one_is_not() -> None:
     req = request()
     quiet = NoisyDevice(req, noise=0.001)
@@ -51,20 +58,17 @@ def test_a_noisy_device_is_measured_again_and_a_quiet_one_is_not() -> None:
 
 
 def test_noise_that_repeats_cannot_overcome_lowers_the_confidence() -> None:
-    req = request()
-    found = answer_of(run(req, NoisyDevice(req, noise=0.3))).recommendation
+    found = answer_of(list(noisy(0.3)[1])).recommendation
     assert found is not None
     assert found.confidence < 80
 
 
 def test_no_component_is_run_more_often_than_tells_anything() -> None:
-    req = request()
-    device = NoisyDevice(req, noise=0.2)
-    steps = run(req, device)
+    device, steps = noisy(0.3)
     counts = Counter(c.key for plan in device.plans for c in plan.components)
     assert 2 <= max(counts.values()) <= 4
     assert all(set(plan.components) for plan in again(device))
-    assert any("components again" in line for line in lines(steps, EventCode.TRIAL))
+    assert any("components again" in line for line in lines(list(steps), EventCode.TRIAL))
 
 
 def test_confident_answers_on_a_noisy_device_are_right() -> None:
@@ -84,13 +88,6 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
             confident += 1
             assert truth[table.row[found.candidate]] >= 0.96 * best
     assert confident >= 1
-
-
-@cache
-def noisy() -> tuple[NoisyDevice, tuple[Progress, ...]]:
-    """A noisy device after an exploration, and the steps of it."""
-    device = NoisyDevice(request(), noise=0.05)
-    return device, tuple(run(device.request, device))
 
 
 @pytest.mark.parametrize("stop_after", [4, 20])
@@ -119,10 +116,15 @@ def wide() -> ExplorationRequest:
     return request(micro_batch_size={"explore": {"min": 1, "max": 256}}, memory_limit_gib=None)
 
 
+@cache
+def wide_run() -> tuple[SimulatedDevice, tuple[Progress, ...]]:
+    """A device after an exploration of sizes up to 256, and the steps of it."""
+    device = SimulatedDevice(wide(), noise=0.001)
+    return device, tuple(run(device.request, device, rep=report(memory_gib=132)))
+
+
 def test_large_sizes_are_predicted_where_smaller_ones_tell_enough() -> None:
-    req = wide()
-    device = SimulatedDevice(req, noise=0.001)
-    steps = run(req, device, rep=report(memory_gib=132))
+    device, steps = wide_run()[0], list(wide_run()[1])
     found = answer_of(steps).recommendation
     assert found is not None
     assert found.largest_micro_batch is not None
@@ -141,11 +143,12 @@ def test_large_sizes_are_predicted_where_smaller_ones_tell_enough() -> None:
 
 
 def test_the_recommended_candidate_is_measured_in_full() -> None:
-    for req in (request(), wide()):
-        device = SimulatedDevice(req)
-        found = answer_of(run(req, device, rep=report(memory_gib=132))).recommendation
+    narrow = SimulatedDevice(request())
+    explored = [(narrow, run(narrow.request, narrow, rep=report(memory_gib=132))), (wide_run()[0], list(wide_run()[1]))]
+    for device, steps in explored:
+        found = answer_of(steps).recommendation
         assert found is not None
-        table = SpaceTable([found.candidate], req.model, req)
+        table = SpaceTable([found.candidate], device.request.model, device.request)
         measured = {c for plan in device.plans for c in plan.components}
         assert set(table.components) <= measured
 
