@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.docs import attention, context_parallel, fields, goals, kernels, models, results, search
+from benchmarks.docs import attention, context_parallel, fields, goals, kernels, models, mutation, results, search
 from benchmarks.docs.results import ROOT, Row
 
 MARKER = re.compile(r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<old>.*?)<!-- /(?P=name) -->", re.DOTALL)
@@ -48,6 +48,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "bta-math": partial(of_result, attention.bta, "h200-bta-math"),
     "recomputation": partial(of_result, attention.recomputation, "h200-recomputation"),
     "attention-choice": partial(of_result, attention.attention_choice, "h200-attention-choice"),
+    "mutation": partial(of_result, mutation.mutation, "mutation"),
     "request-fields": fields.request_fields,
 }
 
