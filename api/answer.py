@@ -17,6 +17,7 @@ from explorer.records.recommendation import (
 from explorer.records.run_report import RunReport
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import BEXP
 
 LABEL_WIDTH = 18
 
@@ -109,7 +110,9 @@ def _row(label: str, text: str) -> str:
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
-    return f" for {request.model_name} ({request.mode}, {request.execution}, {request.seq_length} tokens per sequence)"
+    target = "" if request.target_name == BEXP else f"target {request.target_name}, "
+    what = f"{target}{request.mode}, {request.execution}, {request.seq_length} tokens per sequence"
+    return f" for {request.model_name} ({what})"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
@@ -141,7 +144,7 @@ def _batch(best: Recommendation, request: ExplorationRequest | None) -> str | No
         return f"{asked} takes {best.grad_accum_steps} accumulation steps"
     if best.nearest_batch_sizes:
         nearest = " and ".join(str(size) for size in best.nearest_batch_sizes)
-        return f"{asked} cannot be divided into such micro-batches; the nearest that can: {nearest}"
+        return f"{asked} does not divide into whole micro-batches; the nearest that do: {nearest}"
     return None
 
 

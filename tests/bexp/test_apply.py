@@ -75,7 +75,7 @@ def test_settings_that_are_written_out_come_first() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ({"recommendation": None}, "nothing is recommended"),
+        ({"recommendation": None}, "recommends nothing"),
         ({}, "no micro_batch_size"),
         ("{", "cannot read"),
         ("/no/such/file", "cannot read"),

@@ -43,7 +43,7 @@ def test_a_batch_that_does_not_divide_names_its_neighbours() -> None:
     best = RECOMMENDATION.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
     variant = ANSWER.variants[0].model_copy(update={"recommendation": best})
     text = render_answer(Answer(variants=(variant,)), REQUEST)
-    assert "batch_size 24 cannot be divided into such micro-batches; the nearest that can: 20 and 28" in text
+    assert "batch_size 24 does not divide into whole micro-batches; the nearest that do: 20 and 28" in text
 
 
 def test_devices_that_share_a_sequence_are_named() -> None:
