@@ -100,9 +100,7 @@ def check(
     rows = []
     for row, candidate in enumerate(chosen):
         missing = table.missing(row, state.surrogate.known_K)
-        together = tuple(
-            c for c in missing if c in table.communications
-        )  # separate trials, as in an exploration
+        together = tuple(c for c in missing if c in table.communications)  # separate trials, as in an exploration
         for components in (together, tuple(c for c in missing if c not in together)):
             if components:
                 state.learn([profiler.measure(_plan(row, candidate, components, request, report))])
