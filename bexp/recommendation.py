@@ -81,7 +81,9 @@ class Recommendation:
         return cls(
             settings=settings,
             micro_batch_size=candidate["micro_batch_size"],
-            architecture=_sizes(found.get("model") or document.get("model") or request.get("model") or {}),
+            architecture=_sizes(
+                found.get("model") or document.get("model") or request.get("model") or request.get("hf_config") or {}
+            ),
             **_context(document, found, request),
         )
 
@@ -142,6 +144,8 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
     experts = candidate.get("expert_backend")
     loss = training.get("loss") if isinstance(training, Mapping) else None
     kind = loss.get("kind", loss.get("name")) if isinstance(loss, Mapping) else loss
+    if candidate.get("loss") is not None or request.get("hf_config") is not None:  # the model's own loss was measured
+        kind = candidate.get("loss")
     allocator: Any = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
     return Settings(
         attention=f"sdpa:{attention}" if attention in _SDPA else attention,
@@ -165,7 +169,7 @@ def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Map
     return {
         "effective_batch_size": found.get("batch_size") or request.get("batch_size") or None,
         "num_devices": request.get("num_devices") or 1,
-        "seq_length": found.get("seq_length") or model.get("seq_length"),
+        "seq_length": found.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
         "dtype": found.get("dtype") or model.get("dtype"),
         "confidence": found.get("confidence"),
         "tokens_per_second": whole.get("tokens_per_second") or found.get("tokens_per_second"),

@@ -67,7 +67,7 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
 
 
 def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
-    """The indices of the layers that a policy by layer recomputes; a share is spread evenly over the model.
+    """The indices of the layers that a policy by layer recomputes; a share takes the first layers.
 
     Raises SettingsError if the policy names more layers than there are.
     """
@@ -77,7 +77,7 @@ def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
             raise SettingsError(f"'{settings.recompute}' names more layers than the {num_layers} of the model")
         return set(range(first))
     count = max(1, round(LAYER_SHARES[settings.recompute] * num_layers))
-    return {i * num_layers // count for i in range(count)}
+    return set(range(count))
 
 
 def _kept_operators(*, products: bool) -> frozenset[Any]:

@@ -300,4 +300,5 @@ def required_table(
 ) -> Floats:
     """Required bytes of candidates with these activation bytes at the peak; the last axis is that of the rows."""
     peak = table.static_bytes_C[rows] + activations
-    return np.asarray(peak * (1 + FRAGMENTATION) + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])
+    reserved = peak * (1 + FRAGMENTATION[table.request.allocator])
+    return np.asarray(reserved + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])

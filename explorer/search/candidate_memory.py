@@ -62,4 +62,4 @@ class CandidateMemory:
         parts = self._table.static_parts(row).model_copy(
             update={"activations": round(float(saved_C[row])), "transient": round(float(transient_C[row]))}
         )
-        return StepBytes(parts, required_bytes(parts.total, self._hardware))
+        return StepBytes(parts, required_bytes(parts.total, self._hardware, self._table.request.allocator))

@@ -89,7 +89,7 @@ def smallest_requirement(request: ExplorationRequest, report: DeviceReport, mode
     Raises:
         EmptySpaceError: the request admits no candidate on this device.
     """
-    return required_bytes(_smallest_peak(request, report, model), report.hardware)
+    return required_bytes(_smallest_peak(request, report, model), report.hardware, request.allocator)
 
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
@@ -124,7 +124,7 @@ def _working(
             peak = _smallest_peak(changed, report, model)
         except EmptySpaceError:
             continue
-        required = required_bytes(peak, report.hardware)
+        required = required_bytes(peak, report.hardware, changed.allocator)
         if required <= memory_limit(changed, report.hardware):
             yield Relaxation(
                 kind=kind,

@@ -38,6 +38,7 @@ class _Job:
     request: ExplorationRequest
     ceiling: MemoryCeiling
     others_bytes: int | None
+    report: DeviceReport
 
 
 class Profiler:
@@ -142,7 +143,7 @@ class Profiler:
         def announce(process: ProfilerProcess) -> DeviceReport:
             reply = self._process.ask(process, Begin(request=request, hardware=hardware), ReportReply)
             ceiling = MemoryCeiling(process.private_bytes(), memory_limit(request, hardware))
-            self._job, self._prepared = _Job(request, ceiling, reply.others_bytes), process
+            self._job, self._prepared = _Job(request, ceiling, reply.others_bytes, reply.report), process
             return reply.report
 
         return self._with_process(announce)
@@ -218,7 +219,12 @@ class Profiler:
             self._is_clean = True
             if self._job is not None:
                 job, hardware = self._job, self.hardware()
-                command = Begin(request=job.request, hardware=hardware, others_bytes=job.others_bytes)
+                command = Begin(
+                    request=job.request,
+                    hardware=hardware,
+                    others_bytes=job.others_bytes,
+                    known_report=job.report,
+                )
                 self._process.ask(process, command, ReportReply)
                 self._job = replace(job, ceiling=replace(job.ceiling, baseline_bytes=process.private_bytes()))
             self._prepared = process

@@ -11,6 +11,7 @@ from bexp.measure import host_limits as host
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.timing import BlockTimer, HostTimer
+from bexp.transformers.settings import Allocator
 from workers.profiler.rank_group import SINGLE_RANK, RankGroup
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
@@ -56,6 +57,12 @@ class Instruments:
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
         else:
             host.limit_data(limit_bytes)
+
+    def use_allocator(self, allocator: Allocator) -> None:
+        """Allocate from now on as the job's training will; call it while nothing is cached."""
+        if self.device.type == "cuda":
+            expandable = allocator == "expandable_segments"
+            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
 
     def settle(self, *, release: bool) -> int:
         """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.

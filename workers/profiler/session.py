@@ -71,9 +71,11 @@ class Session:
     def _begin(self, command: Begin) -> None:
         request, hardware = command.request, command.hardware
         self._request, self._target = request, None
+        self._instruments.settle(release=True)
+        self._instruments.use_allocator(request.allocator)
         try:
             self._target = open_target(request, self._instruments)
-            report = self._target.report(hardware)
+            report = command.known_report or self._target.report(hardware)
         except UnsupportedTrialError as error:
             report = DeviceReport.refused(hardware, str(error))
         self._instruments.settle(release=True)
@@ -90,6 +92,8 @@ class Session:
         measurement = self._attempt(plan, self._request, clock)
         poisoned = self._is_lost(measurement)
         if not poisoned:
+            if self._target is not None:
+                self._target.rest()
             release = measurement.outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
             poisoned = self._instruments.settle(release=release) > 0
         measurement = measurement.model_copy(update={"phases": clock.seconds()})
