@@ -1,4 +1,4 @@
-"""Which marked section of README.md and docs/ shows what."""
+"""The marked sections of README.md and docs/, each with the function that fills it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
 
 
 def of_result(render: Callable[[Row], str], *names: str) -> str:
-    """What all of these results that exist say; nothing if none does."""
+    """Return the tables of those results that exist; an empty text if there are none."""
     return "\n".join(render(found) for name in names if (found := results.find(name)) is not None)
 
 
@@ -59,7 +59,7 @@ def pages() -> list[Path]:
 
 
 def fill(text: str) -> str:
-    """`text` with every marked section written anew.
+    """Return `text` with every marked section filled again.
 
     Raises:
         ValueError: a marker has no partner, or names a section that nothing fills.
