@@ -7,7 +7,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.docs import attention, context_parallel, fields, goals, kernels, models, mutation, results, search
+from benchmarks.docs import (
+    attention,
+    context_parallel,
+    fields,
+    goals,
+    kernels,
+    models,
+    mutation,
+    results,
+    search,
+    trainers,
+)
 from benchmarks.docs.results import ROOT, Row
 
 MARKER = re.compile(r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<old>.*?)<!-- /(?P=name) -->", re.DOTALL)
@@ -29,6 +40,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gains": partial(of_result, models.gains, "h200-gains"),
     "fidelity": partial(of_result, models.fidelity, "h200-fidelity"),
     "transformers": partial(of_result, models.transformers, "h200-transformers"),
+    "compositions": partial(of_result, trainers.compositions, "h100-real-trainers"),
+    "real-trainers": partial(of_result, trainers.trainers, "h100-real-trainers"),
     "strategies": partial(of_result, search.strategies, "h200-replay"),
     "rivals": partial(of_result, search.rivals, "h200-replay"),
     "reliability": partial(of_result, search.reliability, "h200-replay"),
