@@ -82,7 +82,10 @@ def test_resumes_where_it_would_have_gone(stop_after: int) -> None:
 
 def test_base_is_torchs_default_untiled_without_recomputation() -> None:
     req = request()
-    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    steps = run(req, SimulatedDevice(req))
+    (line,) = lines(steps, EventCode.BASE)
+    assert "plainer" not in line
+    found = answer_of(steps).recommendation
     assert found is not None
     assert found.base == Candidate(
         micro_batch_size=1, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
@@ -352,3 +355,13 @@ def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded:
     share = int(note.split("take ")[1].split("%")[0])
     assert 0 < share < 50
     assert note.endswith(f"{padded} would not")
+
+
+def test_a_device_that_refuses_the_model_answers_so_at_once() -> None:
+    refusing = report().model_copy(update={"refusal": "no such layer"})
+    (step,) = run(request(), SimulatedDevice(request()), rep=refusing)
+    assert step.trial is None
+    (variant,) = answer_of([step]).variants
+    assert variant.reason == "unsupported: no such layer"
+    assert variant.recommendation is None
+    assert [event.code.ends_job for event in step.events] == [True]
