@@ -21,15 +21,15 @@ from explorer.spec.request import ExplorationRequest
 LABEL_WIDTH = 18
 
 
-def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
-    """Return the whole answer, without a line break at its end."""
+def render_answer(answer: Answer, request: ExplorationRequest | None, measured: str | None = None) -> str:
+    """Return the whole answer, without a line break at its end; `measured` names the code that it is about."""
     lines: list[str] = []
     main = answer.variants[0]
     if main.recommendation is None:
         lines.append(f"No candidate fits: {main.reason or 'every one of them failed'}")
         lines += _remedy_rows(main.remedies)
     else:
-        lines += render_recommendation(main.recommendation, request)
+        lines += render_recommendation(main.recommendation, request, measured)
     if len(answer.variants) > 1:
         lines += ["", "Variants by num_query_groups (separate models, not ranked)", *_variant_table(answer.variants)]
     if answer.timings:
@@ -38,9 +38,13 @@ def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
     return "\n".join(lines)
 
 
-def render_recommendation(best: Recommendation, request: ExplorationRequest | None) -> list[str]:
+def render_recommendation(
+    best: Recommendation, request: ExplorationRequest | None, measured: str | None = None
+) -> list[str]:
     """Return the lines of one recommendation."""
     lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}", ""]
+    if measured is not None:
+        lines.append(_row("measured", measured))
     lines += _candidate_rows(best.candidate)
     within = f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
     lines += [

@@ -10,13 +10,15 @@ import typer
 
 from api.cli import options
 from api.cli.connection import environment, shown_url
-from api.cli.errors import ExitCode, say
+from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.results import conclude
 from api.client import Client, Job, ProblemError, ServiceError
 from api.embedded import EmbeddedService
+from bexp.target_registry import installed_targets
 from explorer.records.event import Event
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import LOCAL, TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
 START_SECONDS = 10.0
@@ -65,7 +67,22 @@ def explore(
     raise typer.Exit(_explore(request, device, as_json=as_json))
 
 
+def check_target(request: ExplorationRequest, device: str | None) -> None:
+    """Raise CommandError if the worker that this command starts would not have the request's target."""
+    name, installed = request.target_name, installed_targets()
+    if name in installed or name == LOCAL or (device or "").startswith("replay:"):
+        return
+    if name == TRANSFORMERS:
+        hint = "pip install 'bexp[transformers]'"
+        raise CommandError(ExitCode.USAGE, f"the target '{name}' needs the library {name}, which is missing: {hint}")
+    has = ", ".join(describe_target(*item) for item in installed.items())
+    raise CommandError(
+        ExitCode.USAGE, f"there is no target '{name}' here; there are {has}; a file is named as train.py:Target"
+    )
+
+
 def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
+    check_target(request, device)
     database_url = environment().database_url
     counts = usable_device_counts(request)
     group = counts[-1] > 1

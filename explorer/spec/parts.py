@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from explorer.spec.base import Frozen
 from explorer.spec.model import DType, ModelSpec
+from explorer.spec.target import describe_target
 
 MAX_LAYERS = 1024
 
@@ -55,6 +56,7 @@ class ModelParts(Frozen):
     target: str
     target_version: str
     name: str = Field(description="The model's type, for people.")
+    class_name: str | None = Field(None, description="The class whose training step is measured, for people.")
     dtype: DType
     seq_length: Annotated[int, Field(ge=1)]
     layers: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_LAYERS)]
@@ -78,6 +80,11 @@ class ModelParts(Frozen):
         if unknown:
             raise ValueError(f"layers of unknown kinds: {', '.join(unknown)}")
         return self
+
+    @property
+    def measured(self) -> str:
+        """What is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
+        return describe_target(self.target, self.target_version, self.class_name)
 
     @property
     def query_groups(self) -> int:

@@ -17,6 +17,9 @@ TRANSFORMERS = "transformers"
 HUGGING_FACE_DEFAULT = BEXP
 """The target of a Hugging Face config.json in a request that names none."""
 
+LOCAL = "local"
+"""The target that a person names by its file, for one exploration on their machine."""
+
 TargetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
 
 MAX_CONFIG_BYTES = 256 * 1024
@@ -24,6 +27,12 @@ MAX_CONFIG_DEPTH = 16
 
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 """Keys of a config.json that ask for code from elsewhere to be run."""
+
+
+def describe_target(name: str, version: str | None, class_name: str | None = None) -> str:
+    """Return what is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
+    versioned = f"{name} {version}" if version else name
+    return f"{versioned}, {class_name}" if class_name else versioned
 
 
 def default_target(*, is_hugging_face: bool) -> str:
