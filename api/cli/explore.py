@@ -18,7 +18,7 @@ from api.embedded import EmbeddedService
 from bexp.target_registry import installed_targets
 from explorer.records.event import Event
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import LOCAL, TRANSFORMERS, describe_target
+from explorer.spec.target import TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
 START_SECONDS = 10.0
@@ -38,7 +38,7 @@ def explore(
     memory_limit_gib: options.MemoryLimitGiB = None,
     mode: options.ModeOption = None,
     execution: options.ExecutionOption = None,
-    target: options.TargetOption = None,
+    target: options.LocalTargetOption = None,
     max_seconds: options.MaxSeconds = None,
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
@@ -46,6 +46,7 @@ def explore(
     as_json: options.AsJson = False,
 ) -> None:
     """Explore a model on this machine and print the best micro_batch_size."""
+    target, local_target = options.split_target(target)
     request = options.read_request(
         config,
         {
@@ -64,13 +65,13 @@ def explore(
             "seed": seed,
         },
     )
-    raise typer.Exit(_explore(request, device, as_json=as_json))
+    raise typer.Exit(_explore(request, device, local_target, as_json=as_json))
 
 
 def check_target(request: ExplorationRequest, device: str | None) -> None:
     """Raise CommandError if the worker that this command starts would not have the request's target."""
     name, installed = request.target_name, installed_targets()
-    if name in installed or name == LOCAL or (device or "").startswith("replay:"):
+    if name in installed or (device or "").startswith("replay:"):
         return
     if name == TRANSFORMERS:
         hint = "pip install 'bexp[transformers]'"
@@ -81,15 +82,25 @@ def check_target(request: ExplorationRequest, device: str | None) -> None:
     )
 
 
-def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
-    check_target(request, device)
+def _explore(
+    request: ExplorationRequest, device: str | None, local_target: str | None, *, as_json: bool
+) -> ExitCode:
+    if local_target is None:
+        check_target(request, device)
     database_url = environment().database_url
     counts = usable_device_counts(request)
     group = counts[-1] > 1
     if device is None and (request.device_kind == "cpu" or not group):
         device = request.device_kind
     with (
-        EmbeddedService(database_url, with_worker=True, device=device, group=group, num_devices=counts) as service,
+        EmbeddedService(
+            database_url,
+            with_worker=True,
+            device=device,
+            group=group,
+            num_devices=counts,
+            local_target=local_target,
+        ) as service,
         Client(service.url) as client,
     ):
         job = client.submit(request)

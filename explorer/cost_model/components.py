@@ -92,7 +92,7 @@ class Component(Frozen):
     optimizer's is `none` or `zero1`, for its share is the same from there on.
 
     `part` names the kind of a `layer`. Its `backend` names attention and experts, as in `sdpa+grouped_mm`; that of a
-    `shell` names the loss.
+    `shell` names the loss, or the target's own choice where the model is measured whole.
     """
 
     kind: ComponentKind

@@ -82,8 +82,8 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
         for tile in _tiles(request, model, m):
             for recompute in _policies(request, model, tile):
-                for (sharing, attention_backend), expert_backend, sharding, loss in product(
-                    at_m, experts, request.sharding_choices, _losses(request, model)
+                for (sharing, attention_backend), expert_backend, sharding, loss, settings in product(
+                    at_m, experts, request.sharding_choices, _losses(request, model), _settings(model)
                 ):
                     candidates.append(
                         Candidate(
@@ -97,6 +97,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             context_parallel_layout=sharing.layout,
                             sharding=sharding,
                             loss=loss,
+                            settings=settings,
                         )
                     )
     if not candidates:
@@ -135,6 +136,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             context_parallel_layout=sharing.layout,
             sharding=sharding,
             loss=_losses(request, model)[0],
+            settings=_settings(model)[0],
         )
         for sharding in request.sharding_choices
         for sharing, backend in plainest.values()
@@ -166,8 +168,16 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 
 
 def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
-    """Which losses a model's own code may compute; the loss of the reference layers is the request's."""
-    return (None,) if isinstance(model, ModelSpec) else request.losses
+    """Which losses a model's own code may compute.
+
+    The loss of the reference layers is the request's. A model that is measured whole computes its own.
+    """
+    return (None,) if isinstance(model, ModelSpec) or not model.layers else request.losses
+
+
+def _settings(model: ExploredModel) -> tuple[str | None, ...]:
+    """The choices that a target offers for its model."""
+    return (isinstance(model, ModelParts) and model.settings) or (None,)
 
 
 def _sharings_with(

@@ -82,6 +82,7 @@ class Candidate(Frozen):
     context_parallel_layout: str | None = None
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
     loss: str | None = Field(None, description="Null: the request's training.loss.")
+    settings: str | None = Field(None, description="A choice that the target itself offers, such as `compile=true`.")
 
     @model_validator(mode="after")
     def _layout_of_several(self) -> Self:
@@ -109,6 +110,8 @@ class Candidate(Frozen):
             parts.append(f"sharding={self.sharding}")
         if self.loss is not None:
             parts.append(f"loss={self.loss}")
+        if self.settings is not None:
+            parts.append(self.settings)
         return " ".join(parts)
 
 

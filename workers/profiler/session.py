@@ -34,7 +34,7 @@ from workers.profiler.trials.component import measure_component
 from workers.profiler.trials.optimizer import measure_optimizer
 from workers.profiler.trials.whole_model import run_whole_model
 from workers.targets.choice import open_target
-from workers.targets.target import Target
+from workers.targets.target import Target, WholeTarget
 
 CALM_SECONDS = 5.0
 """How long a trial waits at most for the device to become calm, if the trial before was disturbed."""
@@ -56,7 +56,7 @@ class Session:
         self._select_ranks = select_ranks
         self._request: ExplorationRequest | None = None
         self._was_disturbed = False  # in the last trial, by other processes or by throttling
-        self._target: Target | None = None
+        self._target: Target | WholeTarget | None = None
 
     def answer(self, command: Command) -> bool:
         """Carry a command out; returns False if this process is not fit for another."""
@@ -70,6 +70,8 @@ class Session:
 
     def _begin(self, command: Begin) -> None:
         request, hardware = command.request, command.hardware
+        if isinstance(self._target, WholeTarget):
+            self._target.close()
         self._request, self._target = request, None
         try:
             self._target = open_target(request, self._instruments)
@@ -108,7 +110,9 @@ class Session:
         try:
             self._instruments.join(self._select_ranks(plan))
             self._check_execution(request)
-            if plan.kind is TrialKind.WHOLE_MODEL:
+            if plan.kind is TrialKind.WHOLE_MODEL and isinstance(target, WholeTarget):
+                whole_model = target.measure_whole_model(plan.candidate, clock)
+            elif plan.kind is TrialKind.WHOLE_MODEL:
                 target.check(plan.candidate, plan.model)
                 sharded = request.sharded(plan.candidate.sharding)
                 whole_model = run_whole_model(self._instruments, target, plan.model, plan.candidate, sharded, clock)
@@ -141,8 +145,10 @@ class Session:
         return is_poisoned(self._instruments.device)
 
     def _measure(
-        self, target: Target, plan: TrialPlan, component: Component, request: ExplorationRequest, clock: PhaseClock
+        self, target: Target | WholeTarget, plan: TrialPlan, component: Component, request: ExplorationRequest, clock: PhaseClock
     ) -> ComponentMeasurement:
+        if isinstance(target, WholeTarget):
+            return target.measure_component(component, plan.candidate, clock)
         request, model = request.sharded(component.sharding), plan.model
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)
