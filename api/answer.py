@@ -112,10 +112,16 @@ def _row(label: str, text: str) -> str:
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
-    return f" for {request.model_name} ({request.mode}, {request.execution}, {request.seq_length} tokens a sequence)"
+    described = request.model is not None or request.hf_config is not None
+    length = f", {request.seq_length} tokens a sequence" if described else ""
+    return f" for {request.model_name} ({request.mode}, {request.execution}{length})"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
+    if candidate.settings is not None:
+        yield _row("settings", candidate.settings)
+    if candidate.is_whole:
+        return
     yield _row("bta_tile", str(candidate.bta_tile or "off"))
     yield _row("recompute", str(candidate.recompute))
     yield _row("attention", candidate.attention_backend)

@@ -46,7 +46,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"  # noqa: PT018
+    assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, as an import does: dataclasses look their module up
     spec.loader.exec_module(module)

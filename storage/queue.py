@@ -380,7 +380,9 @@ def _claim_event(job: Job, owner: str, description: str | None, target: str, num
     where = f"worker {owner}" + (f" ({description})" if description else "")
     data: dict[str, Any] = {"worker": owner, "attempt": job.attempt, "target": target}
     if job.attempt == 1:
-        return EventDraft(code=EventCode.STARTED, message=f"Exploration started by {where}, measuring {target}", data=data)
+        return EventDraft(
+            code=EventCode.STARTED, message=f"Exploration started by {where}, measuring {target}", data=data
+        )
     stored = f"{num_trials} stored trial{'' if num_trials == 1 else 's'}"
     data["num_trials"] = num_trials
     return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +56,7 @@ class Diagnosis(Frozen):
     """Every device of this host, and the version of each target that is installed, by name."""
 
     devices: tuple[DeviceDiagnosis, ...]
-    targets: dict[str, str] = {}
+    targets: dict[str, str] = Field(default_factory=dict)
 
 
 def main(json_output: bool) -> int:

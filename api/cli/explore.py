@@ -82,9 +82,7 @@ def check_target(request: ExplorationRequest, device: str | None) -> None:
     )
 
 
-def _explore(
-    request: ExplorationRequest, device: str | None, local_target: str | None, *, as_json: bool
-) -> ExitCode:
+def _explore(request: ExplorationRequest, device: str | None, local_target: str | None, *, as_json: bool) -> ExitCode:
     if local_target is None:
         check_target(request, device)
     database_url = environment().database_url

@@ -13,7 +13,6 @@ from api.cli.errors import ExitCode, say
 from api.client import Client, Job
 from explorer.records.event import Event, EventCode
 
-
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""
 

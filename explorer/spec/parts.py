@@ -51,8 +51,8 @@ class ModelParts(Frozen):
     """A model as the code that trains it defines it.
 
     `layers` names the kind of each decoder layer in order. A model that is measured whole has none: all of it is its
-    shell. `settings` are the choices that the target itself offers, as text. `output_bytes_per_token` is what one layer hands to the
-    next. `dtype` is the number format of the matrix products. The totals count shared parameters once.
+    shell. `settings` are the choices that the target itself offers, as text. `output_bytes_per_token` is what one layer
+    hands to the next. `dtype` is the number format of the matrix products. The totals count shared parameters once.
     """
 
     target: str
@@ -71,7 +71,9 @@ class ModelParts(Frozen):
     largest_trainable_bytes: Count = Field(0, description="Of the largest single parameter that is trained.")
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
-    settings: tuple[str, ...] = Field((), max_length=MAX_SETTINGS, description="Choices of the target; the first is its default.")
+    settings: tuple[str, ...] = Field(
+        (), max_length=MAX_SETTINGS, description="Choices of the target; the first is its default."
+    )
     unavailable: dict[str, str] = Field({}, description="What the code cannot do, each with its reason.")
 
     @model_validator(mode="after")

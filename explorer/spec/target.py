@@ -27,6 +27,9 @@ def _refuse_path(name: Any) -> Any:
     return name
 
 
+OWN_ATTENTION = "own"
+"""The attention back end of a model that is measured whole: whatever its code calls."""
+
 TargetName = Annotated[str, BeforeValidator(_refuse_path), Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
 
 MAX_CONFIG_BYTES = 256 * 1024

@@ -16,7 +16,6 @@ from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.trial import Trial
 from explorer.spec.context_parallel import ContextParallelSpec
-from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
@@ -235,8 +234,8 @@ def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:
 
 def test_a_worker_claims_only_jobs_whose_target_it_has(database: Database) -> None:
     queue = Queue(database)
-    of_library = queue.enqueue(ExplorationRequest(hf_config={"model_type": "llama"}, hf_seq_length=64))[0]
-    own = queue.enqueue(ExplorationRequest(target="my-gpt"))[0]
+    of_library = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))[0]
+    own = queue.enqueue(make_request(model=None, target="my-gpt"))[0]
     reference = queue.enqueue(make_request())[0]
 
     def claim_with(**targets: str) -> str | None:

@@ -6,7 +6,6 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobState, get_job
@@ -69,7 +68,7 @@ def test_a_worker_that_went_silent_serves_nobody(database: Database) -> None:
 
 def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
     queue = Queue(database)
-    job, _ = queue.enqueue(ExplorationRequest(target="my-gpt"))
+    job, _ = queue.enqueue(make_request(model=None, target="my-gpt"))
     add_worker(database, "reference")
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == ["none with the target 'my-gpt' is running"]
@@ -80,7 +79,7 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
 
 def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> None:
     queue = Queue(database)
-    job, _ = queue.enqueue(ExplorationRequest(hf_config={"model_type": "llama"}, hf_seq_length=64))
+    job, _ = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))
     add_worker(database)
     queue.note_waiting(grace=NO_GRACE)
     (reason,) = reasons(database, job.id)

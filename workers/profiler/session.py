@@ -145,7 +145,12 @@ class Session:
         return is_poisoned(self._instruments.device)
 
     def _measure(
-        self, target: Target | WholeTarget, plan: TrialPlan, component: Component, request: ExplorationRequest, clock: PhaseClock
+        self,
+        target: Target | WholeTarget,
+        plan: TrialPlan,
+        component: Component,
+        request: ExplorationRequest,
+        clock: PhaseClock,
     ) -> ComponentMeasurement:
         if isinstance(target, WholeTarget):
             return target.measure_component(component, plan.candidate, clock)

@@ -17,12 +17,11 @@ from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import DType
 from explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import OWN_ATTENTION
 from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
 from workers.profiler.phases import PhaseClock
 from workers.targets.custom.process import TargetProcess
 
-OWN = "own"
-"""The attention back end of a candidate: whatever the target's code calls."""
 OPEN_SECONDS = 150.0
 """The longest that importing and building may take; the profiler's own start has a deadline of 180 s."""
 
@@ -83,8 +82,10 @@ class CustomTarget:
             raise UnsupportedTrialError(f"target '{self._source.name}': {error.outcome}: {error}") from error
         self._open_choice = next(iter(self._choices), None)
         self._parts = self._describe(found)
-        own = BackendSupport(name=OWN, usable=True)
-        return DeviceReport(hardware=hardware, attention_backends=(own,), default_attention=OWN, parts=self._parts)
+        own = BackendSupport(name=OWN_ATTENTION, usable=True)
+        return DeviceReport(
+            hardware=hardware, attention_backends=(own,), default_attention=OWN_ATTENTION, parts=self._parts
+        )
 
     def measure_component(self, component: Component, candidate: Candidate, clock: PhaseClock) -> ComponentMeasurement:
         """Measure the whole of a micro-step, or the optimizer's step.
