@@ -134,8 +134,9 @@ def _one_line(error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     """The line of code that raised, as ` (train.py line 12)`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    outside = [frame for frame in own if "site-packages" not in frame.filename and "<frozen" not in frame.filename]
+    own = Path(__file__).parent
+    others = [frame for frame in frames if own not in Path(frame.filename).parents]
+    outside = [frame for frame in others if "site-packages" not in frame.filename and "<frozen" not in frame.filename]
     return f" ({Path(outside[-1].filename).name} line {outside[-1].lineno})" if outside else ""
 
 

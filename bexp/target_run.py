@@ -140,6 +140,8 @@ class TargetRun:
             batches = [worst(micro_batch_size, self._device) for _ in range(MICRO_STEPS)]
         losses: list[Any] = []
         self._run_step(batches[:1], losses)
+        self._check(losses, micro_batch_size)
+        losses.clear()
         existing = self._existing()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

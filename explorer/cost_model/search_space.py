@@ -68,14 +68,17 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     Raises:
         EmptySpaceError: a restriction leaves a dimension empty on this device.
     """
-    attention = _usable("attention back end", report.attention_backends, request.attention_backends)
+    where = f"with {model.measured}" if isinstance(model, ModelParts) else "on this device"
+    attention = _usable("attention back end", report.attention_backends, request.attention_backends, where)
     if not request.flash_attention:
         attention = [name for name in attention if name != "flash"]
         if not attention:
             raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
     experts: list[str] | list[None] = [None]
     if has_experts(model):
-        experts = _usable("expert back end", report.expert_backends, request.expert_backends)
+        experts = _usable("expert back end", report.expert_backends, request.expert_backends, where)
+    elif request.expert_backends is not None:
+        raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
     sharings = _usable_sharings(request, report, attention)
     candidates = []
     for m in request.micro_batch_sizes:
@@ -210,7 +213,9 @@ def _usable_sharings(
     raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
 
 
-def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None) -> list[str]:
+def _usable(
+    what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None, where: str
+) -> list[str]:
     usable = [backend.name for backend in supported if backend.usable]
     if allowed is None:
         names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]
@@ -218,10 +223,10 @@ def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str
         known = {backend.name: backend for backend in supported}
         for name in allowed:
             if name not in known:
-                raise EmptySpaceError(f"unknown {what} '{name}'; this device has {', '.join(sorted(known))}")
+                raise EmptySpaceError(f"unknown {what} '{name}'; {where} there is {', '.join(sorted(known)) or 'none'}")
         names = [name for name in usable if name in allowed]
     if not names:
         asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]
         reasons = "; ".join(f"{b.name}: {b.reason}" for b in asked)
-        raise EmptySpaceError(f"no usable {what} on this device ({reasons})")
+        raise EmptySpaceError(f"no usable {what} {where} ({reasons})")
     return names
