@@ -213,9 +213,7 @@ def _usable_sharings(
     raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
 
 
-def _usable(
-    what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None, where: str
-) -> list[str]:
+def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None, where: str) -> list[str]:
     usable = [backend.name for backend in supported if backend.usable]
     if allowed is None:
         names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]

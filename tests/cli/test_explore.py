@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from api.cli import explore, options
+from api.cli import explore
 from api.cli.connection import shown_url
 from api.cli.errors import CommandError
+from api.cli.options import split_target
 from api.client import Client, ServiceError
 from api.embedded import EmbeddedService
 from explorer.spec.request import ExplorationRequest
@@ -95,9 +96,9 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
 def test_a_target_may_be_a_class_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert options.split_target("train.py:Target") == ("local", f"{tmp_path / 'train.py'}:Target")
-    assert options.split_target("transformers") == ("transformers", None)
-    assert options.split_target(None) == (None, None)
+    assert split_target("train.py:Target") == ("local", f"{tmp_path / 'train.py'}:Target")
+    assert split_target("transformers") == ("transformers", None)
+    assert split_target(None) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_a_target_may_be_a_class_of_a_file(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_a_target_that_names_no_class_of_a_file_is_refused(target: str, complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint):
-        options.split_target(target)
+        split_target(target)
 
 
 def test_a_target_that_this_machine_lacks_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

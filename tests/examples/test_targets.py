@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,15 +19,21 @@ TARGETS = ROOT / "examples" / "targets"
 TINY = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "vocab_size": 64, "seq_length": 16}
 
 
-def explore(folder: Path, target: str, config: dict[str, object], device: str = "cpu") -> dict[str, object]:
+def explore(folder: Path, target: str, config: Mapping[str, object], device: str = "cpu") -> dict[str, object]:
     """Run `bexp explore` in an empty folder, and return its answer as JSON."""
-    request = {"target_config": config, "batch_size": 8, "micro_batch_size": [1, 2, 4], "budget": {"max_trials": 6}}
+    request = {
+        "target_config": dict(config),
+        "batch_size": 8,
+        "micro_batch_size": [1, 2, 4],
+        "budget": {"max_trials": 6},
+    }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(request))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "api.cli", "explore", path, "--target", target, "--device", device, "--json"],
+        check=False,
         cwd=folder,
         env=environment
         | {"PYTHONPATH": os.pathsep.join(paths), "XDG_DATA_HOME": str(folder), "TMPDIR": str(folder)}

@@ -110,12 +110,8 @@ class Session:
         try:
             self._instruments.join(self._select_ranks(plan))
             self._check_execution(request)
-            if plan.kind is TrialKind.WHOLE_MODEL and isinstance(target, WholeTarget):
-                whole_model = target.measure_whole_model(plan.candidate, clock)
-            elif plan.kind is TrialKind.WHOLE_MODEL:
-                target.check(plan.candidate, plan.model)
-                sharded = request.sharded(plan.candidate.sharding)
-                whole_model = run_whole_model(self._instruments, target, plan.model, plan.candidate, sharded, clock)
+            if plan.kind is TrialKind.WHOLE_MODEL:
+                whole_model = self._run_whole_model(target, plan, request, clock)
             for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
                 current = component
                 self._send(ComponentStarted(component=component))
@@ -132,6 +128,15 @@ class Session:
             failed_component=current,
             whole_model=whole_model,
         )
+
+    def _run_whole_model(
+        self, target: Target | WholeTarget, plan: TrialPlan, request: ExplorationRequest, clock: PhaseClock
+    ) -> WholeModelMeasurement:
+        if isinstance(target, WholeTarget):
+            return target.measure_whole_model(plan.candidate, clock)
+        target.check(plan.candidate, plan.model)
+        sharded = request.sharded(plan.candidate.sharding)
+        return run_whole_model(self._instruments, target, plan.model, plan.candidate, sharded, clock)
 
     def _is_lost(self, measurement: Measurement) -> bool:
         """Whether the trial's failure leaves the device, or the group of ranks, unusable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,11 +89,23 @@ def test_a_failed_step_is_an_outcome_and_the_next_trial_is_clean(
         ("import a_library_that_is_missing", "crashed: ModuleNotFoundError: No module named 'a_library_that_is_miss"),
         ("x = = 1", "crashed: SyntaxError"),
         ("class Other: pass", "unsupported: .*train.py has no 'Target'"),
-        ("class Target:\n        def build(self, config, device): ...", "unsupported: 'Target' has no method batch, step"),
-        (PLAIN.replace("return nn.Linear(64, 64, device=device)", "return {}"), "build returned dict, not an nn.Module"),
+        (
+            "class Target:\n        def build(self, config, device): ...",
+            "unsupported: 'Target' has no method batch, step",
+        ),
+        (
+            PLAIN.replace("return nn.Linear(64, 64, device=device)", "return {}"),
+            "build returned dict, not an nn.Module",
+        ),
         (PLAIN.replace("return nn.Linear(64, 64, device=device)", "return nn.ReLU()"), "without trained parameters"),
-        (PLAIN.replace("self.config = config", "raise KeyError('width')"), r"crashed: KeyError: 'width' \(train.py line 7\)"),
-        (PLAIN.replace("loss.backward()", "loss = loss * float('inf')"), "the loss is not finite at micro-batch size 1"),
+        (
+            PLAIN.replace("self.config = config", "raise KeyError('width')"),
+            r"crashed: KeyError: 'width' \(train.py line 7\)",
+        ),
+        (
+            PLAIN.replace("loss.backward()", "loss = loss * float('inf')"),
+            "the loss is not finite at micro-batch size 1",
+        ),
         (PLAIN.replace("import torch\n", "import os; os.abort()\n", 1), "was killed by SIGABRT"),
     ],
 )
@@ -114,6 +127,6 @@ def test_a_target_that_is_never_imported_is_refused_after_its_deadline(tmp_path:
     ("fields", "what"),
     [({"mode": "eval"}, "eval mode"), ({"execution": "compile"}, "torch.compile by the profiler")],
 )
-def test_what_no_custom_target_can_do_is_refused(fields: dict[str, str], what: str) -> None:
+def test_what_no_custom_target_can_do_is_refused(fields: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedTrialError, match=f"measured as its code trains: no {what}"):
         open_custom("/nowhere/train.py:Target", **fields)

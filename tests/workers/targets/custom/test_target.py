@@ -51,7 +51,9 @@ def test_a_step_is_measured_whole_and_its_activations_add_up_to_its_peak(tmp_pat
 
 
 def test_dimensions_enter_the_configuration_and_each_choice_has_a_process_of_its_own(tmp_path: Path) -> None:
-    source = PLAIN.replace("class Target:", "class Target:\n        dimensions = {'width': [64, 256], 'bias': [True]}\n")
+    source = PLAIN.replace(
+        "class Target:", "class Target:\n        dimensions = {'width': [64, 256], 'bias': [True]}\n"
+    )
     source = source.replace("nn.Linear(64, 64,", "nn.Linear(64, config['width'], bias=config['bias'] and config['on'],")
     target = open_custom(write(tmp_path, source), target_config={"on": True})
     try:
@@ -72,13 +74,16 @@ def test_too_many_choices_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_peak_is_that_of_the_worst_batch_and_the_optimizer_is_the_targets_own(tmp_path: Path) -> None:
-    source = PLAIN + """
+    source = (
+        PLAIN
+        + """
         def worst_batch(self, micro_batch_size, device):
             return torch.randn(50 * micro_batch_size, 64, device=device)
 
         def optimizer(self, model):
             return torch.optim.SGD(model.parameters(), lr=1.0)
     """
+    )
     target, plain = open_custom(write(tmp_path, source, "worst.py")), open_custom(write(tmp_path, PLAIN))
     try:
         target.report(HARDWARE)
