@@ -22,15 +22,15 @@ from explorer.spec.target import BEXP
 LABEL_WIDTH = 18
 
 
-def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
-    """Return the whole answer, without a line break at its end."""
+def render_answer(answer: Answer, request: ExplorationRequest | None, measured: str | None = None) -> str:
+    """Return the whole answer, without a line break at its end; `measured` names the code that it is about."""
     lines: list[str] = []
     main = answer.variants[0]
     if main.recommendation is None:
         lines.append(f"No candidate fits: {main.reason or 'all of them failed'}")
         lines += _remedy_rows(main.remedies)
     else:
-        lines += render_recommendation(main.recommendation, request)
+        lines += render_recommendation(main.recommendation, request, measured)
     if len(answer.variants) > 1:
         lines += ["", "Variants by num_query_groups (separate models, not ranked)", *_variant_table(answer.variants)]
     if answer.timings:
@@ -39,9 +39,13 @@ def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
     return "\n".join(lines)
 
 
-def render_recommendation(best: Recommendation, request: ExplorationRequest | None) -> list[str]:
+def render_recommendation(
+    best: Recommendation, request: ExplorationRequest | None, measured: str | None = None
+) -> list[str]:
     """Return the lines of one recommendation."""
     lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}", ""]
+    if measured is not None:
+        lines.append(_row("measured", measured))
     lines += _candidate_rows(best.candidate)
     within = f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
     lines += [
@@ -110,12 +114,17 @@ def _row(label: str, text: str) -> str:
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
+    described = request.model is not None or request.hf_config is not None
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
-    what = f"{target}{request.mode}, {request.execution}, {request.seq_length} tokens per sequence"
-    return f" for {request.model_name} ({what})"
+    length = f", {request.seq_length} tokens per sequence" if described else ""
+    return f" for {request.model_name} ({target}{request.mode}, {request.execution}{length})"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
+    if candidate.settings is not None:
+        yield _row("settings", candidate.settings)
+    if candidate.is_whole:
+        return
     yield _row("bta_tile", str(candidate.bta_tile or "off"))
     yield _row("recompute", str(candidate.recompute))
     yield _row("attention", candidate.attention_backend)

@@ -19,6 +19,7 @@ from explorer.records.recommendation import Answer, Recommendation
 from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import describe_target
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -88,9 +89,15 @@ class Result(BaseModel):
     final: bool
     target: str | None = None
     target_version: str | None = None
+    target_class: str | None = None
     allocator: str | None = None
     recommendation: Recommendation | None
     answer: Answer | None
+
+    @property
+    def measured(self) -> str | None:
+        """What was measured, for a person; null if the service did not say."""
+        return describe_target(self.target, self.target_version, self.target_class) if self.target else None
 
 
 @dataclass(frozen=True, slots=True)

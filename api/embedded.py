@@ -14,10 +14,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from api.child_process import module_command, safe_environment
@@ -129,6 +129,7 @@ class EmbeddedService:
         group: whether it uses its devices together.
         num_devices: without `device`, of how many GPUs it can make use: it takes the largest of these numbers for which
             there are enough, and leaves the others alone. Default: one GPU, with `group` all.
+        local_target: the file and the name of the worker's target `local`; the API does not know of it.
     """
 
     def __init__(
@@ -139,9 +140,11 @@ class EmbeddedService:
         device: str | None = None,
         group: bool = False,
         num_devices: Sequence[int] = (),
+        local_target: str | None = None,
     ) -> None:
         self._database_url = database_url
         self._with_worker = with_worker
+        self._worker_environment = {} if local_target is None else {"BEXP_LOCAL_TARGET": local_target}
         self._worker_options = ["--device", device] if device is not None else []
         self._worker_options += ["--group"] if group else []
         if num_devices and device is None:
@@ -196,12 +199,20 @@ class EmbeddedService:
             self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
         if self._with_worker:
             command = module_command("workers", "--jobs-from-stdin", *self._worker_options)
-            self._children.append(self._child("worker", command))
+            self._children.append(self._child("worker", command, more_environment=self._worker_environment))
         self._await_api()
 
-    def _child(self, name: str, command: list[str], *, pass_fds: tuple[int, ...] = ()) -> Child:
+    def _child(
+        self,
+        name: str,
+        command: list[str],
+        *,
+        pass_fds: tuple[int, ...] = (),
+        more_environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Child:
         log = self.log_directory / f"{name.lower()}.log"
-        return Child(name, command, log, environment=child_environment(self._database_url), pass_fds=pass_fds)
+        environment = {**child_environment(self._database_url), **more_environment}
+        return Child(name, command, log, environment=environment, pass_fds=pass_fds)
 
     def _await_api(self) -> None:
         deadline = time.monotonic() + START_SECONDS

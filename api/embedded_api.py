@@ -41,7 +41,8 @@ def main(listener: socket.socket, *, with_worker: bool) -> None:
         upgrade(database)
         threading.Thread(target=_end_with_parent, args=(database,), name="parent", daemon=True).start()
         settings = ServiceSettings(database.url)
-        serve_on(listener, replace(settings, waiting_check_seconds=NEVER) if with_worker else settings)
+        own_worker = replace(settings, waiting_check_seconds=NEVER, takes_local_target=True)
+        serve_on(listener, own_worker if with_worker else settings)
     finally:
         database.dispose()
 

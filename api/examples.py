@@ -128,6 +128,7 @@ RECOMMENDATION: dict[str, Any] = {
     "final": False,
     "target": "bexp",
     "target_version": None,
+    "target_class": None,
     "allocator": "default",
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
     "answer": None,

@@ -64,6 +64,12 @@ class _StoredCounts(Collector):
         for kind in sorted({"cpu", "cuda", *counts.workers_by_device_kind}):
             workers.add_metric([kind], counts.workers_by_device_kind.get(kind, 0))
         yield workers
+        targets = GaugeMetricFamily(
+            "bexp_worker_targets", "Live workers by target that they can measure.", labels=["target", "version"]
+        )
+        for (target, version), number in sorted(counts.workers_by_target.items()):
+            targets.add_metric([target, version], number)
+        yield targets
         trials = GaugeMetricFamily("bexp_trials", "Stored trials by outcome.", labels=["outcome"])
         for outcome, number in counts.trials_by_outcome.items():
             trials.add_metric([outcome.value], number)

@@ -117,6 +117,10 @@ class RecommendationResource(BaseModel):
         str | None,
         Field(description="The version of the library whose code was measured; null for the reference layers."),
     ]
+    target_class: Annotated[
+        str | None,
+        Field(description="The class whose training step was measured; null for the reference layers."),
+    ]
     allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
     recommendation: Recommendation | None
     answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
@@ -127,12 +131,14 @@ class RecommendationResource(BaseModel):
     def of(cls, job: Job) -> Self:
         """Return the recommendation of a job; the target and the allocator are null if its request cannot be read."""
         best = job.recommendation if job.answer is None else job.answer.recommendation
+        parts = job.report.parts if job.report else None
         return cls(
             id=job.id,
             state=job.state,
             final=job.state.is_final,
             target=job.request.target_name if job.request else None,
-            target_version=job.report.parts.target_version if job.report and job.report.parts else None,
+            target_version=parts.target_version if parts else None,
+            target_class=parts.class_name if parts else None,
             allocator=job.request.allocator if job.request else None,
             hardware=job.report.hardware if job.report else None,
             request=job.request,

@@ -31,11 +31,13 @@ class ServiceSettings:
 
     `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
+    `takes_local_target` is for a command that serves itself alone: its worker has a target that is named by its file.
     Durations are in seconds.
     """
 
     database_url: str
     require_token: bool = False
+    takes_local_target: bool = False
     max_body_bytes: int = 256 * 1024
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0

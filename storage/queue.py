@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,6 +21,7 @@ from explorer.records.recommendation import Answer
 from explorer.records.trial import Trial
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import BEXP, describe_target
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
 from storage.database import Database
 from storage.events import insert_events
@@ -81,6 +83,7 @@ class Queue:
                         state=JobState.QUEUED.value,
                         request=request.model_dump(mode="json"),
                         device_kind=request.device_kind,
+                        target=request.target_name,
                         devices_needed=request.devices_needed(),
                         created_at=now,
                         queued_at=now,
@@ -111,13 +114,15 @@ class Queue:
         device_kind: str,
         num_devices: int,
         fingerprint: str,
+        targets: Mapping[str, str] = MappingProxyType({BEXP: ""}),
         description: str | None = None,
         among: Collection[str] | None = None,
     ) -> Claim | None:
         """Take the oldest job that this worker can run; return null if there is none.
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
-        with these ids. `description` of the hardware goes into the event. If another version stored the job and this
+        with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another
+        target is left. `description` of the hardware goes into the event. If another version stored the job and this
         one cannot read it, the job is ended and the next one is taken.
         """
         self._end_abandoned()
@@ -125,6 +130,7 @@ class Queue:
             is_unowned(self.database),
             sa.not_(jobs.c.cancel_requested),
             sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == device_kind),
+            jobs.c.target.in_(targets),
             jobs.c.devices_needed <= num_devices,
             sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == fingerprint),
             sa.not_(self._is_exhausted()),
@@ -161,7 +167,8 @@ class Queue:
                 row = connection.execute(take).one_or_none()
                 if row is None:
                     return None
-                claim = self._open_claim(connection, job_from_row(row), owner, description)
+                measured = describe_target(row.target, targets[row.target])
+                claim = self._open_claim(connection, job_from_row(row), owner, description, measured)
             if claim is not None:
                 return claim
 
@@ -322,7 +329,9 @@ class Queue:
             with self.database.begin() as connection:
                 change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
 
-    def _open_claim(self, connection: sa.Connection, job: Job, owner: str, description: str | None) -> Claim | None:
+    def _open_claim(
+        self, connection: sa.Connection, job: Job, owner: str, description: str | None, target: str
+    ) -> Claim | None:
         """Return the claim of a job that `owner` has just taken. If the job cannot be read, end it and return null."""
         lease = Lease(job.id, owner, job.attempt)
         history: tuple[Trial, ...] = ()
@@ -331,7 +340,7 @@ class Queue:
             history = tuple(select_trials(connection, job.id))
         except ValidationError as error:
             unreadable = unreadable or describe_unreadable("trial", error)
-        draft = _claim_event(job, owner, description, len(history))
+        draft = _claim_event(job, owner, description, target, len(history))
         insert_events(self.database, connection, job.id, job.last_seq, [draft])
         if unreadable is not None or job.request is None:
             end_job(self.database, connection, fence(lease), JobState.FAILED, unreadable)
@@ -367,11 +376,13 @@ class Queue:
             insert_trial(self.database, connection, lease.job_id, step.trial)
 
 
-def _claim_event(job: Job, owner: str, description: str | None, num_trials: int) -> EventDraft:
+def _claim_event(job: Job, owner: str, description: str | None, target: str, num_trials: int) -> EventDraft:
     where = f"worker {owner}" + (f" ({description})" if description else "")
-    data = {"worker": owner, "attempt": job.attempt}
+    data: dict[str, Any] = {"worker": owner, "attempt": job.attempt, "target": target}
     if job.attempt == 1:
-        return EventDraft(code=EventCode.STARTED, message=f"Exploration started by {where}", data=data)
+        return EventDraft(
+            code=EventCode.STARTED, message=f"Exploration started by {where}, measuring {target}", data=data
+        )
     stored = f"{num_trials} stored trial{'' if num_trials == 1 else 's'}"
     data["num_trials"] = num_trials
     return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)

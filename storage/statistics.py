@@ -17,11 +17,14 @@ from storage.workers import LIVE_WITHIN, select_workers
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Every state and every outcome has an entry; a device kind has one while a worker of that kind lives."""
+    """Every state and every outcome has an entry; a device kind, and a target with its version, have
+    one while a worker that has it lives.
+    """
 
     jobs_by_state: dict[JobState, int]
     oldest_queued_seconds: float
     workers_by_device_kind: dict[str, int]
+    workers_by_target: dict[tuple[str, str], int]
     trials_by_outcome: dict[Outcome, int]
 
 
@@ -42,6 +45,7 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
         jobs_by_state={state: states.get(state.value, 0) for state in JobState},
         oldest_queued_seconds=age,
         workers_by_device_kind=dict(Counter(worker.info.device_kind for worker in live)),
+        workers_by_target=dict(Counter(item for worker in live for item in worker.info.targets.items())),
         trials_by_outcome=trials_by_outcome,
     )
 

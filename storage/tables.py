@@ -61,6 +61,7 @@ jobs = sa.Table(
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("request", _JSON, nullable=False),
     sa.Column("device_kind", sa.String(16)),
+    sa.Column("target", sa.String(64), nullable=False, server_default="bexp", doc="A worker must have it."),
     sa.Column("devices_needed", sa.Integer, nullable=False),
     sa.Column("created_at", UTCDateTime, nullable=False),
     sa.Column("queued_at", UTCDateTime, nullable=False, doc="When it was last put in the queue."),
@@ -128,6 +129,7 @@ workers = sa.Table(
     sa.Column("device_name", sa.String(255), nullable=False),
     sa.Column("num_devices", sa.Integer, nullable=False),
     sa.Column("fingerprint", sa.String(64), nullable=False),
+    sa.Column("targets", _JSON, nullable=False, server_default="{}", doc="The version of each target, by name."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),
 )

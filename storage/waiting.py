@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from explorer.spec.hardware import DeviceReport
+from explorer.spec.target import TRANSFORMERS
 from storage.database import Database
 from storage.tables import jobs
 from storage.workers import WorkerInfo, select_workers
@@ -23,7 +24,7 @@ def find_waiting(
     The reason is null when a live worker could run the job and is merely busy.
     """
     live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
-    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
+    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.target, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
     query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
     found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in connection.execute(query)]
     return [(job_id, new) for job_id, old, new in found if new != old]
@@ -39,9 +40,16 @@ def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) ->
     enough = [worker for worker in alike if worker.num_devices >= job.devices_needed]
     if not enough:
         return f"none with {job.devices_needed} devices is running"
-    if job.fingerprint is None or any(worker.fingerprint == job.fingerprint for worker in enough):
+    able = [worker for worker in enough if job.target in worker.targets]
+    if not able:
+        return f"none with the target '{job.target}' is running{_describe_installation(job.target)}"
+    if job.fingerprint is None or any(worker.fingerprint == job.fingerprint for worker in able):
         return None
     return f"none with the hardware that this exploration started on is running ({_describe_pinned(job.report)})"
+
+
+def _describe_installation(target: str) -> str:
+    return " (it needs pip install 'bexp[transformers]')" if target == TRANSFORMERS else ""
 
 
 def _describe_pinned(report: Any) -> str:

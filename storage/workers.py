@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
@@ -18,7 +19,10 @@ _KEEP = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker reports about itself. `fingerprint` is that of its HardwareSpec."""
+    """What a worker reports about itself.
+
+    `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name.
+    """
 
     id: str
     host: str
@@ -27,6 +31,7 @@ class WorkerInfo:
     device_name: str
     num_devices: int
     fingerprint: str
+    targets: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,10 @@ def select_workers(database: Database, connection: sa.Connection, *, live_within
     query = sa.select(workers).where(workers.c.last_seen_at >= database.clock(-live_within)).order_by(workers.c.id)
     return [
         RegisteredWorker(
-            WorkerInfo(row.id, row.host, row.pid, row.device_kind, row.device_name, row.num_devices, row.fingerprint),
+            WorkerInfo(
+                *(row.id, row.host, row.pid, row.device_kind, row.device_name, row.num_devices, row.fingerprint),
+                targets=row.targets,
+            ),
             row.started_at,
             row.last_seen_at,
         )

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
+from explorer.spec.target import LOCAL
 from storage.database import Database, open_database
 from storage.queue import Queue
 from storage.schema import upgrade
@@ -132,7 +134,10 @@ def _build_worker(
         return Worker(Queue(database), replay, "replay", explore=partial(explore, clock=replay.clock), job_ids=job_ids)
     profiler = Profiler(devices, environment=settings.environment, on_wait=_log.info)
     named = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
-    return Worker(Queue(database), profiler, named, job_ids=job_ids)
+    targets = installed_targets()
+    if settings.local_target is not None:
+        targets[LOCAL] = Path(settings.local_target).name
+    return Worker(Queue(database), profiler, named, job_ids=job_ids, targets=targets)
 
 
 def _build_cluster_worker(database: Database, address: str, device: str | None, job_ids: list[str] | None) -> Worker:

@@ -6,13 +6,16 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
+from bexp.target_registry import installed_targets
 from explorer.spec.base import Frozen
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import TRANSFORMERS, describe_target
 from workers.devices.discovery import visible_devices, why_no_gpu
 from workers.devices.lock import DeviceBusyError
 from workers.process.interface import ProfilerError
@@ -50,9 +53,10 @@ class DeviceDiagnosis(Frozen):
 
 
 class Diagnosis(Frozen):
-    """Every device of this host."""
+    """Every device of this host, and the version of each target that is installed, by name."""
 
     devices: tuple[DeviceDiagnosis, ...]
+    targets: dict[str, str] = Field(default_factory=dict)
 
 
 def main(json_output: bool) -> int:
@@ -71,7 +75,7 @@ def diagnose(environment: Mapping[str, str]) -> Diagnosis:
     reason = why_no_gpu(environment)
     if reason is not None:
         devices.append(DeviceDiagnosis(device="cuda", usable=False, reason=reason))
-    return Diagnosis(devices=tuple(devices))
+    return Diagnosis(devices=tuple(devices), targets=installed_targets())
 
 
 def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagnosis:
@@ -102,6 +106,14 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
         for name, value in _facts(device, device.report):
             table.add_row(name, value)
         console.print(table)
+    console.print(f"[bold]targets[/bold]  {_describe_targets(diagnosis.targets)}", highlight=False)
+
+
+def _describe_targets(targets: Mapping[str, str]) -> str:
+    found = [describe_target(name, version) for name, version in targets.items()]
+    if TRANSFORMERS not in targets:
+        found.append(f"{TRANSFORMERS} is not installed: pip install 'bexp\\[transformers]'")
+    return "; ".join(found)
 
 
 def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str, str]]:

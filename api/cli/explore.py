@@ -10,13 +10,15 @@ import typer
 
 from api.cli import options
 from api.cli.connection import environment, shown_url
-from api.cli.errors import ExitCode, say
+from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.results import conclude
 from api.client import Client, Job, ProblemError, ServiceError
 from api.embedded import EmbeddedService
+from bexp.target_registry import installed_targets
 from explorer.records.event import Event
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
 START_SECONDS = 10.0
@@ -36,7 +38,7 @@ def explore(
     memory_limit_gib: options.MemoryLimitGiB = None,
     mode: options.ModeOption = None,
     execution: options.ExecutionOption = None,
-    target: options.TargetOption = None,
+    target: options.LocalTargetOption = None,
     max_seconds: options.MaxSeconds = None,
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
@@ -44,6 +46,7 @@ def explore(
     as_json: options.AsJson = False,
 ) -> None:
     """Explore a model on this machine and print the best micro_batch_size."""
+    target, local_target = options.split_target(target)
     request = options.read_request(
         config,
         {
@@ -62,17 +65,40 @@ def explore(
             "seed": seed,
         },
     )
-    raise typer.Exit(_explore(request, device, as_json=as_json))
+    raise typer.Exit(_explore(request, device, local_target, as_json=as_json))
 
 
-def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) -> ExitCode:
+def check_target(request: ExplorationRequest, device: str | None) -> None:
+    """Raise CommandError if the worker that this command starts would not have the request's target."""
+    name, installed = request.target_name, installed_targets()
+    if name in installed or (device or "").startswith("replay:"):
+        return
+    if name == TRANSFORMERS:
+        hint = "pip install 'bexp[transformers]'"
+        raise CommandError(ExitCode.USAGE, f"the target '{name}' needs the library {name}, which is missing: {hint}")
+    has = ", ".join(describe_target(*item) for item in installed.items())
+    raise CommandError(
+        ExitCode.USAGE, f"there is no target '{name}' here; there are {has}; a file is named as train.py:Target"
+    )
+
+
+def _explore(request: ExplorationRequest, device: str | None, local_target: str | None, *, as_json: bool) -> ExitCode:
+    if local_target is None:
+        check_target(request, device)
     database_url = environment().database_url
     counts = usable_device_counts(request)
     group = counts[-1] > 1
     if device is None and (request.device_kind == "cpu" or not group):
         device = request.device_kind
     with (
-        EmbeddedService(database_url, with_worker=True, device=device, group=group, num_devices=counts) as service,
+        EmbeddedService(
+            database_url,
+            with_worker=True,
+            device=device,
+            group=group,
+            num_devices=counts,
+            local_target=local_target,
+        ) as service,
         Client(service.url) as client,
     ):
         job = client.submit(request)

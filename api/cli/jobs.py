@@ -83,6 +83,8 @@ def best(job_id: JobId, as_json: options.AsJson = False) -> None:
             print_json(document(client, job))
         elif known is not None:
             typer.echo(known.candidate.micro_batch_size)
+            if result is not None and result.target_version is not None:
+                say(f"measured: {result.measured}")
             for report in client.run_reports(job_id):
                 say(render_run_report(report, known))
     if known is None:

@@ -12,6 +12,7 @@ from api.cli.errors import CommandError, ExitCode
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import LOCAL
 
 
 class Mode(StrEnum):
@@ -48,6 +49,14 @@ TargetOption = Annotated[
     str | None,
     typer.Option(metavar="bexp|transformers|NAME", help="The code whose training step is measured."),
 ]
+LocalTargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="bexp|transformers|NAME|FILE.py:NAME",
+        help="The code whose training step is measured; FILE.py:NAME is a class of your own.",
+    ),
+]
 MaxSeconds = Annotated[float | None, typer.Option(help="Stop when trials have taken this time, added up over all.")]
 MaxTrials = Annotated[int | None, typer.Option(help="Stop after this many trials.")]
 ConfidenceTarget = Annotated[int | None, typer.Option(help="Stop when the confidence reaches this (1 to 99).")]
@@ -80,6 +89,19 @@ def parse_micro_batch_size(text: str | None) -> Any:
     if low.isdecimal() and high.isdecimal():
         return {"explore": {"min": int(low), "max": int(high)}}
     raise CommandError(ExitCode.USAGE, f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX nor a number")
+
+
+def split_target(target: str | None) -> tuple[str | None, str | None]:
+    """Return the field of a request that `--target` stands for, and the file with its name if it means one."""
+    path, separator, name = (target or "").rpartition(":")
+    if target is None or not (separator or target.endswith(".py")):
+        return target, None
+    file = Path(path).expanduser().absolute()
+    if not name.isidentifier() or file.suffix != ".py":
+        raise CommandError(ExitCode.USAGE, f"--target {target!r} names no class: write it as train.py:Target")
+    if not file.is_file():
+        raise CommandError(ExitCode.USAGE, f"--target: there is no file {path}")
+    return LOCAL, f"{file}:{name}"
 
 
 def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:

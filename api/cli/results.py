@@ -13,6 +13,9 @@ from api.cli.errors import ExitCode, say
 from api.client import Client, Job
 from explorer.records.event import Event, EventCode
 
+MEASURED = {"target", "target_version", "target_class", "allocator"}
+"""The fields of a result that say what was measured."""
+
 
 def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> ExitCode:
     """Print the answer of a job that has ended with the event `last`."""
@@ -23,9 +26,9 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
         return code
     result = client.recommendation(job_id)
     if result is not None and result.answer is not None:
-        typer.echo("\n" + render_answer(result.answer, job.request))
+        typer.echo("\n" + render_answer(result.answer, job.request, result.measured))
     elif result is not None and result.recommendation is not None:
-        lines = render_recommendation(result.recommendation, job.request)
+        lines = render_recommendation(result.recommendation, job.request, result.measured)
         typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
     if code is not ExitCode.ANSWER and (result is None or result.answer is None):
         say(f"bexp: {last.message}")
@@ -36,7 +39,7 @@ def document(client: Client, job: Job) -> dict[str, Any]:
     """Return a job with its recommendation, its answer, and what real runs reached, as JSON."""
     result = client.recommendation(job.id)
     return {
-        **({} if result is None else result.model_dump(include={"target", "target_version", "allocator"})),
+        **({} if result is None else result.model_dump(include=MEASURED)),
         "job": job.model_dump(mode="json", exclude={"recommendation", "answer"}),
         "recommendation": None if result is None else _dump(result.recommendation),
         "answer": None if result is None else _dump(result.answer),

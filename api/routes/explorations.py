@@ -13,7 +13,9 @@ from api.negotiation import accepts_json
 from api.problems import invalid_parameter
 from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from api.service import ServiceDep
+from explorer.formats.document import FormatError
 from explorer.formats.request import parse_request
+from explorer.spec.target import LOCAL
 from storage.jobs import InvalidCursorError, Job, JobNotFoundError, JobState, get_job, list_jobs
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
@@ -93,7 +95,12 @@ def submit_exploration(
         r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?", idempotency_key
     ):
         raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
-    job, _ = service.queue.enqueue(parse_request(document), idempotency_key=idempotency_key)
+    request = parse_request(document)
+    if request.target_name == LOCAL and not service.settings.takes_local_target:
+        raise FormatError(
+            [(("target",), f"'{LOCAL}' is a file on somebody's machine; `bexp explore` measures it there")]
+        )
+    job, _ = service.queue.enqueue(request, idempotency_key=idempotency_key)
     response.headers["Location"] = exploration_path(job.id)
     return Exploration.of(job)
 

@@ -61,7 +61,7 @@ class PartsDecomposer:
         return Decomposition(
             embedding=None,
             layers=tuple(layers),
-            head=self._share(ComponentKind.SHELL, m, None, candidate.loss),
+            head=self._share(ComponentKind.SHELL, m, None, candidate.settings or candidate.loss),
             optimizer=self._share(ComponentKind.OPTIMIZER, 0) if self._training else None,
         )
 

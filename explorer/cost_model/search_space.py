@@ -68,22 +68,25 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     Raises:
         EmptySpaceError: a restriction leaves a dimension empty on this device.
     """
-    attention = _usable("attention back end", report.attention_backends, request.attention_backends)
+    where = f"with {model.measured}" if isinstance(model, ModelParts) else "on this device"
+    attention = _usable("attention back end", report.attention_backends, request.attention_backends, where)
     if not request.flash_attention:
         attention = [name for name in attention if name != "flash"]
         if not attention:
             raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
     experts: list[str] | list[None] = [None]
     if has_experts(model):
-        experts = _usable("expert back end", report.expert_backends, request.expert_backends)
+        experts = _usable("expert back end", report.expert_backends, request.expert_backends, where)
+    elif request.expert_backends is not None:
+        raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
     sharings = _usable_sharings(request, report, attention)
     candidates = []
     for m in request.micro_batch_sizes:
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
         for tile in _tiles(request, model, m):
             for recompute in _policies(request, model, tile):
-                for (sharing, attention_backend), expert_backend, sharding, loss in product(
-                    at_m, experts, request.sharding_choices, _losses(request, model)
+                for (sharing, attention_backend), expert_backend, sharding, loss, settings in product(
+                    at_m, experts, request.sharding_choices, _losses(request, model), _settings(model)
                 ):
                     candidates.append(
                         Candidate(
@@ -97,6 +100,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             context_parallel_layout=sharing.layout,
                             sharding=sharding,
                             loss=loss,
+                            settings=settings,
                         )
                     )
     if not candidates:
@@ -135,6 +139,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             context_parallel_layout=sharing.layout,
             sharding=sharding,
             loss=_losses(request, model)[0],
+            settings=_settings(model)[0],
         )
         for sharding in request.sharding_choices
         for sharing, backend in plainest.values()
@@ -166,8 +171,16 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 
 
 def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
-    """Return the losses that a model's own code may compute; null for the reference layers, which have one."""
-    return (None,) if isinstance(model, ModelSpec) else request.losses
+    """Which losses a model's own code may compute.
+
+    The loss of the reference layers is the request's. A model that is measured whole computes its own.
+    """
+    return (None,) if isinstance(model, ModelSpec) or not model.layers else request.losses
+
+
+def _settings(model: ExploredModel) -> tuple[str | None, ...]:
+    """The choices that a target offers for its model."""
+    return (isinstance(model, ModelParts) and model.settings) or (None,)
 
 
 def _sharings_with(
@@ -200,7 +213,7 @@ def _usable_sharings(
     raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
 
 
-def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None) -> list[str]:
+def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None, where: str) -> list[str]:
     usable = [backend.name for backend in supported if backend.usable]
     if allowed is None:
         names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]
@@ -208,10 +221,10 @@ def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str
         known = {backend.name: backend for backend in supported}
         for name in allowed:
             if name not in known:
-                raise EmptySpaceError(f"unknown {what} '{name}'; this device has {', '.join(sorted(known))}")
+                raise EmptySpaceError(f"unknown {what} '{name}'; {where} there is {', '.join(sorted(known)) or 'none'}")
         names = [name for name in usable if name in allowed]
     if not names:
         asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]
         reasons = "; ".join(f"{b.name}: {b.reason}" for b in asked)
-        raise EmptySpaceError(f"no usable {what} on this device ({reasons})")
+        raise EmptySpaceError(f"no usable {what} {where} ({reasons})")
     return names

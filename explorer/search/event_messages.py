@@ -14,7 +14,7 @@ from explorer.records.recommendation import Answer, WholeModelCheck
 from explorer.records.trial import Trial
 from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Candidate
-from explorer.spec.parts import ExploredModel
+from explorer.spec.parts import ExploredModel, ModelParts
 
 
 def variant_event(model: ExploredModel) -> EventDraft:
@@ -32,11 +32,15 @@ def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int) -> 
     return EventDraft(
         code=EventCode.SPACE,
         message=(
-            f"{model.name}: {count_parameters(model):,} parameters, {len(space.candidates)} candidates to consider, "
+            f"{_named(model)}: {count_parameters(model):,} parameters, {len(space.candidates)} candidates to consider, "
             f"{num_predicted_out} more left out: predicted not to fit in {limit_bytes / GIB:.2f} GiB"
         ),
         data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
     )
+
+
+def _named(model: ExploredModel) -> str:
+    return f"{model.name} ({model.measured})" if isinstance(model, ModelParts) else model.name
 
 
 def base_event(base: Candidate, *, is_plainest: bool) -> EventDraft:

@@ -215,7 +215,7 @@ def _notes(
         notes.append(f"whole model: {ran}: {whole_model.measurement.reason}")
     elif whole_model is None:
         notes.append("whole model: not run with this candidate")
-    if candidate.attention_backend == report.default_attention:
+    if candidate.attention_backend == report.default_attention and not candidate.is_whole:
         notes.append(f"attention '{candidate.attention_backend}' is torch's own default here")
     return tuple(notes)
 

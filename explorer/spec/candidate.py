@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from explorer.spec.base import Frozen, RuleError
 from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.target import OWN_ATTENTION
 from explorer.spec.training import Sharding
 
 
@@ -82,6 +83,7 @@ class Candidate(Frozen):
     context_parallel_layout: str | None = None
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
     loss: str | None = Field(None, description="Null: the request's training.loss.")
+    settings: str | None = Field(None, description="A choice that the target itself offers, such as `compile=true`.")
 
     @model_validator(mode="after")
     def _layout_of_several(self) -> Self:
@@ -93,14 +95,20 @@ class Candidate(Frozen):
             )
         return self
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it belongs to a model that is measured whole, whose code chooses the rest by itself."""
+        return self.attention_backend == OWN_ATTENTION
+
     def describe(self) -> str:
         """Return one line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
-        parts = [
-            f"micro_batch_size={self.micro_batch_size}",
-            f"bta_tile={self.bta_tile or 'off'}",
-            f"recompute={self.recompute}",
-            f"attention={self.attention_backend}",
-        ]
+        parts = [f"micro_batch_size={self.micro_batch_size}"]
+        if not self.is_whole:
+            parts += [
+                f"bta_tile={self.bta_tile or 'off'}",
+                f"recompute={self.recompute}",
+                f"attention={self.attention_backend}",
+            ]
         if self.expert_backend is not None:
             parts.append(f"experts={self.expert_backend}")
         if self.context_parallel_layout is not None:
@@ -109,6 +117,8 @@ class Candidate(Frozen):
             parts.append(f"sharding={self.sharding}")
         if self.loss is not None:
             parts.append(f"loss={self.loss}")
+        if self.settings is not None:
+            parts.append(self.settings)
         return " ".join(parts)
 
 

@@ -13,8 +13,10 @@ from pydantic import Field, model_validator
 
 from explorer.spec.base import Frozen
 from explorer.spec.model import DType, ModelSpec
+from explorer.spec.target import describe_target
 
 MAX_LAYERS = 1024
+MAX_SETTINGS = 64
 
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[float, Field(ge=0)]
@@ -48,17 +50,19 @@ class LayerPart(Part):
 class ModelParts(Frozen):
     """A model as the code that trains it defines it.
 
-    `layers` names the kind of each decoder layer in order. `output_bytes_per_token` is what one layer hands to the
-    next. `dtype` is the number format of the matrix products. The totals count shared parameters once.
+    `layers` names the kind of each decoder layer in order. A model that is measured whole has none: all of it is its
+    shell. `settings` are the choices that the target itself offers, as text. `output_bytes_per_token` is what one layer
+    hands to the next. `dtype` is the number format of the matrix products. The totals count shared parameters once.
     """
 
     target: str
     target_version: str
     name: str = Field(description="The model's type, for people.")
+    class_name: str | None = Field(None, description="The class whose training step is measured, for people.")
     dtype: DType
     seq_length: Annotated[int, Field(ge=1)]
-    layers: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-    kinds: Annotated[tuple[LayerPart, ...], Field(min_length=1)]
+    layers: Annotated[tuple[str, ...], Field(max_length=MAX_LAYERS)]
+    kinds: tuple[LayerPart, ...]
     shell: Part
     output_bytes_per_token: Annotated[int, Field(ge=1)]
     num_parameters: Count
@@ -67,6 +71,9 @@ class ModelParts(Frozen):
     largest_trainable_bytes: Count = Field(0, description="Of the largest single parameter that is trained.")
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
+    settings: tuple[str, ...] = Field(
+        (), max_length=MAX_SETTINGS, description="Choices of the target; the first is its default."
+    )
     unavailable: dict[str, str] = Field({}, description="What the code cannot do, each with its reason.")
 
     @model_validator(mode="after")
@@ -78,6 +85,11 @@ class ModelParts(Frozen):
         if unknown:
             raise ValueError(f"layers of unknown kinds: {', '.join(unknown)}")
         return self
+
+    @property
+    def measured(self) -> str:
+        """What is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
+        return describe_target(self.target, self.target_version, self.class_name)
 
     @property
     def query_groups(self) -> int:

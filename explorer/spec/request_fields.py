@@ -21,7 +21,7 @@ from explorer.spec.options import (
 )
 from explorer.spec.routing import RoutingSpec
 from explorer.spec.shorthands import expand_query_groups, expand_sharding
-from explorer.spec.target import TargetName, check_hugging_face_config
+from explorer.spec.target import TargetName, check_hugging_face_config, check_target_config
 from explorer.spec.training import Sharding, TrainingSpec
 
 MAX_NUM_QUERY_GROUPS_VARIANTS = 8
@@ -44,6 +44,9 @@ class RequestFields(Frozen):
     )
     hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
         None, description="Tokens a sequence in training, for `hf_config`."
+    )
+    target_config: dict[str, Any] | None = Field(
+        None, description="What a registered target builds its model from; at most 256 KiB as JSON."
     )
     mode: Literal["train", "eval"] = "train"
     micro_batch_size: MicroBatchChoice = "explore"
@@ -105,6 +108,11 @@ class RequestFields(Frozen):
     @classmethod
     def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
         return None if config is None else check_hugging_face_config(config)
+
+    @field_validator("target_config")
+    @classmethod
+    def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if config is None else check_target_config(config)
 
     @model_validator(mode="before")
     @classmethod

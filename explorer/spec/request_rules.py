@@ -31,6 +31,8 @@ def check_model_of_target(request: ExplorationRequest) -> None:
     target = request.target_name
     if target == BEXP and request.model is None:
         raise RuleError(f"model is missing: target '{BEXP}' needs it", "model")
+    if request.target_config is not None and target in (BEXP, TRANSFORMERS):
+        raise RuleError(f"target_config is for a registered target; '{target}' does not read it", "target_config")
     if target == TRANSFORMERS and request.hf_config is None:
         raise RuleError(f"target '{TRANSFORMERS}' needs a Hugging Face config.json as the model", "target")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from explorer.spec.base import RuleError
 
@@ -17,13 +17,32 @@ TRANSFORMERS = "transformers"
 HUGGING_FACE_DEFAULT = BEXP
 """The target of a Hugging Face config.json in a request that names none."""
 
-TargetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
+LOCAL = "local"
+"""The target that a person names by its file, for one exploration on their machine."""
+
+
+def _refuse_path(name: Any) -> Any:
+    if isinstance(name, str) and (":" in name or "/" in name or name.endswith(".py")):
+        raise ValueError("a service measures targets by registered names; `bexp explore` measures one from a file")
+    return name
+
+
+OWN_ATTENTION = "own"
+"""The attention back end of a model that is measured whole: whatever its code calls."""
+
+TargetName = Annotated[str, BeforeValidator(_refuse_path), Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_CONFIG_DEPTH = 16
 
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 """Keys of a config.json that ask for code from elsewhere to be run."""
+
+
+def describe_target(name: str, version: str | None, class_name: str | None = None) -> str:
+    """Return what is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
+    versioned = f"{name} {version}" if version else name
+    return f"{versioned}, {class_name}" if class_name else versioned
 
 
 def default_target(*, is_hugging_face: bool) -> str:
@@ -46,15 +65,26 @@ def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _measure(value: Any, path: tuple[str, ...]) -> int:
+def check_target_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` if its structure is acceptable. What its keys mean is left to the target.
+
+    Raises:
+        RuleError: it is larger than 256 KiB as JSON, or nested deeper than 16 levels.
+    """
+    if _measure(config, (), refused=()) > MAX_CONFIG_BYTES:
+        raise RuleError(f"the configuration is larger than {MAX_CONFIG_BYTES // 1024} KiB")
+    return config
+
+
+def _measure(value: Any, path: tuple[str, ...], refused: tuple[str, ...] = REMOTE_CODE_KEYS) -> int:
     """Return a lower bound of the size of `value` as JSON, in bytes, and check what is below it."""
     if len(path) > MAX_CONFIG_DEPTH:
         raise RuleError(f"the configuration is nested deeper than {MAX_CONFIG_DEPTH} levels", path[:1])
     if isinstance(value, dict):
-        for key in REMOTE_CODE_KEYS:
+        for key in refused:
             if value.get(key):
                 raise RuleError("code that comes with a model is never run; remove this key", (*path, key))
-        return 2 + sum(len(str(key)) + 4 + _measure(inner, (*path, str(key))) for key, inner in value.items())
+        return 2 + sum(len(str(key)) + 4 + _measure(inner, (*path, str(key)), refused) for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return 2 + sum(1 + _measure(inner, (*path, str(index))) for index, inner in enumerate(value))
+        return 2 + sum(1 + _measure(inner, (*path, str(index)), refused) for index, inner in enumerate(value))
     return len(str(value).encode("utf-8", "surrogatepass"))

@@ -64,7 +64,9 @@ def test_an_absent_worker_does_not_take_the_api_away(client: TestClient) -> None
 def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queue: Queue, lease: Lease) -> None:
     queue.enqueue(make_request())
     queue.record(lease, make_progress(0))
-    register_worker(queue.database, WorkerInfo("worker-1", "host", 1, "cuda", "NVIDIA H200", 1, "f"))
+    register_worker(
+        queue.database, WorkerInfo("worker-1", "host", 1, "cuda", "NVIDIA H200", 1, "f", {"transformers": "5.23.0"})
+    )
     client.get(f"/v1/explorations/{lease.job_id}")
     client.get("/v1/explorations/unknown/trials")
     client.get("/favicon.ico")
@@ -73,6 +75,7 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
     assert found['bexp_jobs{state="running"}'] == 1
     assert found["bexp_oldest_queued_seconds"] > 0
     assert found['bexp_workers{device_kind="cuda"}'] == 1
+    assert found['bexp_worker_targets{target="transformers",version="5.23.0"}'] == 1
     assert found['bexp_trials{outcome="ok"}'] == 1
     count = 'bexp_http_request_seconds_count{method="GET",route="%s",status="%s"}'
     assert found[count % ("/v1/explorations/{exploration_id}", 200)] == 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from api.cli import explore
 from api.cli.connection import shown_url
+from api.cli.errors import CommandError
+from api.cli.options import split_target
 from api.client import Client, ServiceError
 from api.embedded import EmbeddedService
 from explorer.spec.request import ExplorationRequest
@@ -88,3 +91,31 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
+
+
+def test_a_target_may_be_a_class_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert split_target("train.py:Target") == ("local", f"{tmp_path / 'train.py'}:Target")
+    assert split_target("transformers") == ("transformers", None)
+    assert split_target(None) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [("train.py", "names no class"), ("train.py:", "names no class"), ("other.py:Target", "there is no file other.py")],
+)
+def test_a_target_that_names_no_class_of_a_file_is_refused(target: str, complaint: str) -> None:
+    with pytest.raises(CommandError, match=complaint):
+        split_target(target)
+
+
+def test_a_target_that_this_machine_lacks_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explore, "installed_targets", lambda: {"bexp": "0.1.0"})
+    explore.check_target(REQUEST, None)
+    of_library = ExplorationRequest.model_validate({"hf_config": {"model_type": "llama"}, "hf_seq_length": 64})
+    with pytest.raises(CommandError, match=r"which is missing: pip install 'bexp\[transformers\]'"):
+        explore.check_target(of_library, "cpu")
+    explore.check_target(of_library, "replay:table.jsonl")
+    with pytest.raises(CommandError, match=r"there is no target 'my-gpt' here; there are bexp 0\.1\.0"):
+        explore.check_target(ExplorationRequest.model_validate({"target": "my-gpt"}), None)

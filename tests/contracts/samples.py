@@ -21,7 +21,7 @@ MODEL = ModelSpec(
 
 
 def make_request(**changes: Any) -> ExplorationRequest:
-    return ExplorationRequest(model=MODEL, **changes)
+    return ExplorationRequest(**({"model": MODEL} | changes))
 
 
 def make_report(device_name: str = "A device", device_kind: str = "cpu") -> DeviceReport:

@@ -232,6 +232,25 @@ def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:
     assert gpu.job.id == on_gpu.id
 
 
+def test_a_worker_claims_only_jobs_whose_target_it_has(database: Database) -> None:
+    queue = Queue(database)
+    of_library = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))[0]
+    own = queue.enqueue(make_request(model=None, target="my-gpt"))[0]
+    reference = queue.enqueue(make_request())[0]
+
+    def claim_with(**targets: str) -> str | None:
+        claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=targets)
+        return claim.job.id if claim is not None else None
+
+    assert claim_with(other="1") is None
+    assert claim_with(bexp="0.1.0") == reference.id
+    assert claim_with(bexp="0.1.0", **{"my-gpt": "2.0"}) == own.id
+    assert claim_with(transformers="5.23.0") == of_library.id
+    started = read_events(database, of_library.id)[-1]
+    assert (started.code, started.data["target"]) == (102, "transformers 5.23.0")
+    assert started.message.endswith("measuring transformers 5.23.0")
+
+
 def test_a_claim_can_be_limited_to_some_jobs(database: Database) -> None:
     queue = Queue(database)
     oldest, second, third = (queue.enqueue(make_request())[0].id for _ in range(3))

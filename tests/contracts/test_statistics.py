@@ -28,12 +28,13 @@ def test_counts(database: Database) -> None:
     queue.record(claim.lease, Progress(trial=make_trial(1, Outcome.OUT_OF_MEMORY)))
     queue.record(claim.lease, Progress(trial=make_trial(2)))
     for worker_id, kind in (("a", "cuda"), ("b", "cuda"), ("c", "cpu")):
-        register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, "f"))
+        register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, "f", {"bexp": worker_id}))
     statistics = read_statistics(database)
     assert statistics.jobs_by_state[JobState.QUEUED] == 2
     assert statistics.jobs_by_state[JobState.RUNNING] == 1
     assert statistics.oldest_queued_seconds > 0
     assert statistics.workers_by_device_kind == {"cuda": 2, "cpu": 1}
+    assert statistics.workers_by_target == {("bexp", "a"): 1, ("bexp", "b"): 1, ("bexp", "c"): 1}
     assert statistics.trials_by_outcome[Outcome.OK] == 2
     assert statistics.trials_by_outcome[Outcome.OUT_OF_MEMORY] == 1
     assert statistics.trials_by_outcome[Outcome.CRASHED] == 0

@@ -18,8 +18,11 @@ NO_GRACE = timedelta(0)
 FINGERPRINT = make_report().hardware.fingerprint
 
 
-def add_worker(database: Database, worker_id: str = "w", kind: str = "cpu", fingerprint: str = FINGERPRINT) -> None:
-    register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, fingerprint))
+def add_worker(
+    database: Database, worker_id: str = "w", kind: str = "cpu", fingerprint: str = FINGERPRINT, **targets: str
+) -> None:
+    targets = targets or {"bexp": "0.1.0"}
+    register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, fingerprint, targets))
 
 
 def reasons(database: Database, job_id: str) -> list[str]:
@@ -61,6 +64,26 @@ def test_a_worker_that_went_silent_serves_nobody(database: Database) -> None:
     assert reasons(database, job.id) == []
     queue.note_waiting(grace=NO_GRACE, live_within=timedelta(0))
     assert reasons(database, job.id) == ["none is running"]
+
+
+def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request(model=None, target="my-gpt"))
+    add_worker(database, "reference")
+    queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == ["none with the target 'my-gpt' is running"]
+    register_worker(database, WorkerInfo("own", "host", 2, "cpu", "A device", 1, FINGERPRINT, {"my-gpt": "2.0"}))
+    queue.note_waiting(grace=NO_GRACE)
+    assert get_job(database, job.id).waiting_reason is None
+
+
+def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))
+    add_worker(database)
+    queue.note_waiting(grace=NO_GRACE)
+    (reason,) = reasons(database, job.id)
+    assert reason == "none with the target 'transformers' is running (it needs pip install 'bexp[transformers]')"
 
 
 def test_a_pinned_job_names_its_hardware(database: Database) -> None:

@@ -8,7 +8,7 @@ from storage.database import Database
 from storage.tables import workers
 from storage.workers import WorkerInfo, forget_worker, list_workers, register_worker, worker_heartbeat
 
-WORKER = WorkerInfo("host-1-cpu", "host", 1, "cpu", "A device", 1, "f")
+WORKER = WorkerInfo("host-1-cpu", "host", 1, "cpu", "A device", 1, "f", {"bexp": "0.1.0", "transformers": "5.23.0"})
 
 
 def age(database: Database, by: timedelta) -> None:

@@ -7,7 +7,9 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Mapping
 
+from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.hardware import HardwareSpec
 from storage.leases import Claim
@@ -28,7 +30,7 @@ class Worker:
 
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else another is
     started at once. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; the list may
-    grow meanwhile.
+    grow meanwhile. `targets` has the version of each target by name; the default is what is installed here.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Worker:
         *,
         explore: Explore = explore,
         job_ids: list[str] | None = None,
+        targets: Mapping[str, str] | None = None,
     ) -> None:
         host = socket.gethostname()
         self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
@@ -47,6 +50,7 @@ class Worker:
         self._profiler = profiler
         self._explore = explore
         self._job_ids = job_ids
+        self._targets = dict(installed_targets() if targets is None else targets)
         self._stopping = threading.Event()
 
     def run(self, *, max_jobs: int | None = None) -> None:
@@ -66,6 +70,7 @@ class Worker:
                 device_name=hardware.device_name,
                 num_devices=hardware.num_devices,
                 fingerprint=hardware.fingerprint,
+                targets=self._targets,
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
@@ -103,6 +108,7 @@ class Worker:
                 device_kind=hardware.device_kind,
                 num_devices=hardware.num_devices,
                 fingerprint=hardware.fingerprint,
+                targets=self._targets,
                 description=hardware.describe(),
                 among=None if self._job_ids is None else tuple(self._job_ids),
             )

@@ -24,11 +24,21 @@ class UnsupportedTrialError(Exception):
     """This device or this software cannot run the trial; the message says why."""
 
 
+class TrialFailedError(Exception):
+    """A trial that failed in another process, which has said how; the message says why."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
 def classify(error: Exception) -> tuple[Outcome, str]:
     """Return the outcome and the reason, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, UnsupportedTrialError):
         return Outcome.UNSUPPORTED, text
+    if isinstance(error, TrialFailedError):
+        return error.outcome, text
     lowered = text.lower()
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in lowered for words in EXHAUSTED):
         return Outcome.OUT_OF_MEMORY, _first_sentences(text, 3)

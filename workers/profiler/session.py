@@ -34,7 +34,7 @@ from workers.profiler.trials.component import measure_component
 from workers.profiler.trials.optimizer import measure_optimizer
 from workers.profiler.trials.whole_model import run_whole_model
 from workers.targets.choice import open_target
-from workers.targets.target import Target
+from workers.targets.target import Target, WholeTarget
 
 CALM_SECONDS = 5.0
 """The longest that a trial waits for the device to become calm if the previous trial was disturbed."""
@@ -56,7 +56,7 @@ class Session:
         self._select_ranks = select_ranks
         self._request: ExplorationRequest | None = None
         self._was_disturbed = False  # in the last trial, by other processes or by throttling
-        self._target: Target | None = None
+        self._target: Target | WholeTarget | None = None
 
     def answer(self, command: Command) -> bool:
         """Execute a command; returns False if this process cannot execute another one."""
@@ -70,12 +70,15 @@ class Session:
 
     def _begin(self, command: Begin) -> None:
         request, hardware = command.request, command.hardware
+        if isinstance(self._target, WholeTarget):
+            self._target.close()
         self._request, self._target = request, None
         self._instruments.settle(release=True)
         self._instruments.use_allocator(request.allocator)
         try:
             self._target = open_target(request, self._instruments)
-            report = command.known_report or self._target.report(hardware)
+            known = None if isinstance(self._target, WholeTarget) else command.known_report
+            report = known or self._target.report(hardware)
         except UnsupportedTrialError as error:
             report = DeviceReport.refused(hardware, str(error))
         self._instruments.settle(release=True)
@@ -92,7 +95,7 @@ class Session:
         measurement = self._attempt(plan, self._request, clock)
         poisoned = self._is_lost(measurement)
         if not poisoned:
-            if self._target is not None:
+            if self._target is not None and not isinstance(self._target, WholeTarget):
                 self._target.rest()
             release = measurement.outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
             poisoned = self._instruments.settle(release=release) > 0
@@ -113,9 +116,7 @@ class Session:
             self._instruments.join(self._select_ranks(plan))
             self._check_execution(request)
             if plan.kind is TrialKind.WHOLE_MODEL:
-                target.check(plan.candidate, plan.model)
-                sharded = request.sharded(plan.candidate.sharding)
-                whole_model = run_whole_model(self._instruments, target, plan.model, plan.candidate, sharded, clock)
+                whole_model = self._run_whole_model(target, plan, request, clock)
             for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
                 current = component
                 self._send(ComponentStarted(component=component))
@@ -133,6 +134,15 @@ class Session:
             whole_model=whole_model,
         )
 
+    def _run_whole_model(
+        self, target: Target | WholeTarget, plan: TrialPlan, request: ExplorationRequest, clock: PhaseClock
+    ) -> WholeModelMeasurement:
+        if isinstance(target, WholeTarget):
+            return target.measure_whole_model(plan.candidate, clock)
+        target.check(plan.candidate, plan.model)
+        sharded = request.sharded(plan.candidate.sharding)
+        return run_whole_model(self._instruments, target, plan.model, plan.candidate, sharded, clock)
+
     def _is_lost(self, measurement: Measurement) -> bool:
         """Whether the trial's failure leaves the device, or the group of ranks, unusable."""
         if measurement.outcome is Outcome.OK:
@@ -145,8 +155,15 @@ class Session:
         return is_poisoned(self._instruments.device)
 
     def _measure(
-        self, target: Target, plan: TrialPlan, component: Component, request: ExplorationRequest, clock: PhaseClock
+        self,
+        target: Target | WholeTarget,
+        plan: TrialPlan,
+        component: Component,
+        request: ExplorationRequest,
+        clock: PhaseClock,
     ) -> ComponentMeasurement:
+        if isinstance(target, WholeTarget):
+            return target.measure_component(component, plan.candidate, clock)
         request, model = request.sharded(component.sharding), plan.model
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from bexp.target_registry import installed_targets, registered_targets
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, TRANSFORMERS
+from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
-from workers.targets.target import Target
+from workers.settings import read_settings
+from workers.targets.custom.target import CustomTarget, TargetSource
+from workers.targets.target import Target, WholeTarget
 
 
-def open_target(request: ExplorationRequest, instruments: Instruments) -> Target:
+def open_target(request: ExplorationRequest, instruments: Instruments) -> Target | WholeTarget:
     """Open the request's target on the device of `instruments`.
 
     Raises:
         UnsupportedTrialError: this worker has no such target, or the target refuses the model; the message says why.
     """
-    name = request.target or BEXP
+    name = request.target_name
     if name == BEXP:
         from workers.targets.reference.target import ReferenceTarget  # noqa: PLC0415 - brings the kernels
 
@@ -24,4 +27,20 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Target
         from workers.targets.transformers.target import TransformersTarget  # noqa: PLC0415 - optional library
 
         return TransformersTarget(request, instruments.device)
-    raise UnsupportedTrialError(f"this worker has no target '{name}'; it has {BEXP} and {TRANSFORMERS}")
+    return CustomTarget(find_source(name), request, str(instruments.device))
+
+
+def find_source(name: str) -> TargetSource:
+    """Return where a target that is not ours comes from: the file that a person named, or an installed package.
+
+    Raises:
+        UnsupportedTrialError: this worker has no such target.
+    """
+    local = read_settings().local_target
+    if name == LOCAL and local is not None:
+        return TargetSource.of_file(name, local)
+    point = registered_targets().get(name)
+    if point is None:
+        has = ", ".join(describe_target(*item) for item in installed_targets().items())
+        raise UnsupportedTrialError(f"this worker has no target '{name}'; it has {has}")
+    return TargetSource(name, installed_targets()[name], point.value)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from bexp.measure.passes import MeteredPasses, Passes
 from bexp.measure.timestamps import Mark
 from explorer.cost_model.components import Component
+from explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
+from workers.profiler.phases import PhaseClock
 
 
 class ComponentPasses(Passes, MeteredPasses, Protocol):
@@ -58,6 +60,26 @@ class TrainingRun(Protocol):
 
     def finish(self) -> None:
         """Called after the last step."""
+
+
+@runtime_checkable
+class WholeTarget(Protocol):
+    """A target that is measured as a whole, in a process of its own.
+
+    A measurement raises TrialFailedError with the outcome of a step that fails.
+    """
+
+    def report(self, hardware: HardwareSpec) -> DeviceReport:
+        """As of `Target`."""
+
+    def measure_component(self, component: Component, candidate: Candidate, clock: PhaseClock) -> ComponentMeasurement:
+        """Measure the whole of a micro-step, or the optimizer's step."""
+
+    def measure_whole_model(self, candidate: Candidate, clock: PhaseClock) -> WholeModelMeasurement:
+        """Measure a step as a whole."""
+
+    def close(self) -> None:
+        """End the process."""
 
 
 class Target(Protocol):

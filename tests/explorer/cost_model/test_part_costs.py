@@ -12,13 +12,19 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.part_costs import PartsDecomposer, again_work, part_work
 from explorer.cost_model.roofline import predict_component_seconds
-from explorer.cost_model.search_space import base_candidates, enumerate_candidates, explored_models
+from explorer.cost_model.search_space import (
+    EmptySpaceError,
+    base_candidates,
+    enumerate_candidates,
+    explored_models,
+)
 from explorer.cost_model.step import static_parts
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
+from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.parts import LayerPart, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import OWN_ATTENTION
 from tests.explorer.cost_model.test_candidate_table import MODEL
 from tests.explorer.simulator import report
 
@@ -277,3 +283,45 @@ def test_kinds_are_named_once_and_layers_name_them() -> None:
         parts(kinds=twice, layers=("dense",))
     with pytest.raises(ValueError, match="unknown kinds: nothing"):
         parts(layers=("dense", "nothing"))
+
+
+def whole(**changes: Any) -> dict[str, Any]:
+    """What describes a model that is measured whole."""
+    return {"layers": (), "kinds": (), "policies": ("none",), "tiles": False, **changes}
+
+
+def test_a_model_that_is_measured_whole_is_its_shell_in_each_of_its_settings() -> None:
+    found = device(**whole(settings=("compile=false", "compile=true")))
+    own = BackendSupport(name=OWN_ATTENTION, usable=True)
+    found = found.model_copy(update={"attention_backends": (own,), "default_attention": OWN_ATTENTION})
+    asked = request(micro_batch_size=[2, 4], target="my-gpt", model=None)
+    (model,) = explored_models(asked, found)
+    space = enumerate_candidates(asked, found, model)
+    assert [c.describe() for c in space.candidates] == [
+        f"micro_batch_size={m} compile={choice}" for m in (2, 4) for choice in ("false", "true")
+    ]
+    assert [c.describe() for c in base_candidates(asked, found, model)] == ["micro_batch_size=2 compile=false"]
+    table = SpaceTable(space.candidates, model, asked)
+    assert {c.key for c in table.components} == {
+        *(f"shell(m={m},compile={choice})" for m in (2, 4) for choice in ("false", "true")),
+        "optimizer()",
+    }
+    peak_K = np.arange(1.0, 1 + len(table.components))
+    saved_C, transient_C = table.activation_bytes(np.zeros(len(peak_K)), peak_K, peak_K)
+    expected = []
+    for found_one in table.decompositions:
+        assert found_one.optimizer is not None
+        expected.append(max(peak_K[table.column[found_one.head]], peak_K[table.column[found_one.optimizer]]))
+    assert np.allclose(saved_C + transient_C, expected)
+
+
+def test_an_unknown_name_is_refused_with_the_version_of_the_library() -> None:
+    found = device()
+    (model,) = explored_models(request(), found)
+    with pytest.raises(EmptySpaceError, match=r"unknown attention back end 'x'; with transformers 5\.17\.0 there is"):
+        enumerate_candidates(request(attention_backends=["x"]), found, model)
+    with pytest.raises(EmptySpaceError, match=r"no experts with transformers 5\.17\.0"):
+        dense = parts(layers=("dense",))
+        enumerate_candidates(
+            request(expert_backends=["eager"]), found, dense.model_copy(update={"kinds": dense.kinds[:1]})
+        )

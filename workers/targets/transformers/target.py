@@ -263,6 +263,7 @@ class TransformersTarget:
             target=TRANSFORMERS,
             target_version=self.version,
             name=resolved.config.model_type,
+            class_name=resolved.config.model_class.__name__,
             dtype=DType.BFLOAT16,
             seq_length=resolved.config.seq_length,
             layers=resolved.kinds,

@@ -1,0 +1,44 @@
+"""The targets that are installed here: the code whose training step can be measured. Nothing is imported to find them.
+
+A package registers targets of its own under the entry-point group `bexp.targets`:
+
+    [project.entry-points."bexp.targets"]
+    my-gpt = "my_package.training:Target"
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+
+GROUP = "bexp.targets"
+REFERENCE = "bexp"
+TRANSFORMERS = "transformers"
+RESERVED = (REFERENCE, TRANSFORMERS, "local")
+"""Names that no package can register. `local` is the target that a person names by its file for one exploration."""
+NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+UNKNOWN_VERSION = "unknown"
+
+
+def installed_targets() -> dict[str, str]:
+    """Return the version of each target by name. A registered target has the version of its package."""
+    found = {REFERENCE: _version_of("bexp") or UNKNOWN_VERSION}
+    library = _version_of(TRANSFORMERS)
+    if library is not None:
+        found[TRANSFORMERS] = library
+    for name, point in registered_targets().items():
+        found[name] = point.dist.version if point.dist is not None else UNKNOWN_VERSION
+    return found
+
+
+def registered_targets() -> dict[str, EntryPoint]:
+    """Return the entry points of the group by name, without those whose name is reserved or not a valid one."""
+    points = entry_points(group=GROUP)
+    return {point.name: point for point in points if NAME.fullmatch(point.name) and point.name not in RESERVED}
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

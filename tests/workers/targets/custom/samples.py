@@ -1,0 +1,73 @@
+"""Targets as a person writes them, and what a profiler asks of them."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.records.measurement import ComponentMeasurement
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import HardwareSpec, SoftwareVersions
+from explorer.spec.model import DType
+from explorer.spec.options import Budget
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import LOCAL, OWN_ATTENTION
+from workers.profiler.phases import PhaseClock
+from workers.targets.custom.target import CustomTarget, TargetSource
+
+HARDWARE = HardwareSpec(
+    device_kind="cpu",
+    device_name="test",
+    memory_bytes=1 << 34,
+    memory_limit_bytes=1 << 31,
+    matmul_flops_per_second={DType.FLOAT32: 1e11},
+    memory_bandwidth_bytes_per_second=1e10,
+    launch_seconds=1e-6,
+    versions=SoftwareVersions(python="3", torch="2"),
+)
+
+PLAIN = """
+    import torch
+    from torch import nn
+
+    class Target:
+        def build(self, config, device):
+            self.config = config
+            return nn.Linear(64, 64, device=device)
+
+        def batch(self, micro_batch_size, device):
+            return torch.randn(micro_batch_size, 64, device=device)
+
+        def step(self, model, batch):
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+"""
+
+
+def write(folder: Path, source: str, name: str = "train.py") -> str:
+    """Write a target and return the reference to it."""
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return f"{path}:Target"
+
+
+def open_custom(reference: str, *, seconds: float = 60.0, **fields: Any) -> CustomTarget:
+    """The target, with a deadline for each trial."""
+    request = ExplorationRequest.model_validate(
+        {"target": LOCAL, "budget": Budget(trial_timeout_seconds=seconds), **fields}
+    )
+    return CustomTarget(TargetSource.of_file(LOCAL, reference), request, "cpu")
+
+
+def candidate(micro_batch_size: int, settings: str | None = None) -> Candidate:
+    return Candidate(
+        micro_batch_size=micro_batch_size, attention_backend=OWN_ATTENTION, num_query_groups=1, settings=settings
+    )
+
+
+def measure(target: CustomTarget, micro_batch_size: int, settings: str | None = None) -> ComponentMeasurement:
+    component = Component(kind=ComponentKind.SHELL, micro_batch_size=micro_batch_size, backend=settings)
+    return target.measure_component(component, candidate(micro_batch_size, settings), PhaseClock())

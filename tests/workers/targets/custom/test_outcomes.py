@@ -1,0 +1,132 @@
+"""What a target's own mistakes become: outcomes with their reason, and a clean next trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer.records.measurement import Outcome
+from tests.workers.targets.custom.samples import HARDWARE, PLAIN, measure, open_custom, write
+from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
+from workers.targets.custom.target import CustomTarget
+
+FAULTY = """
+    import ctypes, os, sys, time
+    import torch
+    from torch import nn
+
+    class Target:
+        def build(self, config, device):
+            return nn.Linear(64, 64, device=device)
+
+        def batch(self, micro_batch_size, device):
+            self.fault = {3: "raise", 4: "nan", 5: "exit", 6: "segfault", 7: "memory", 8: "reshape", 10: "hang"}.get(
+                micro_batch_size
+            )
+            self.width = getattr(self, "width", 63) + (micro_batch_size == 9)
+            return torch.randn(micro_batch_size, max(64, self.width), device=device)
+
+        def step(self, model, batch):
+            print("a step of", len(batch))
+            if self.fault == "raise":
+                raise ValueError("the data is corrupt")
+            if self.fault == "exit":
+                print("no licence", file=sys.stderr)
+                os._exit(3)
+            if self.fault == "segfault":
+                ctypes.string_at(0)
+            if self.fault == "memory":
+                torch.ones(1 << 36)
+            if self.fault == "hang":
+                print("waiting for a lock", flush=True)
+                time.sleep(600)
+            loss = model(batch).square().mean() * (float("nan") if self.fault == "nan" else 1.0)
+            loss.backward()
+            if self.fault == "reshape":
+                model.weight = nn.Parameter(torch.randn(32, 64))
+            return loss
+"""
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CustomTarget]:
+    target = open_custom(write(tmp_path_factory.mktemp("faulty"), FAULTY), seconds=20)
+    target.report(HARDWARE)
+    yield target
+    target.close()
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "outcome", "reason"),
+    [
+        (3, Outcome.CRASHED, r"ValueError: the data is corrupt \(train.py line 20\)"),
+        (4, Outcome.CRASHED, "the loss is not finite at micro-batch size 4"),
+        (5, Outcome.CRASHED, "exited with status 3.*no licence"),
+        (6, Outcome.CRASHED, "was killed by SIGSEGV"),
+        (7, Outcome.OUT_OF_MEMORY, "memory"),
+        (8, Outcome.CRASHED, "changes the shapes of the model's parameters"),
+        (9, Outcome.CRASHED, r"batch\(9\) returns other shapes each time"),
+        (10, Outcome.TIMED_OUT, "did not answer within 20 s; its last output: .*waiting for a lock"),
+    ],
+)
+def test_a_failed_step_is_an_outcome_and_the_next_trial_is_clean(
+    faulty: CustomTarget, micro_batch_size: int, outcome: Outcome, reason: str
+) -> None:
+    with pytest.raises(TrialFailedError, match=reason) as caught:
+        measure(faulty, micro_batch_size)
+    assert caught.value.outcome is outcome
+    found = measure(faulty, 2)
+    assert found.device_seconds > 0
+    assert found.backward_peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import a_library_that_is_missing", "crashed: ModuleNotFoundError: No module named 'a_library_that_is_miss"),
+        ("x = = 1", "crashed: SyntaxError"),
+        ("class Other: pass", "unsupported: .*train.py has no 'Target'"),
+        (
+            "class Target:\n        def build(self, config, device): ...",
+            "unsupported: 'Target' has no method batch, step",
+        ),
+        (
+            PLAIN.replace("return nn.Linear(64, 64, device=device)", "return {}"),
+            "build returned dict, not an nn.Module",
+        ),
+        (PLAIN.replace("return nn.Linear(64, 64, device=device)", "return nn.ReLU()"), "without trained parameters"),
+        (
+            PLAIN.replace("self.config = config", "raise KeyError('width')"),
+            r"crashed: KeyError: 'width' \(train.py line 7\)",
+        ),
+        (
+            PLAIN.replace("loss.backward()", "loss = loss * float('inf')"),
+            "the loss is not finite at micro-batch size 1",
+        ),
+        (PLAIN.replace("import torch\n", "import os; os.abort()\n", 1), "was killed by SIGABRT"),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_refused_with_the_cause(tmp_path: Path, source: str, reason: str) -> None:
+    target = open_custom(write(tmp_path, source))
+    with pytest.raises(UnsupportedTrialError, match=f"target 'local': .*{reason}"):
+        target.report(HARDWARE)
+    assert target._process is not None
+    assert not target._process.alive
+
+
+def test_a_target_that_is_never_imported_is_refused_after_its_deadline(tmp_path: Path) -> None:
+    target = open_custom(write(tmp_path, "import time; time.sleep(600)"), seconds=8)
+    with pytest.raises(UnsupportedTrialError, match="timed_out: the target did not answer within 8 s"):
+        target.report(HARDWARE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [({"mode": "eval"}, "eval mode"), ({"execution": "compile"}, "torch.compile by the profiler")],
+)
+def test_what_no_custom_target_can_do_is_refused(fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(UnsupportedTrialError, match=f"measured as its code trains: no {what}"):
+        open_custom("/nowhere/train.py:Target", **fields)

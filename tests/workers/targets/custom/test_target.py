@@ -1,0 +1,140 @@
+"""What is measured of a target that works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from explorer.cost_model.components import Component, ComponentKind
+from tests.workers.targets.custom.samples import HARDWARE, PLAIN, candidate, measure, open_custom, write
+from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.phases import PhaseClock
+from workers.targets.choice import find_source
+
+PARAMETER_BYTES = 4 * (64 * 64 + 64)
+
+
+def test_the_report_describes_a_model_that_is_all_shell(tmp_path: Path) -> None:
+    target = open_custom(write(tmp_path, PLAIN))
+    try:
+        parts = target.report(HARDWARE).parts
+    finally:
+        target.close()
+    assert parts is not None
+    assert (parts.layers, parts.kinds, parts.policies, parts.settings) == ((), (), ("none",), ())
+    assert parts.measured == "local train.py:Target, Linear"
+    assert parts.parameter_bytes == parts.trainable_bytes == parts.shell.parameter_bytes == PARAMETER_BYTES
+    assert parts.seq_length == 1
+    # The input belongs to the batch. A sequence adds its output, its square, and the gradient of either, at most.
+    assert 0 < parts.shell.saved_bytes_per_token <= 5 * 4 * 64
+
+
+def test_a_step_is_measured_whole_and_its_activations_add_up_to_its_peak(tmp_path: Path) -> None:
+    target = open_custom(write(tmp_path, PLAIN))
+    try:
+        target.report(HARDWARE)
+        step, clock = measure(target, 4), PhaseClock()
+        optimizer = target.measure_component(
+            Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0), candidate(4), clock
+        )
+        whole = target.measure_whole_model(candidate(4), clock)
+    finally:
+        target.close()
+    assert step.repeats >= 4
+    assert step.device_seconds > step.forward_device_seconds > 0
+    assert optimizer.device_seconds > 0
+    assert optimizer.backward_peak_bytes == 0
+    # Parameters, gradients, and the two moments of AdamW.
+    assert whole.peak_bytes == pytest.approx(4 * PARAMETER_BYTES + step.backward_peak_bytes, abs=64)
+    assert whole.micro_step_seconds > 0
+
+
+def test_dimensions_enter_the_configuration_and_each_choice_has_a_process_of_its_own(tmp_path: Path) -> None:
+    source = PLAIN.replace(
+        "class Target:", "class Target:\n        dimensions = {'width': [64, 256], 'bias': [True]}\n"
+    )
+    source = source.replace("nn.Linear(64, 64,", "nn.Linear(64, config['width'], bias=config['bias'] and config['on'],")
+    target = open_custom(write(tmp_path, source), target_config={"on": True})
+    try:
+        parts = target.report(HARDWARE).parts
+        assert parts is not None
+        assert parts.settings == ("width=64 bias=true", "width=256 bias=true")
+        narrow = measure(target, 8, parts.settings[0])
+        wide = measure(target, 8, parts.settings[1])
+    finally:
+        target.close()
+    assert wide.backward_peak_bytes > 2 * narrow.backward_peak_bytes
+
+
+def test_too_many_choices_are_refused(tmp_path: Path) -> None:
+    source = PLAIN.replace("class Target:", "class Target:\n        dimensions = {'a': range(9), 'b': range(9)}\n")
+    with pytest.raises(UnsupportedTrialError, match="81 combinations; 1 to 64 can be explored"):
+        open_custom(write(tmp_path, source)).report(HARDWARE)
+
+
+def test_the_peak_is_that_of_the_worst_batch_and_the_optimizer_is_the_targets_own(tmp_path: Path) -> None:
+    source = (
+        PLAIN
+        + """
+        def worst_batch(self, micro_batch_size, device):
+            return torch.randn(50 * micro_batch_size, 64, device=device)
+
+        def optimizer(self, model):
+            return torch.optim.SGD(model.parameters(), lr=1.0)
+    """
+    )
+    target, plain = open_custom(write(tmp_path, source, "worst.py")), open_custom(write(tmp_path, PLAIN))
+    try:
+        target.report(HARDWARE)
+        plain.report(HARDWARE)
+        clock = PhaseClock()
+        worst = target.measure_whole_model(candidate(8), clock).peak_bytes
+        usual = plain.measure_whole_model(candidate(8), clock).peak_bytes
+    finally:
+        target.close()
+        plain.close()
+    # SGD without momentum has no state; what AdamW keeps is more than the output of 8 rows and less than that of 400.
+    assert worst > 2 * PARAMETER_BYTES + 50 * 8 * 64 * 4
+    assert usual < 4 * PARAMETER_BYTES + 50 * 8 * 64 * 4
+
+
+def test_the_process_imports_bexp_and_the_folder_of_the_target_alone(tmp_path: Path) -> None:
+    for name in ("api", "workers", "storage", "explorer", "bexp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("OWNER = 'the person'")
+    source = PLAIN.replace(
+        "self.config = config",
+        """
+            import sys
+            loaded = {name.partition('.')[0] for name in sys.modules} & {"api", "workers", "storage", "explorer"}
+            assert not loaded, loaded
+            import api, workers, storage, explorer, bexp.targets
+            assert {module.OWNER for module in (api, workers, storage, explorer)} == {"the person"}
+            assert isinstance(self, bexp.targets.Target)
+    """,
+    )
+    target = open_custom(write(tmp_path, source))
+    try:
+        assert target.report(HARDWARE).parts is not None
+    finally:
+        target.close()
+
+
+def test_a_target_is_found_by_its_file_or_among_the_installed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "my_gpt-2.5.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my-gpt\nVersion: 2.5\n")
+    points = ["my-gpt = my_gpt.training:Target", "bexp = my_gpt.training:Target", "local = x:Target", "Bad Name = x:Y"]
+    (package / "entry_points.txt").write_text("\n".join(["[bexp.targets]", *points]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_source("my-gpt")
+    assert (found.name, found.version, found.reference) == ("my-gpt", "2.5", "my_gpt.training:Target")
+    with pytest.raises(UnsupportedTrialError, match=r"no target 'other'; it has bexp .*, my-gpt 2\.5"):
+        find_source("other")
+    with pytest.raises(UnsupportedTrialError, match="no target 'local'"):
+        find_source("local")
+    monkeypatch.setenv("BEXP_LOCAL_TARGET", "/home/me/train.py:Target")
+    assert find_source("local").version == "train.py:Target"

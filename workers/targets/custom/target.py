@@ -1,0 +1,218 @@
+"""A custom target for the profiler: its model is measured whole, one setting at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.step import memory_limit, static_parts
+from explorer.records.measurement import ComponentMeasurement, Outcome, WholeModelMeasurement
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from explorer.spec.model import DType
+from explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import OWN_ATTENTION
+from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
+from workers.profiler.phases import PhaseClock
+from workers.targets.custom.process import TargetProcess
+
+OPEN_SECONDS = 150.0
+"""The longest that importing and building may take; the profiler's own start has a deadline of 180 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSource:
+    """Where a target comes from: its name, its version, and the file or module with the name in it."""
+
+    name: str
+    version: str
+    reference: str
+
+    @classmethod
+    def of_file(cls, name: str, reference: str) -> TargetSource:
+        """The target of a file: `/home/me/train.py:Target`."""
+        return cls(name, Path(reference).name, reference)
+
+
+class CustomTarget:
+    """One job's target on one device. Each exploration has a fresh process, and so has what follows a failure."""
+
+    def __init__(self, source: TargetSource, request: ExplorationRequest, device: str) -> None:
+        """Refuse what no custom target can do.
+
+        Raises:
+            UnsupportedTrialError: the message says what.
+        """
+        for what, asked in (
+            ("eval mode", request.mode == "eval"),
+            ("torch.compile by the profiler", request.execution == "compile"),
+            ("LoRA by the profiler", request.training.lora is not None),
+        ):
+            if asked:
+                raise UnsupportedTrialError(f"target '{source.name}' is measured as its code trains: no {what}")
+        self._source = source
+        self._request = request
+        self._device = device
+        self._process: TargetProcess | None = None
+        self._choices: dict[str, dict[str, Any]] = {}
+        self._open_choice: str | None = None
+        self._hardware: HardwareSpec | None = None
+        self._parts: ModelParts | None = None
+        self._last: tuple[Candidate, dict[str, Any]] | None = None
+
+    def report(self, hardware: HardwareSpec) -> DeviceReport:
+        """Build the model, and describe it by figures of steps with one and two sequences.
+
+        Raises:
+            UnsupportedTrialError: the target cannot be imported or built, or its step fails with one sequence.
+        """
+        self._hardware = hardware
+        try:
+            opened = self._open(None)
+            self._choices = _choices(opened["dimensions"])
+            assert self._process is not None, "it was opened"
+            found = self._process.ask("describe", self._deadline)
+        except TrialFailedError as error:
+            raise UnsupportedTrialError(f"target '{self._source.name}': {error.outcome}: {error}") from error
+        self._open_choice = next(iter(self._choices), None)
+        self._parts = self._describe(found)
+        own = BackendSupport(name=OWN_ATTENTION, usable=True)
+        return DeviceReport(
+            hardware=hardware, attention_backends=(own,), default_attention=OWN_ATTENTION, parts=self._parts
+        )
+
+    def measure_component(self, component: Component, candidate: Candidate, clock: PhaseClock) -> ComponentMeasurement:
+        """Measure the whole of a micro-step, or the optimizer's step.
+
+        Raises:
+            TrialFailedError: the target's outcome.
+        """
+        assert self._parts is not None, "report() comes first"
+        found = self._measure(candidate, clock)
+        optimizer = component.kind is ComponentKind.OPTIMIZER
+        seconds = found["optimizer_seconds"] if optimizer else found["micro_step_seconds"]
+        activations = 0 if optimizer else max(0, found["peak_bytes"] - static_parts(self._parts, self._request).total)
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=seconds,
+            host_seconds=0.0,
+            forward_device_seconds=seconds if optimizer else seconds / 3,
+            standard_error_seconds=found["standard_error_seconds"],
+            repeats=found["repeats"],
+            saved_bytes=0,
+            forward_peak_bytes=activations,
+            backward_peak_bytes=activations,
+        )
+
+    def measure_whole_model(self, candidate: Candidate, clock: PhaseClock) -> WholeModelMeasurement:
+        """Measure the step again, as a whole.
+
+        Raises:
+            TrialFailedError: the target's outcome.
+        """
+        self._last = None
+        return WholeModelMeasurement.model_validate(self._measure(candidate, clock))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+    @property
+    def _deadline(self) -> float:
+        return self._request.budget.trial_timeout_seconds
+
+    def _measure(self, candidate: Candidate, clock: PhaseClock) -> dict[str, Any]:
+        """The figures of a candidate's step; the components of one trial share them."""
+        if self._last is not None and self._last[0] == candidate:
+            return self._last[1]
+        self._last = None
+        with clock.phase("build"):
+            if self._process is None or not self._process.alive or candidate.settings != self._open_choice:
+                self._open(candidate.settings)
+            assert self._process is not None, "it was opened"
+        with clock.phase("timed"):
+            found = self._process.ask("measure", self._deadline, micro_batch_size=candidate.micro_batch_size)
+        self._last = (candidate, found)
+        return found
+
+    def _open(self, choice: str | None) -> dict[str, Any]:
+        assert self._hardware is not None, "report() comes first"
+        self.close()
+        self._process = TargetProcess()
+        self._open_choice = choice
+        return self._process.ask(
+            "open",
+            min(self._deadline, OPEN_SECONDS),
+            reference=self._source.reference,
+            config=config_of(self._request),
+            choice=None if choice is None else self._choices[choice],
+            device=self._device,
+            optimizer=self._request.training.optimizer.name,
+            seed=self._request.seed,
+            memory_limit_bytes=memory_limit(self._request, self._hardware),
+            context_bytes=self._hardware.context_bytes,
+        )
+
+    def _describe(self, found: Mapping[str, Any]) -> ModelParts:
+        parameters, trainable = found["num_parameters"], found["trainable_bytes"]
+        length = found["seq_length"]
+        saved = found["saved_bytes"] / length
+        return ModelParts(
+            target=self._source.name,
+            target_version=self._source.version,
+            name=found["class_name"],
+            class_name=found["class_name"],
+            dtype=DType(found["dtype"]) if found["dtype"] in set(DType) else DType.FLOAT32,
+            seq_length=length,
+            layers=(),
+            kinds=(),
+            shell=Part(
+                num_parameters=parameters,
+                parameter_bytes=found["parameter_bytes"],
+                trainable_bytes=trainable,
+                flops_per_token=2.0 * parameters,
+                saved_bytes_per_token=saved,
+            ),
+            output_bytes_per_token=1,
+            num_parameters=parameters,
+            parameter_bytes=found["parameter_bytes"],
+            trainable_bytes=trainable,
+            largest_trainable_bytes=found["largest_trainable_bytes"],
+            settings=tuple(self._choices),
+        )
+
+
+def config_of(request: ExplorationRequest) -> dict[str, Any]:
+    """Return what a target builds its model from: the request's target_config, its config.json, or its model."""
+    if request.target_config is not None:
+        return request.target_config
+    if request.hf_config is not None:
+        return request.hf_config | {"seq_length": request.hf_seq_length}
+    return request.model.model_dump(mode="json") if request.model is not None else {}
+
+
+def _choices(dimensions: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """Every combination of a target's dimensions by its text; none without dimensions.
+
+    Raises:
+        TrialFailedError: a dimension has no value, or there are too many combinations.
+    """
+    if not dimensions:
+        return {}
+    found = [dict(zip(dimensions, values, strict=True)) for values in itertools.product(*dimensions.values())]
+    if not 1 <= len(found) <= MAX_SETTINGS:
+        told = f"its dimensions have {len(found)} combinations; 1 to {MAX_SETTINGS} can be explored"
+        raise TrialFailedError(Outcome.UNSUPPORTED, told)
+    return {" ".join(f"{name}={_text(value)}" for name, value in each.items()): each for each in found}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
