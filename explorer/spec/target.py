@@ -14,7 +14,7 @@ BEXP = "bexp"
 TRANSFORMERS = "transformers"
 """The classes of the installed transformers library. A Hugging Face config.json describes the model."""
 
-HUGGING_FACE_DEFAULT = BEXP
+HUGGING_FACE_DEFAULT = TRANSFORMERS
 """The target of a Hugging Face config.json in a request that names none."""
 
 LOCAL = "local"
