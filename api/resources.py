@@ -11,18 +11,18 @@ from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
-from explorer.spec.hardware import DeviceReport
+from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from storage.jobs import Job, JobState
 from storage.run_reports import StoredRunReport
 
 NextCursor = Annotated[
-    str | None, Field(description="Pass it as `cursor` to get what follows; null if nothing follows yet.")
+    str | None, Field(description="Pass it as `cursor` to get the next page; null if there is none yet.")
 ]
 
 
 class Links(BaseModel):
-    """Where the parts of an exploration are."""
+    """The paths of an exploration's resources."""
 
     self: str
     events: str
@@ -82,12 +82,12 @@ class ExplorationSummary(BaseModel):
 
 
 class Exploration(ExplorationSummary):
-    """An exploration: what was asked for, how it stands, and what came of it."""
+    """An exploration: its request, its state, and its results."""
 
     request: Annotated[
         ExplorationRequest | None, Field(description="Null if another version stored it and this one cannot read it.")
     ]
-    attempt: Annotated[int, Field(description="How often a worker has taken it up.")]
+    attempt: Annotated[int, Field(description="How many times a worker has started or resumed it.")]
     last_seq: Annotated[int, Field(description="The seq of its latest event.")]
     report: Annotated[
         DeviceReport | None, Field(description="The device that it runs on, and the back ends that are usable there.")
@@ -124,6 +124,8 @@ class RecommendationResource(BaseModel):
     allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
     recommendation: Recommendation | None
     answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
+    hardware: Annotated[HardwareSpec | None, Field(description="What the figures were measured on.")] = None
+    request: Annotated[ExplorationRequest | None, Field(description="What was asked; `bexp.apply` needs it.")] = None
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -138,6 +140,8 @@ class RecommendationResource(BaseModel):
             target_version=parts.target_version if parts else None,
             target_class=parts.class_name if parts else None,
             allocator=job.request.allocator if job.request else None,
+            hardware=job.report.hardware if job.report else None,
+            request=job.request,
             recommendation=best,
             answer=job.answer,
         )

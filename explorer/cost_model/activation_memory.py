@@ -1,8 +1,8 @@
 """Predicted bytes of components, before anything is measured.
 
-The counts follow Korthikanti et al. (2022, arXiv:2205.05198), written out for the blocks that the profiler builds:
-gated FFNs, norms that keep a number or two a token, flash attention, no dropout. They decide what is worth measuring;
-the measured bytes replace them.
+The counts follow Korthikanti et al. (2022, arXiv:2205.05198), for the blocks that the profiler builds: gated FFNs,
+norms that keep one or two numbers a token, flash attention, no dropout. They decide what is worth measuring. Measured
+bytes replace them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from explorer.spec.request import ExplorationRequest
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
-SPARSE_BLOCK = 128  # rows of a block of `block_sparse`
-OPTIMIZER_BUCKET_BYTES = 256 << 20  # the optimizer converts at most this much at a time
+SPARSE_BLOCK = 128
+"""Rows of a block of the back end `block_sparse`."""
+OPTIMIZER_BUCKET_BYTES = 256 << 20
+"""The optimizer converts at most this many bytes at a time."""
 
 
 def predict_component_bytes(component: Component, model: ExploredModel, request: ExplorationRequest) -> ComponentBytes:
-    """Activation bytes of one component. Parameters, gradients and optimizer states are not in it."""
+    """Return the activation bytes of one component, without parameters, gradients and optimizer states."""
     if isinstance(model, ModelParts):
         return predict_part_bytes(component, model, request)
     if component.kind is ComponentKind.OPTIMIZER:
@@ -44,17 +46,17 @@ def predict_component_bytes(component: Component, model: ExploredModel, request:
 
 
 def local_length(component: Component, model: ModelSpec) -> int:
-    """Tokens of each sequence that a device has."""
+    """Return how many tokens of each sequence a device has."""
     return model.seq_length // component.context_parallel_size
 
 
 def local_tokens(component: Component, model: ModelSpec) -> int:
-    """Tokens of a micro-batch that a device has."""
+    """Return how many tokens of a micro-batch a device has."""
     return component.micro_batch_size * local_length(component, model)
 
 
 def _inference(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
-    """Without a backward pass nothing is saved: the peak is the largest pair of neighbours within the block."""
+    """Return the bytes without a backward pass: nothing is saved, and the peak is the largest pair of neighbours."""
     item = model.dtype.itemsize
     tokens = local_tokens(component, model)
     hidden = tokens * model.hidden_size * item
@@ -96,16 +98,16 @@ def _attention(component: Component, model: ModelSpec, request: ExplorationReque
     if component.bta_tile is None:
         return _attention_block(component, component.micro_batch_size, model)
     tile = _attention_block(component, component.bta_tile, model)
-    # Every tile leaves its output; the concatenation holds all of them twice for a moment.
+    # Every tile leaves its output, and the concatenation holds all of them twice for a moment.
     return ComponentBytes(output, output + max(output, tile.forward_peak), output + tile.backward_peak)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Bytes that a block keeps for backward, by the recomputation that spares them.
+    """Bytes that a block keeps for the backward pass, by the recomputation policy that frees them.
 
-    `between` lies between matrix products, attention and routing; `products` are the results of the first matrix
-    product; `always` is kept whatever is recomputed by operation, the block's output among it.
+    `between` are the tensors between matrix products, attention and routing. `products` are the results of the first
+    matrix product. `always` are kept under every policy by operation; the block's output is one of them.
     """
 
     between: int
@@ -114,11 +116,11 @@ class _Kept:
 
     @property
     def live(self) -> int:
-        """All of it, as it exists at the end of forward, and again in backward."""
+        """All of the bytes, as they exist at the end of forward, and again in backward."""
         return self.between + self.products + self.always
 
     def saved(self, recompute: BlockRecompute) -> int:
-        """What is left of it between forward and backward."""
+        """Return the bytes that a policy keeps between forward and backward."""
         if recompute is BlockRecompute.ACTIVATIONS:
             return self.products + self.always
         return self.always if recompute is BlockRecompute.PROJECTIONS else self.live
@@ -133,11 +135,11 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
     query = heads * model.head_size * item
     key = rows * groups * model.head_size * item
     hidden = rows * model.hidden_size * item
-    projections = query + 2 * key  # rotated where they lie
+    projections = query + 2 * key  # rotated in place
     normed = query + key if model.qk_norm != "none" else 0
     scores = heads * length * FLOAT32_BYTES if component.backend == "math" else 0
-    # Plain attention works on copies of queries, keys and values in float32 and keeps its scores; a fused one works on
-    # what it is given, and so does any around a ring, which computes the scores of each block again.
+    # Plain attention works on float32 copies of queries, keys and values, and keeps its scores. Fused attention works
+    # on its inputs. So does ring attention, which computes the scores of each block again in backward.
     math = component.backend == "math" and not component.communicates
     core = scores + 3 * heads * model.head_size * FLOAT32_BYTES if math else heads * FLOAT32_BYTES
     between, products = hidden, projections
@@ -153,24 +155,25 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
     saved = kept.saved(component.recompute)
     ring = _ring_bytes(query, key, item, scores) if component.communicates else _RingBytes(0, 0)
     forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + ring.forward
-    # The gradients of the projections, and what a fused kernel accumulates those of the queries in.
+    # The gradients of the projections, and the buffer in which a fused kernel accumulates those of the queries.
     gradients = projections + (scores + projections if scores else query)
     return ComponentBytes(saved, forward, kept.live + again + gradients + ring.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class _RingBytes:
-    """What passes around a ring, and what its blocks are collected in."""
+    """Bytes of the keys and values that pass around a ring, and of the sums of its blocks' results."""
 
     forward: int
     backward: int
 
 
 def _ring_bytes(query: int, key: int, item: int, scores: int) -> _RingBytes:
-    """Keys and values twice, one pair on its way; outputs and gradients are summed in float32, the latter on their way.
+    """Return what a ring adds: keys and values twice, because one pair is in transfer, and sums in float32.
 
-    `query` and `key` are the bytes of a device's queries and keys, `item` of one number in them, `scores` those of a
-    block, which plain attention has a second time as probabilities.
+    Forward sums outputs. Backward sums the gradients of queries, keys and values; those of keys and values are in
+    transfer, too. `query` and `key` are the bytes of a device's queries and keys, and `item` those of one number in
+    them. `scores` are the bytes of a block's scores, which plain attention also holds as probabilities.
     """
     wide = FLOAT32_BYTES / item
     passing = 4 * key
@@ -189,10 +192,10 @@ def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) ->
 
 
 def _mlp(wide: int, model: ModelSpec) -> _Kept:
-    """An MLP beside its input and output, `wide` the bytes of its hidden activations."""
+    """Return what an MLP keeps beside its input and output; `wide` are the bytes of its hidden activations."""
     if model.gated_mlp:
         return _Kept(between=wide, products=2 * wide, always=0)
-    if model.activation == "relu":  # its backward asks for its result alone
+    if model.activation == "relu":  # its backward pass needs its result alone
         return _Kept(between=0, products=0, always=wide)
     return _Kept(between=wide, products=wide, always=0)
 
@@ -208,7 +211,7 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     wide = rows * moe.expert_ffn_hidden_size * item
     products = (2 if model.gated_mlp else 1) * wide
     between = hidden
-    if component.backend != "fused":  # which gathers and activates within its products, in both passes
+    if component.backend != "fused":  # `fused` gathers and activates inside its products
         between += gathered + (2 if component.backend == "block_sparse" else 1) * wide
     always = hidden + _router_bytes(component, model)
     if moe.shared_expert_ffn_hidden_size:
@@ -222,9 +225,9 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
 
 
 def _expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
-    """Rows that the experts' GEMMs see: the token-expert pairs, and what pads them.
+    """Return the rows that the experts' GEMMs process: the token-expert pairs and their padding.
 
-    `bmm` pads every expert to the largest, `block_sparse` to whole blocks, half a block an expert on average.
+    `bmm` pads every expert to the largest one. `block_sparse` pads to whole blocks: half a block an expert on average.
     """
     assert model.moe is not None
     pairs = local_tokens(component, model) * model.moe.top_k
@@ -236,7 +239,7 @@ def _expert_rows(component: Component, model: ModelSpec, request: ExplorationReq
 
 
 def _router_bytes(component: Component, model: ModelSpec) -> int:
-    """Probabilities, routing weights, routes, and the indices that sort the pairs."""
+    """Return the bytes of probabilities, routing weights, routes, and the indices that sort the pairs."""
     assert model.moe is not None
     tokens = local_tokens(component, model)
     pairs = tokens * model.moe.top_k
@@ -244,7 +247,7 @@ def _router_bytes(component: Component, model: ModelSpec) -> int:
 
 
 def largest_share(request: ExplorationRequest) -> float:
-    """Largest expected share of the token-expert pairs that one expert receives."""
+    """Return the largest share of the token-expert pairs that one expert is expected to receive."""
     moe = request.model.moe
     assert moe is not None
     if request.routing.shares is not None:

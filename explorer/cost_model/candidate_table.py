@@ -1,4 +1,4 @@
-"""A legal space as arrays: how the seconds and bytes of components add up to those of every candidate at once."""
+"""A legal space as arrays, which compose the seconds and bytes of every candidate from those of components."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Mask = npt.NDArray[np.bool_]
 def decomposer_of(
     model: ExploredModel, *, training: bool, exchanges: bool = False
 ) -> Callable[[Candidate], Decomposition]:
-    """What splits the steps of the model's candidates into components."""
+    """Return the function that splits the steps of the model's candidates into components."""
     if isinstance(model, ModelParts):
         return PartsDecomposer(model, training=training)
     return Decomposer(model, training=training, exchanges=exchanges)
 
 
 def output_bytes_per_token(model: ExploredModel) -> int:
-    """What one layer hands to the next."""
+    """Return the bytes that one layer passes on to the next, for each token."""
     return model.output_bytes_per_token if isinstance(model, ModelParts) else model.hidden_size * model.dtype.itemsize
 
 
@@ -40,9 +40,9 @@ class SpaceTable:
     """Candidates as rows, components as columns of a lookup.
 
     Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
-    components of all candidates; every array over K is in its order. `columns_CP` lists those of each candidate, where
-    `used_CP` is set. With `exchanges` every step contains one of `communications`, what devices exchange of gradients
-    and parameters with each level of sharding. `static_bytes_C` is the training state of each candidate.
+    components of all candidates; every array over K is in its order. `columns_CP` lists the columns of each candidate's
+    components, where `used_CP` is set. With `exchanges`, every step contains one of `communications`: the exchange of
+    gradients and parameters with one level of sharding. `static_bytes_C` is the training state of each candidate.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SpaceTable:
 
         num_groups = max(len(d.layers) for d in self.decompositions)
         shape = (len(self.candidates), num_groups)
-        nothing = len(self.components)  # a column of zeros behind the others: see `_padded`
+        nothing = len(self.components)  # the column of zeros that `_padded` adds
         self._embedding_C = np.array(
             [nothing if d.embedding is None else self.column[d.embedding] for d in self.decompositions]
         )
@@ -98,7 +98,7 @@ class SpaceTable:
         self._output_C = tokens_C * output_bytes_per_token(model)
 
     def _list_components(self) -> None:
-        """The distinct components of each candidate, P at most, and how often a micro-step runs them."""
+        """Find the distinct components of each candidate, and how often a micro-step runs each of them."""
         distinct = [[self.column[c] for c in d.components] for d in self.decompositions]
         shape = (len(self.candidates), max(len(columns) for columns in distinct))
         self.columns_CP = np.zeros(shape, dtype=np.int64)
@@ -118,7 +118,7 @@ class SpaceTable:
                     self._runs_CP[i, place[self.column[block]]] += group.count
 
     def _list_shardings(self) -> None:
-        """The levels of sharding, L at most: what each exchanges, and what it holds in memory."""
+        """Find the levels of sharding, what each of them exchanges, and what it holds in memory."""
         levels = dict.fromkeys(c.sharding for c in self.candidates)
         place = {level: i for i, level in enumerate(levels)}
         self._level_C = np.array([place[c.sharding] for c in self.candidates])
@@ -131,27 +131,27 @@ class SpaceTable:
         self._gathered_layer_C = np.array([found.at_layer for found in gathered])[self._level_C]
 
     def static_parts(self, row: int) -> MemoryParts:
-        """The training state of a candidate."""
+        """Return the training state of a candidate."""
         return self._static[int(self._level_C[row])]
 
     def step_shares(self, seconds_K: Floats, rows: Ints) -> Floats:
-        """Share of a micro-step that each of a candidate's components takes, shape (rows, P); the optimizer has none.
+        """Return the share of a micro-step that each of a candidate's components takes, shape (rows, P).
 
-        The components are those of `columns_CP`, where `used_CP` is set.
+        The components are those of `columns_CP`, where `used_CP` is set. The share of the optimizer is 0.
         """
         seconds = self._runs_CP[rows] * seconds_K[self.columns_CP[rows]]
         return np.asarray(seconds / seconds.sum(axis=1, keepdims=True))
 
     def micro_step_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
-        """Seconds of a forward and backward pass over the whole model, shape (N, C).
+        """Return the seconds of a forward and backward pass over the whole model, shape (N, C).
 
-        The host issues work ahead of the device, about a thousand launches deep, and blocks that keep the device busy
-        for long (the head above all) give it that lead. So the pass takes the larger of its device and its host time.
+        The host issues work up to about a thousand launches ahead of the device. It gains that lead during blocks that
+        keep the device busy for long, above all the head. So the pass takes the larger of its device and host seconds.
         """
         return np.maximum(self._sum_blocks(device_NK, rows), self._sum_blocks(host_K[None, :], rows))
 
     def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
-        """Over the blocks of a whole model, shape (N, C)."""
+        """Return the sum of values over the blocks of a whole model, shape (N, C)."""
         values_NK = self._padded(values_NK)
         total = values_NK[:, self._embedding_C[rows]] + values_NK[:, self._head_C[rows]]
         for g in range(self._count_CG.shape[1]):
@@ -160,13 +160,13 @@ class SpaceTable:
         return np.asarray(total)
 
     def _padded(self, values: Floats) -> Floats:
-        """Values of the components with a zero behind them, for blocks that a decomposition does not have."""
+        """Return the values of the components and a zero for the blocks that a decomposition does not have."""
         if values.shape[-1] > len(self.components):
             return values
         return np.concatenate([values, np.zeros((*values.shape[:-1], 1))], axis=-1)
 
     def optimizer_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
-        """Seconds of one device's optimizer step, shape (N, C)."""
+        """Return the seconds of one device's optimizer step, shape (N, C)."""
         columns = self._optimizer_C[rows]
         if not self.training:
             return np.zeros((device_NK.shape[0], len(columns)), dtype=np.float64)
@@ -180,17 +180,18 @@ class SpaceTable:
         overlap: Overlap | None,
         rows: Ints | slice = slice(None),
     ) -> Floats:
-        """What the exchange of gradients and parameters adds to a whole step, shape (N, C).
+        """Return the seconds that the exchange of gradients and parameters adds to a whole step, shape (N, C).
 
-        `micro_step_NC` are the seconds of the rows' micro-steps without it. Zero where the exchange is not timed;
-        elsewhere `overlap` is needed. What the host does about the traffic shows where the device waits for the host.
+        They are 0 if the exchange is not timed; otherwise `overlap` is needed. `micro_step_NC` are the seconds of the
+        rows' micro-steps without the exchange. The host's work for the exchange adds seconds only if the device waits
+        for the host.
         """
         if not self.communications:
             return np.zeros_like(micro_step_NC)
         assert overlap is not None, "traffic passes beside computation"
         blocks_NC = self._sum_blocks(device_NK, rows)
         forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
-        # Nobody issues work ahead of a block that waits for the device.
+        # A block that waits for the device has no host seconds of its own: the host is busy as long as the device.
         issued_NC = self._sum_blocks(np.where(host_K > 0, host_K, device_NK), rows)
         num_micro_steps_C = self.request.device_batch_size * self.sharing_C[rows] / self.micro_batch_C[rows]
         column_C, level_C = self._communication_C[rows], self._level_C[rows]
@@ -222,9 +223,10 @@ class SpaceTable:
     def tokens_per_second(
         self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None), overlap: Overlap | None = None
     ) -> Floats:
-        """Tokens/s of one device over a whole step, shape (N, C): (B c / (N m)) micro-steps, optimizer, communication.
+        """Return the tokens/s of one device over a whole step, shape (N, C).
 
-        The c devices that share sequences also share their tokens, see `explorer.cost_model.step.StepSeconds`.
+        A step is (B c / (N m)) micro-steps, the optimizer and the communication. The c devices that share sequences
+        also share their tokens, see `explorer.cost_model.step.StepSeconds`.
         """
         micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
         share = self.request.device_batch_size * sharing if self.training else micro_batch
@@ -238,10 +240,11 @@ class SpaceTable:
     def activation_bytes(
         self, saved_K: Floats, forward_peak_K: Floats, backward_peak_K: Floats
     ) -> tuple[Floats, Floats]:
-        """Saved and transient bytes at the peak of a steady-state step (gradients exist already), each of shape (C,).
+        """Return the saved and the transient bytes at the peak of a step, each of shape (C,).
 
-        A recomputed layer keeps its output alone; in its backward pass everything inside it is alive again. The
-        incoming gradient of a block is added here: a block's own figures start from the level at which it exists.
+        Gradients exist before the step, as they do in every step but the first. A recomputed layer keeps its output
+        alone; in its backward pass everything inside it is alive again. The incoming gradient of a block is added here,
+        because a block's own figures count from the level at which that gradient exists.
         """
         saved_K, forward_peak_K, backward_peak_K = map(self._padded, (saved_K, forward_peak_K, backward_peak_K))
         head, embedding = self._head_C, self._embedding_C
@@ -254,7 +257,7 @@ class SpaceTable:
                 block = np.maximum(forward_peak_K[first_CG[:, g]], in_second)
                 highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
             return np.zeros(len(highest)), np.asarray(highest + self._output_C)
-        # A shell that is measured as one counts the embedding's output with the head.
+        # A shell, which is measured as one component, counts the embedding's output with the head.
         embedded = np.where(embedding < len(self.components), saved_K[embedding], self._output_C)
         at_head = np.where(embedding < len(self.components), saved_K[embedding], 0.0)
         inside_CG = saved_K[first_CG] + saved_K[second_CG]
@@ -266,7 +269,7 @@ class SpaceTable:
             first, second = first_CG[:, g], second_CG[:, g]
             forward = np.maximum(forward_peak_K[first], saved_K[first] + forward_peak_K[second])
             backward = self._output_C + np.maximum(saved_K[first] + backward_peak_K[second], backward_peak_K[first])
-            # Of equal layers the last has most below it.
+            # The last of equal layers has the most activations below it.
             below = embedded + (self._below_CGG[:, g] * held_CG).sum(axis=1)
             at_layer = below + np.maximum(forward, backward) + self._gathered_layer_C
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
@@ -276,20 +279,20 @@ class SpaceTable:
         return np.where(decides, 0.0, saved), np.where(decides, step, over)
 
     def missing(self, row: int, known_K: Mask) -> tuple[Component, ...]:
-        """The components of a candidate that are not known yet, in the order of a step."""
+        """Return the components of a candidate that are not known yet, in the order of a step."""
         return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])
 
 
 def predict_component_table(table: SpaceTable) -> Floats:
-    """Predicted saved, forward-peak and backward-peak bytes of the table's components, shape (3, K)."""
+    """Return the predicted saved, forward-peak and backward-peak bytes of the table's components, shape (3, K)."""
     sizes = [predict_component_bytes(c, table.model, table.request) for c in table.components]
     return np.array([[getattr(s, name) for s in sizes] for name in ("saved", "forward_peak", "backward_peak")], float)
 
 
 def predict_memory(table: SpaceTable, hardware: HardwareSpec, *, activation_share: float = 1.0) -> Floats:
-    """Required bytes of every candidate, shape (C,): reserved, context and margin.
+    """Return the bytes that every candidate requires, shape (C,): reserved, context and margin.
 
-    `activation_share` scales the activations, to ask what would fit if the prediction were too high.
+    `activation_share` scales the activations. A share below 1 tells what would fit if the prediction were too high.
     """
     saved, transient = table.activation_bytes(*predict_component_table(table))
     return required_table(table, activation_share * (saved + transient), hardware)
@@ -298,6 +301,7 @@ def predict_memory(table: SpaceTable, hardware: HardwareSpec, *, activation_shar
 def required_table(
     table: SpaceTable, activations: Floats, hardware: HardwareSpec, rows: Ints | slice = slice(None)
 ) -> Floats:
-    """Required bytes of candidates with these activation bytes at the peak; the last axis is that of the rows."""
+    """Return the bytes that candidates require with these activations at the peak; the last axis is the rows."""
     peak = table.static_bytes_C[rows] + activations
-    return np.asarray(peak * (1 + FRAGMENTATION) + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])
+    reserved = peak * (1 + FRAGMENTATION[table.request.allocator])
+    return np.asarray(reserved + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])

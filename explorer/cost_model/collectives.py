@@ -1,10 +1,11 @@
 """What devices that train together exchange in a step, and how much of it computation hides.
 
-Gradients are reduced and, where training state is sharded, parameters gathered, unit by unit: a layer at a time, the
-embedding, the head. Most of it passes while the device computes. The last unit's gradients do not, since nothing is
-left to compute, nor does the first unit's gather. As torch does it: fully_shard (Zhao et al., 2023, arXiv:2304.11277)
-for the ZeRO levels (Rajbhandari et al., 2020, arXiv:1910.02054), DistributedDataParallel (Li et al., 2020,
-arXiv:2006.15704) without sharding.
+Gradients are reduced and, if training state is sharded, parameters are gathered. They are exchanged in units: a layer,
+the embedding, or the head. Most of the traffic passes while the device computes. Nothing hides the reduction of the
+last unit's gradients, because nothing is left to compute, and nothing hides the gathering of the first unit.
+
+This is how torch does it: fully_shard (Zhao et al., 2023, arXiv:2304.11277) for the ZeRO levels (Rajbhandari et al.,
+2020, arXiv:1910.02054), and DistributedDataParallel (Li et al., 2020, arXiv:2006.15704) without sharding.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from explorer.spec.training import Sharding
 Floats = npt.NDArray[np.float64]
 
 BUCKET_BYTES = 25 << 20
-"""What DistributedDataParallel reduces at a time."""
+"""Gradients that DistributedDataParallel reduces at a time."""
 ASSUMED_SLOWDOWN = 0.2
-"""Before it is measured. A collective takes a sixth of the multiprocessors of a GPU, and memory bandwidth beside."""
+"""The slowdown before it is measured. A collective takes a sixth of a GPU's multiprocessors, and memory bandwidth."""
 FORWARD_SHARES = {Sharding.NONE: 0.0, Sharding.ZERO1: 0.5, Sharding.ZERO2: 0.5, Sharding.ZERO3: 1 / 3}
-"""Of the traffic, before it is measured: three exchanges of equal bytes with ZeRO-3, else two, or none in forward."""
+"""Share of the traffic that passes in forward, before it is measured.
+
+ZeRO-3 has three exchanges of equal bytes, ZeRO-1 and ZeRO-2 have two; one of them is in forward. Without sharding there
+is none in forward.
+"""
 
 
 def is_exchange_timed(request: ExplorationRequest, hardware: HardwareSpec) -> bool:
-    """Whether gradients are exchanged at all, and this worker has all the devices that take part."""
+    """Return whether gradients are exchanged, and this worker has all the devices that take part."""
     return request.mode == "train" and 1 < request.num_devices <= hardware.num_devices
 
 
@@ -46,9 +51,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeUnits:
-    """The units of a model: `first` comes first in forward and last in backward; a tied embedding contains the head.
+    """The units of a model.
 
-    `last` is null then.
+    `first` comes first in forward and last in backward. A tied embedding contains the head, and `last` is then null.
     """
 
     first: Unit
@@ -57,12 +62,12 @@ class ExchangeUnits:
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """How many units there are."""
         return 1 + sum(layer.count for layer in self.layers) + (self.last is not None)
 
     @classmethod
     def of(cls, model: ExploredModel) -> ExchangeUnits:
-        """Of `model`."""
+        """Return the units of `model`."""
         if isinstance(model, ModelParts):
             kinds = [Unit(kind.num_parameters, model.layers.count(kind.name)) for kind in model.kinds]
             return cls(first=Unit(model.shell.num_parameters), layers=tuple(kinds), last=None)
@@ -78,14 +83,14 @@ class ExchangeUnits:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How traffic and computation pass at once, and what the host has to do about it.
+    """How communication and computation overlap, and the host's work for communication.
 
-    `forward_share_K` is the share of each component's device seconds that its forward pass takes (of the traffic: what
-    is gathered in forward). `slowdown_K` is, of traffic, the computation that is lost while it passes, in seconds of
-    computation for each second that the traffic takes by itself: 0 hides it for nothing, 1 not at all.
+    `forward_share_K` is the share of each component's device seconds that its forward pass takes; for communication it
+    is the share that is gathered in forward. `slowdown_K` applies to communication: the seconds of computation that are
+    lost for each second that the communication takes by itself. With 0 it is hidden at no cost, with 1 not at all.
 
-    `host_overhead_2K` are the seconds of the host that traffic takes in each micro-step, and once a step more. The host
-    works ahead of the device, unless it `computes` itself.
+    `host_overhead_2K` are the host's seconds for communication in each micro-step, and those that come on top once a
+    step. The host works ahead of the device, unless `computes` says that the host is the device.
     """
 
     forward_share_K: Floats  # noqa: N815 - axes are in names
@@ -96,13 +101,14 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """When a level of sharding exchanges what.
+    """What a level of sharding exchanges, and when.
 
-    With ZeRO-3 each forward pass gathers every unit and each backward pass gathers all but the last again, and reduces
-    every unit's gradients. With ZeRO-2 parameters are gathered once a step, gradients reduced in each micro-step; with
-    ZeRO-1, in the last; without sharding there is only the reduction in the last.
+    With ZeRO-3, each forward pass gathers every unit. Each backward pass gathers all units but the last again, and
+    reduces every unit's gradients. With ZeRO-1 and ZeRO-2, parameters are gathered once a step. ZeRO-2 reduces
+    gradients in each micro-step, and ZeRO-1 in the last one alone. Without sharding, the reduction in the last
+    micro-step is the only exchange.
 
-    `exposed_share` is the first unit's share of the bytes, `again_share` that of what is gathered in backward.
+    `exposed_share` is the first unit's share of the bytes, `again_share` that of the units gathered in backward.
     """
 
     sharding: Sharding
@@ -111,11 +117,11 @@ class Exchange:
 
     @classmethod
     def of(cls, model: ExploredModel, request: ExplorationRequest) -> Exchange:
-        """Of a model as the request trains it."""
+        """Return the exchange of a model as the request trains it."""
         units, number = ExchangeUnits.of(model), count_parameters(model)
         sharding = request.training.sharding
         first = units.first.num_parameters
-        if sharding is Sharding.NONE:  # nothing holds the head's gradients back; the embedding's bucket is the last
+        if sharding is Sharding.NONE:  # the embedding's bucket is reduced last
             item = request.training.optimizer.gradient_dtype(model.dtype).itemsize
             embedding = first if isinstance(model, ModelParts) else count_embedding(model)
             first = min(number, max(embedding, BUCKET_BYTES // item))
@@ -125,10 +131,11 @@ class Exchange:
     def visible_seconds(
         self, gather: Floats, rest: Floats, forward: Floats, backward: Floats, slowdown: float
     ) -> tuple[Floats, Floats]:
-        """What the traffic adds to each micro-step, and to each step once; arrays of any one shape.
+        """Return the seconds that traffic adds to each micro-step, and once to each step.
 
-        `gather` are the seconds of the traffic in forward, `rest` of that in backward, of the whole model; `forward`
-        and `backward` those of a micro-step's computation.
+        All arrays have one shape. `gather` are the seconds of the whole model's traffic in forward, `rest` those in
+        backward. `forward` and `backward` are the seconds of a micro-step's computation. `slowdown` is that of
+        `Overlap`.
         """
         exposed = self.exposed_share
         gathering = _added(forward, gather, exposed * gather, slowdown)
@@ -143,6 +150,9 @@ class Exchange:
 
 
 def _added(computation: Floats, traffic: Floats, exposed: Floats, slowdown: float) -> Floats:
-    """Beyond the computation: what nothing hides, and what of the rest the computation cannot, or loses to it."""
+    """Return the seconds beyond the computation.
+
+    They are the exposed traffic, and the longer of two: the hidden traffic, or the computation that it slows down.
+    """
     hidden = traffic - exposed
     return np.asarray(exposed + np.maximum(hidden, computation + slowdown * hidden) - computation)

@@ -1,4 +1,4 @@
-"""A model's step as a sum of components: what is timed once and shared between candidates."""
+"""A model's step as a sum of components, each of which is timed once and shared between candidates."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Sort = TypeVar("Sort", bound=tuple[Any, ...])
 class ComponentKind(StrEnum):
     """A part of a training step that is built and timed by itself.
 
-    Our reference layers consist of embedding, attention, FFN and head. A model of another target consists of `shell`
-    (everything but its decoder layers) and `layer`.
+    The reference layers consist of embedding, attention, FFN and head. A model of another target consists of `shell`,
+    which is everything but its decoder layers, and `layer`.
     """
 
     EMBEDDING = "embedding"
@@ -38,11 +38,11 @@ class ComponentKind(StrEnum):
 
 
 class BlockRecompute(StrEnum):
-    """What one block does again in backward.
+    """What one block recomputes in backward.
 
-    `none` of it; `selective`: the attention core; `activations`: everything but matrix products, attention and routing;
-    `projections`: moreover the first matrix product, of queries, keys and values or into the FFN's hidden size; `full`:
-    all of it.
+    `none` recomputes nothing, `selective` the attention core, and `full` the whole block. `activations` recomputes
+    everything but matrix products, attention and routing. `projections` also recomputes the first matrix product: that
+    of queries, keys and values, or that into the FFN's hidden size.
     """
 
     NONE = "none"
@@ -53,7 +53,7 @@ class BlockRecompute(StrEnum):
 
     @property
     def by_operation(self) -> bool:
-        """Whether single operations of the block run again, and others do not."""
+        """Whether some operations of the block run again and others do not."""
         return self in {BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS}
 
 
@@ -75,9 +75,9 @@ _BLOCKS: dict[Recompute, dict[ComponentKind, BlockRecompute]] = {
 
 
 def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | None) -> BlockRecompute:
-    """What a policy asks of one block of a layer that is not recomputed as a whole.
+    """Return what a policy recomputes of one block, in a layer that is not recomputed as a whole.
 
-    A tile recomputes its attention already, so that nothing of a tiled block is left to a policy by operation.
+    A tile recomputes its attention already, so a policy by operation has nothing to do in a tiled block.
     """
     asked = _BLOCKS.get(recompute, {}).get(kind, BlockRecompute.NONE)
     return BlockRecompute.NONE if asked.by_operation and bta_tile is not None else asked
@@ -87,12 +87,12 @@ class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
     `micro_batch_size` is 0 for the optimizer and for the communication of gradients and parameters, which do not depend
-    on it. Of each sequence a device has the share 1 / `context_parallel_size`; attention alone reaches beyond it, and
-    depends on the layout. `sharding` is what optimizer and communication depend on where it may be chosen; the
-    optimizer's is `none` or `zero1`, for its share is the same from there on.
+    on it. A device has the share 1 / `context_parallel_size` of each sequence. Only attention reaches beyond that
+    share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may
+    be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
 
-    `part` names the kind of a `layer`. Its `backend` names attention and experts, as in `sdpa+grouped_mm`; that of a
-    `shell` names the loss, or the target's own choice where the model is measured whole.
+    `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`;
+    that of a `shell` names the loss, or the target's own choice for a model that is measured whole.
     """
 
     kind: ComponentKind
@@ -115,22 +115,22 @@ class Component(Frozen):
 
     @property
     def sequences(self) -> float:
-        """Whole sequences' worth of tokens that a device has."""
+        """Tokens that a device has, in whole sequences."""
         return self.micro_batch_size / self.context_parallel_size
 
     @property
     def communicates(self) -> bool:
-        """Whether it is computed by several processes together, which share sequences."""
+        """Whether several processes, which share sequences, compute it together."""
         return self.context_parallel_layout is not None
 
     @property
     def is_joint(self) -> bool:
-        """Whether no process can run it by itself: it shares sequences with others, or exchanges with them."""
+        """Whether it needs several processes, which share sequences or exchange gradients and parameters."""
         return self.communicates or self.kind is ComponentKind.COMMUNICATION
 
     @property
     def key(self) -> str:
-        """Canonical text, unique within a job."""
+        """A text that names the component, unique within a job."""
         parts = [] if self.part is None else [self.part]
         if self.micro_batch_size:
             parts.append(f"m={self.micro_batch_size}")
@@ -152,10 +152,10 @@ class Component(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`count` equal layers, recomputed as a whole or not.
+    """Equal layers of a model, `count` of them, which are all recomputed as a whole or not.
 
-    `blocks` run one after another: attention and FFN of a reference layer, or a layer that is measured as one.
-    `below` counts, for every group in order, its layers that lie before this group's last layer.
+    `blocks` run one after another. They are attention and FFN of a reference layer, or one layer that is measured as a
+    whole. `below` has, for every group in order, the number of its layers that lie before this group's last layer.
     """
 
     count: int
@@ -168,8 +168,8 @@ class LayerGroup:
 class Decomposition:
     """The components of a candidate's step.
 
-    `embedding` is null where the head stands for the whole shell, `optimizer` in eval mode, and `communication` where
-    devices exchange nothing or too few of them are at hand.
+    `embedding` is null if the head stands for the whole shell. `optimizer` is null in eval mode. `communication` is
+    null if devices exchange nothing, or if the worker has too few devices to time it.
     """
 
     embedding: Component | None
@@ -187,7 +187,7 @@ class Decomposition:
 
 
 def group_layers(layers: Sequence[Sort]) -> list[tuple[Sort, int, tuple[int, ...]]]:
-    """The distinct sorts of layers, sorted: each with its count, and the `below` of `LayerGroup`."""
+    """Return the distinct sorts of layers in order, each with its count and the `below` of `LayerGroup`."""
     counts = sorted(Counter(layers).items())
     last = {sort: len(layers) - 1 - layers[::-1].index(sort) for sort, _ in counts}
     return [(sort, count, tuple(layers[: last[sort]].count(other) for other, _ in counts)) for sort, count in counts]
@@ -196,8 +196,8 @@ def group_layers(layers: Sequence[Sort]) -> list[tuple[Sort, int, tuple[int, ...
 class Decomposer:
     """Splits the steps of one model's candidates into components, sharing equal components.
 
-    What is not attention works token by token: half of each of two sequences is the work of a whole one, and is
-    measured once for both. With `exchanges`, the steps contain what devices exchange of gradients and parameters.
+    Every block but attention works token by token. Half of each of two sequences is the same work as one whole
+    sequence, so both are one component. With `exchanges`, the steps contain the exchange of gradients and parameters.
     """
 
     def __init__(self, model: ModelSpec, *, training: bool, exchanges: bool = False) -> None:
@@ -208,7 +208,7 @@ class Decomposer:
         self._groups: dict[Recompute, list[tuple[LayerKind, bool, int, tuple[int, ...]]]] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
-        """The components of one step of `candidate`."""
+        """Return the components of one step of `candidate`."""
         m = candidate.micro_batch_size
         groups = candidate.num_query_groups
         size, layout = candidate.context_parallel_size, candidate.context_parallel_layout

@@ -1,4 +1,4 @@
-"""Parameter counts, by module; equal to Hugging Face transformers' for the model types that can be imported."""
+"""Parameter counts by module, equal to those of Hugging Face transformers for the model types that can be imported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from explorer.spec.parts import ExploredModel, ModelParts
 
 
 def count_norm(model: ModelSpec) -> int:
-    """One normalisation over the hidden size."""
+    """Return the parameters of one normalisation over the hidden size."""
     return model.hidden_size * (2 if model.norm == "layernorm" else 1)
 
 
 def count_attention(model: ModelSpec) -> int:
-    """One attention block: its norm, the QKV and output projections, and the QK norms."""
+    """Return the parameters of one attention block: its norm, the QKV and output projections, and the QK norms."""
     query = model.num_attention_heads * model.head_size
     key = model.query_groups * model.head_size
     projections = model.hidden_size * (query + 2 * key) + query * model.hidden_size
@@ -22,12 +22,12 @@ def count_attention(model: ModelSpec) -> int:
 
 
 def count_dense_ffn(model: ModelSpec) -> int:
-    """One dense FFN block with its norm."""
+    """Return the parameters of one dense FFN block with its norm."""
     return count_norm(model) + _mlp(model, model.ffn_hidden_size)
 
 
 def count_moe_ffn(model: ModelSpec) -> int:
-    """One expert FFN block: norm, router, experts, shared experts and their gate."""
+    """Return the parameters of one expert FFN block: norm, router, experts, shared experts and their gate."""
     moe = model.moe
     if moe is None:
         return 0
@@ -43,24 +43,24 @@ def count_moe_ffn(model: ModelSpec) -> int:
 
 
 def count_layer(model: ModelSpec, kind: LayerKind) -> int:
-    """One decoder layer."""
+    """Return the parameters of one decoder layer."""
     return count_attention(model) + (count_dense_ffn(model) if kind is LayerKind.DENSE else count_moe_ffn(model))
 
 
 def count_embedding(model: ModelSpec) -> int:
-    """Token embedding and, where positions are learned, the position embedding."""
+    """Return the parameters of the token embedding and, if positions are learned, the position embedding."""
     positions = model.position_rows * model.hidden_size if model.position == "learned" else 0
     return model.vocab_size * model.hidden_size + positions
 
 
 def count_head(model: ModelSpec) -> int:
-    """Final norm and the output projection; a tied projection belongs to the embedding."""
+    """Return the parameters of the final norm and the output projection; a tied projection belongs to the embedding."""
     projection = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     return count_norm(model) + projection + (model.vocab_size if model.lm_head_bias else 0)
 
 
 def count_parameters(model: ExploredModel) -> int:
-    """All parameters of the model."""
+    """Return the number of all parameters of the model."""
     if isinstance(model, ModelParts):
         return model.num_parameters
     layers = sum(model.count_layers(kind) * count_layer(model, kind) for kind in LayerKind)

@@ -1,6 +1,6 @@
-"""Components of a model that a target describes by its parts, and what they are expected to cost.
+"""Components of a model that a target describes by its parts, and their expected seconds and bytes.
 
-The estimates come from the target's counts: they only decide what is measured first, and measured figures replace them.
+The estimates follow from the target's counts. They only decide what is measured first; measured figures replace them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ KEPT_SHARES = {
     BlockRecompute.PROJECTIONS: 0.3,
     BlockRecompute.FULL: 1.0,
 }
-"""Share of its saved bytes that a layer is expected to keep under a policy by operation. A layer that is recomputed as
-a whole keeps everything while it runs again."""
+"""Share of its saved bytes that a layer is expected to keep under a policy by operation.
+
+A layer that is recomputed as a whole keeps everything while it runs again.
+"""
 _BY_OPERATION = {
     Recompute.SELECTIVE: BlockRecompute.SELECTIVE,
     Recompute.ACTIVATIONS: BlockRecompute.ACTIVATIONS,
@@ -44,7 +46,7 @@ class PartsDecomposer:
         self._components: dict[tuple[object, ...], Component] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
-        """The components of one step of `candidate`."""
+        """Return the components of one step of `candidate`."""
         m = candidate.micro_batch_size
         recomputed = self._parts.recomputed_layers(candidate.recompute.layer_share)
         sorts = list(zip(self._parts.layers, recomputed, strict=True))
@@ -86,7 +88,7 @@ class PartsDecomposer:
 
 
 def part_of(component: Component, parts: ModelParts) -> Part:
-    """The part that a layer or shell component stands for."""
+    """Return the part that a layer or shell component stands for."""
     if component.kind is ComponentKind.SHELL:
         return parts.shell
     assert component.part is not None, "a layer names its kind"
@@ -94,7 +96,7 @@ def part_of(component: Component, parts: ModelParts) -> Part:
 
 
 def predict_part_bytes(component: Component, parts: ModelParts, request: ExplorationRequest) -> ComponentBytes:
-    """Expected activation bytes of one component, as `ComponentMeasurement` defines them."""
+    """Return the expected activation bytes of one component, as `ComponentMeasurement` defines them."""
     if component.kind is ComponentKind.OPTIMIZER:
         return ComponentBytes(0, 0, 0)
     part = part_of(component, parts)
@@ -108,12 +110,12 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
         return ComponentBytes(output, output + transient, 0)
     saved = max(output, round(KEPT_SHARES[component.recompute] * live))
     if component.bta_tile is not None:
-        saved = max(output, live // 2)  # attention's half is recomputed tile by tile
+        saved = max(output, live // 2)  # attention, about half of the layer, is recomputed tile by tile
     return ComponentBytes(saved, live + transient, live + transient + output)
 
 
 def part_work(component: Component, parts: ModelParts) -> Work:
-    """Operations and bytes of a forward pass."""
+    """Return the operations and bytes of a forward pass."""
     part = part_of(component, parts)
     tokens = component.micro_batch_size * parts.seq_length
     flops = tokens * part.flops_per_token + component.micro_batch_size * part.flops_per_sequence
@@ -121,7 +123,7 @@ def part_work(component: Component, parts: ModelParts) -> Work:
 
 
 def again_work(component: Component, parts: ModelParts, forward: Work) -> Work | None:
-    """What the backward pass runs again; null if nothing."""
+    """Return the work that the backward pass runs again; null if it runs nothing again."""
     if component.recompute is BlockRecompute.FULL or component.bta_tile is not None:
         return forward
     if component.recompute is BlockRecompute.SELECTIVE:

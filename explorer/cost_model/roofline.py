@@ -1,7 +1,8 @@
-"""Predicted seconds of components, before anything is measured: Williams et al. (2009) roofline and a launch cost.
+"""Predicted seconds of components before anything is measured: the roofline of Williams et al. (2009) and launches.
 
-A component takes the larger of its arithmetic at the measured matmul peak and its bytes at the measured bandwidth.
-The surrogate learns how far real kernels are from that; only the shape over micro-batch, tile and policy matters here.
+A component takes as long as its operations at the measured matmul peak or as its bytes at the measured bandwidth,
+whichever is longer. The surrogate learns how far real kernels are from that. Only the shape over micro-batch, tile and
+policy matters here.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pa
     ComponentKind.COMMUNICATION: 10,
 }
 LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
-"""Between devices, each way: links of a host's GPUs pass 25 to 400 GB/s, loopback sockets one or two. It is a first
-guess of something that is measured before all else."""
-HOP_OPERATIONS = 8  # of attention, for each block of keys and values that comes from another device
+"""A first guess of the bandwidth between devices, each way, which is measured before all else.
+
+Links between the GPUs of a host pass 25 to 400 GB/s, loopback sockets 1 or 2 GB/s.
+"""
+HOP_OPERATIONS = 8
+"""Operations of attention for each block of keys and values that comes from another device."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedSeconds:
-    """Device and host seconds of one forward + backward (for the optimizer, of one step)."""
+    """Device and host seconds of one forward and backward pass, or of one optimizer step."""
 
     device: float
     host: float
@@ -58,9 +62,10 @@ class PredictedSeconds:
 def predict_component_seconds(
     component: Component, model: ExploredModel, request: ExplorationRequest, hardware: HardwareSpec
 ) -> PredictedSeconds:
-    """Roofline time of one component on `hardware`: of the busiest device, where several share sequences.
+    """Return the roofline seconds of one component on `hardware`.
 
-    What passes between them is taken to come in time: no link is known beforehand.
+    If several devices share sequences, they are the seconds of the busiest one. The traffic between them is assumed to
+    be hidden, because no link is known beforehand.
     """
     peak = hardware.matmul_flops_per_second.get(model.dtype) or max(hardware.matmul_flops_per_second.values())
     bandwidth = hardware.memory_bandwidth_bytes_per_second
@@ -162,7 +167,7 @@ def _attention_core(component: Component, model: ModelSpec) -> Work:
 
 
 def _ring_core(component: Component, model: ModelSpec, width: int) -> Work:
-    """Of the busiest device; every block's output is merged into a sum in float32."""
+    """Return the work of the busiest device; every block's output is merged into a sum in float32."""
     size = component.context_parallel_size
     pairs = busiest_pairs(Sharing(size, component.context_parallel_layout), model.seq_length)
     merged = float(size * local_tokens(component, model)) * width * (2 * FLOAT32_BYTES + model.dtype.itemsize)
@@ -192,7 +197,10 @@ def _recomputed_work(component: Component, forward: Work, model: ModelSpec) -> W
 
 
 def _operations_work(component: Component, forward: Work, model: ModelSpec) -> Work:
-    """Norms, activations and gathers read and write a good half of what the forward pass moves, products apart."""
+    """Return the work of recomputation by operation.
+
+    Norms, activations and gathers read and write about half of what the forward pass moves.
+    """
     between = Work(0.0, forward.bytes / 2)
     if component.recompute is BlockRecompute.ACTIVATIONS:
         return between
@@ -204,14 +212,17 @@ def _operations_work(component: Component, forward: Work, model: ModelSpec) -> W
 
 
 def _plain(component: Component) -> Component:
-    """The block that recomputes nothing: what is recomputed is written and read in forward all the same."""
+    """Return the block without recomputation by operation, because forward moves the same bytes with it."""
     if not component.recompute.by_operation:
         return component
     return component.model_copy(update={"recompute": BlockRecompute.NONE})
 
 
 def _exchanged_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
-    """What a device sends when all is gathered and reduced: of a ring, (N - 1) / N of it each time (twice to all)."""
+    """Return the bytes that a device sends in all gathers and reductions of a step, without repeats.
+
+    A ring of N devices sends (N - 1) / N of the bytes in a gather or a reduction, and twice that in an all-reduce.
+    """
     sharding = request.training.sharding
     gradients = 2 if sharding is Sharding.NONE else 1
     gathers = {Sharding.NONE: 0, Sharding.ZERO3: 2}.get(sharding, 1)

@@ -27,11 +27,11 @@ class LegalSpace:
     candidates: tuple[Candidate, ...]
 
     def restrict(self, candidates: Iterable[Candidate]) -> LegalSpace:
-        """The same model with fewer candidates."""
+        """Return the same model with fewer candidates."""
         return LegalSpace(self.model, tuple(candidates))
 
     def summarize(self) -> dict[str, Any]:
-        """The values of each dimension and the number of candidates, as stored with the job."""
+        """Return the values of each dimension and the number of candidates, as stored with the job."""
 
         def values(name: str) -> list[Any]:
             found = {getattr(candidate, name) for candidate in self.candidates}
@@ -52,18 +52,18 @@ class LegalSpace:
 
 
 def explored_models(request: ExplorationRequest, report: DeviceReport) -> tuple[ExploredModel, ...]:
-    """What is explored: the model's parts if the target measures its own code, else the variants of the request."""
+    """Return the model's parts if the target measures its own code, else the variants of the request."""
     return request.variants() if report.parts is None else (report.parts,)
 
 
 def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
-    """All legal candidates of one variant, whether or not they fit the memory.
+    """Return all legal candidates of one variant, whether or not they fit the memory.
 
-    A model that a target describes by its parts has no more policies and tiles than its code can run.
+    A model that a target describes by its parts has only the policies and tiles that its code can run.
 
-    Tiling with a policy that says what of attention is kept is left out: a tile recomputes its attention already. Eval
-    mode has no recomputation at all. Sequences are spread over no more devices than the profiler has, and only with
-    attention back ends that serve it.
+    Tiling excludes policies that keep a part of attention, because a tile recomputes its attention already. Eval mode
+    has no recomputation. Sequences are shared by no more devices than the profiler has, and only with attention back
+    ends that serve it.
 
     Raises:
         EmptySpaceError: a restriction leaves a dimension empty on this device.
@@ -111,13 +111,13 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
 
 
 def base_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
-    """What 1.00x may mean, in order of preference: the first that fits is the base.
+    """Return the candidates for the base (1.00x) in order of preference; the first that fits is the base.
 
-    The smallest legal micro-batch (or the requested one) with torch's default attention and the default expert back
-    end, untiled, without recomputation; then with selective, then with full recomputation. Each sequence has a device
-    to itself, or as few as the request allows; then more of them. Where several share one it is in the plainest layout
-    that is asked for, with torch's default attention if that serves it. Only if nothing of that fits, the next level of
-    sharding that may be chosen.
+    They have the smallest legal micro-batch, or the one that the request names, and the default expert back end. They
+    are untiled. The first recomputes nothing; selective and then full recomputation follow. The same three follow with
+    the next number of devices a sequence, from the fewest that the request allows, in the plainest layout. All of them
+    follow with the next level of sharding that may be chosen. Attention is torch's default, or the first back end that
+    serves shared sequences if the default does not.
     """
     policies: tuple[Recompute, ...] = (Recompute.NONE,)
     if request.mode == "train":
@@ -148,12 +148,12 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
 
 
 def has_experts(model: ExploredModel) -> bool:
-    """Whether a layer of the model has experts."""
+    """Return whether a layer of the model has experts."""
     return model.has_experts if isinstance(model, ModelParts) else model.moe is not None
 
 
 def _tiles(request: ExplorationRequest, model: ExploredModel, micro_batch_size: int) -> tuple[int | None, ...]:
-    """Tiles of a model's own code are tried where the request names them, and the code can be tiled."""
+    """Return the tiles to try; a model's own code is tiled only if the request names tiles and the code allows them."""
     tiles = request.tiles_for(micro_batch_size)
     if isinstance(model, ModelSpec):
         return tiles
@@ -162,7 +162,7 @@ def _tiles(request: ExplorationRequest, model: ExploredModel, micro_batch_size: 
 
 
 def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | None) -> tuple[Recompute, ...]:
-    """Policies by operation are tried on a model's own code where the request names them."""
+    """Return the policies to try; those by operation apply to a model's own code only if the request names policies."""
     policies = request.policies_for(tile)
     if isinstance(model, ModelSpec):
         return policies
@@ -171,22 +171,22 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 
 
 def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
-    """Which losses a model's own code may compute.
+    """Return the losses that a model's own code may compute.
 
-    The loss of the reference layers is the request's. A model that is measured whole computes its own.
+    They are null for the reference layers, which have one, and for a model that is measured whole.
     """
     return (None,) if isinstance(model, ModelSpec) or not model.layers else request.losses
 
 
 def _settings(model: ExploredModel) -> tuple[str | None, ...]:
-    """The choices that a target offers for its model."""
+    """Return the choices that a target offers for its model."""
     return (isinstance(model, ModelParts) and model.settings) or (None,)
 
 
 def _sharings_with(
     request: ExplorationRequest, report: DeviceReport, attention: list[str]
 ) -> list[tuple[Sharing, str]]:
-    """The ways to share sequences that this profiler has the devices for, each with the back ends that serve it."""
+    """Return the ways to share sequences that the profiler has devices for, each with a back end that serves it."""
     serving = {b.name for b in report.attention_backends if b.usable and b.context_parallel}
     return [
         (sharing, name)

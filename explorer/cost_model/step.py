@@ -1,4 +1,4 @@
-"""What a step costs beside its components: training state, sharding, the optimizer's share, the limit."""
+"""What a step takes beside its components: training state, sharding, the optimizer's share, the memory limit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 
 GIB = 2**30
-FRAGMENTATION = 0.02
-"""Reserved beyond allocated bytes: the allocator's rounding with expandable segments, as a share of the peak."""
+FRAGMENTATION = {"default": 0.05, "expandable_segments": 0.02}
+"""Bytes that the allocator needs beyond those that are allocated at the peak, as a share of them.
+
+By default a freed block serves no larger request, so that a step needs more than its peak. When transformers' Trainer
+ran Llama-3.2-1B and OLMoE on an H100, it reserved 5 to 13% more than it had allocated near the limit; a part of that
+is cached blocks, which the allocator gives back before it fails. With expandable segments only rounding is left.
+"""
 MARGIN_BYTES = {"cuda": GIB // 2, "cpu": 64 * 2**20}
-"""Kept free below the limit, for what no allocator statistic shows (library workspaces, NCCL buffers, threads)."""
+"""Bytes kept free below the limit, for library workspaces, NCCL buffers and threads that the allocator does not see."""
 
 
 class MemoryParts(Frozen):
@@ -49,11 +54,11 @@ class StepSeconds:
     """Seconds of a step: `step` is (B c / (N m)) micro-steps, one optimizer step, and the communication.
 
     The ratio is a real number. `communication` is what the exchange of gradients and parameters adds to the whole step,
-    beyond what computation hides; 0 where it is not timed.
+    beyond what computation hides; it is 0 if it is not timed.
 
-    N devices form N / c groups that share sequences, each of which processes micro-batches of m; c is 1 without context
-    parallelism. `tokens_per_second` are those of the whole step a device, B S / N over `step`, so that they compare
-    across c.
+    N devices form N / c groups that share sequences, each of which processes micro-batches of m sequences; c is 1
+    without context parallelism. `tokens_per_second` are those of one device over the whole step, B S / (N `step`), so
+    that candidates with different c compare.
     """
 
     micro_step: float
@@ -65,7 +70,7 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes of one device. `required` is what must be below the limit: reserved, context and margin."""
+    """Bytes of one device. `required`, with fragmentation, context and margin, must not exceed the limit."""
 
     parts: MemoryParts
     required: int
@@ -86,9 +91,10 @@ def combine_seconds(
     context_parallel_size: int = 1,
     communication: float = 0.0,
 ) -> StepSeconds:
-    """A whole step from its micro-step, in which `context_parallel_size` devices share it, and its optimizer step.
+    """Return the seconds of a whole step from those of its micro-step and of its optimizer step.
 
-    `communication` is what the exchange adds to all of the step.
+    `context_parallel_size` devices share a micro-step. `communication` are the seconds that the exchange adds to the
+    whole step.
     """
     training = request.mode == "train"
     share = request.group_batch_size(context_parallel_size) if training else float(micro_batch_size)
@@ -98,11 +104,11 @@ def combine_seconds(
 
 
 def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryParts:
-    """Training state of one device: parameters, gradients, master weights, optimizer states, as sharded.
+    """Return the training state of one device: parameters, gradients, master weights and optimizer states.
 
-    It is sharded over all devices, those that share sequences among them: context parallelism is folded into the mesh
-    that FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511). What is needed whole beside a
-    share of it that is stepped, parameters with ZeRO-1 and 2 and gradients with ZeRO-1, exists as both.
+    It is sharded over all devices, also those that share sequences: context parallelism is folded into the mesh that
+    FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511). Some tensors exist whole and as the
+    share that the optimizer steps: parameters with ZeRO-1 and 2, and gradients with ZeRO-1.
     """
     spec = request.training.optimizer
     if isinstance(model, ModelParts):  # its own code trains the parameters as they are: there are no master weights
@@ -133,38 +139,38 @@ def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
     )
 
 
-def required_bytes(peak: int, hardware: HardwareSpec) -> int:
-    """What a step with this allocated peak needs of the device: reserved, context and margin."""
-    return round(peak * (1 + FRAGMENTATION)) + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind]
+def required_bytes(peak: int, hardware: HardwareSpec, allocator: str) -> int:
+    """Return the bytes of the device that a step with this allocated peak needs: reserved, context and margin."""
+    return round(peak * (1 + FRAGMENTATION[allocator])) + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind]
 
 
 def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
-    """Bytes of one device that the job may use."""
+    """Return the bytes of one device that the job may use."""
     if request.memory_limit_gib is None:
         return hardware.memory_limit_bytes
-    # On a CPU a person may ask for more than the cautious share; on a GPU what others hold cannot be had.
+    # A person may ask for more than the default share of a CPU's memory. On a GPU, the rest is held by others.
     most = hardware.memory_bytes if hardware.device_kind == "cpu" else hardware.memory_limit_bytes
     return min(round(request.memory_limit_gib * GIB), most)
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredBytes:
-    """What sharded training holds whole for a moment: while the head runs, and while a layer does."""
+    """Bytes that sharded training holds whole for a moment: while the head runs, and while a layer runs."""
 
     at_head: int
     at_layer: int
 
 
 def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> GatheredBytes:
-    """As torch's fully_shard does (Zhao et al., 2023, arXiv:2304.11277).
+    """Return what torch's fully_shard holds whole (Zhao et al., 2023, arXiv:2304.11277).
 
-    At a layer: with ZeRO-1 the buffer from which its gradients are reduced. From ZeRO-2 on these gradients as well, in
-    the format of the parameters, and the buffer of the unit before, whose reduction has not ended. With ZeRO-3 also the
-    parameters of a layer and the share from which they are gathered: of the one that runs, or of the next, by the time
-    that the first has been let go of.
+    While a layer runs, ZeRO-1 holds the buffer from which the layer's gradients are reduced. ZeRO-2 also holds these
+    gradients in the format of the parameters, and the buffer of the unit before, whose reduction has not ended. ZeRO-3
+    also holds the parameters of a layer and the share from which they are gathered. That layer is the one that runs, or
+    the next one as soon as the first is freed.
 
-    At the head, where backward begins, nothing is being reduced: there are its own gradients, from ZeRO-2 on, and its
-    parameters, with ZeRO-3. Of a matrix that is tied to the embedding the gradients wait for those of the embedding.
+    While the head runs, where backward begins, nothing is being reduced. ZeRO-2 holds the head's gradients, and ZeRO-3
+    also its parameters. The gradients of a head that is tied to the embedding wait for those of the embedding.
     """
     level = request.training.sharding.level
     if request.mode == "eval" or level < 1:

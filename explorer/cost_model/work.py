@@ -1,4 +1,4 @@
-"""Amounts of work and memory that components are expected to take."""
+"""Amounts of work and memory of components."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ComponentBytes:
-    """Bytes over the level before the component's forward, as `ComponentMeasurement` defines them."""
+    """Bytes above the level before the component's forward pass, as `ComponentMeasurement` defines them."""
 
     saved: int
     forward_peak: int

@@ -1,4 +1,4 @@
-"""The words of the events that an exploration emits."""
+"""The messages and data of the events that an exploration emits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from explorer.spec.parts import ExploredModel, ModelParts
 
 
 def variant_event(model: ExploredModel) -> EventDraft:
-    """The exploration turns to another model variant."""
+    """Return the event that the exploration of a model variant begins."""
     return EventDraft(
         code=EventCode.VARIANT,
         message=f"Exploring the variant with num_query_groups={model.query_groups}, a model of its own",
@@ -27,7 +27,7 @@ def variant_event(model: ExploredModel) -> EventDraft:
 
 
 def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int) -> EventDraft:
-    """The legal space has been enumerated."""
+    """Return the event that the legal space has been enumerated."""
     model = space.model
     return EventDraft(
         code=EventCode.SPACE,
@@ -44,7 +44,7 @@ def _named(model: ExploredModel) -> str:
 
 
 def base_event(base: Candidate, *, is_plainest: bool) -> EventDraft:
-    """What 1.00x means."""
+    """Return the event that names the base candidate, whose performance is 1.00x."""
     fallback = "" if is_plainest else "; the plainer ones do not fit or fail"
     return EventDraft(
         code=EventCode.BASE,
@@ -54,7 +54,7 @@ def base_event(base: Candidate, *, is_plainest: bool) -> EventDraft:
 
 
 def no_base_event() -> EventDraft:
-    """No base candidate fits."""
+    """Return the warning that no base candidate fits."""
     return EventDraft(
         code=EventCode.WARNING,
         message="No base candidate fits: performance is relative to the first candidate that was measured to fit",
@@ -62,7 +62,10 @@ def no_base_event() -> EventDraft:
 
 
 def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDraft:
-    """A candidate was measured, or could not be; or what all candidates share."""
+    """Return the event of a finished trial of components.
+
+    The trial measured a candidate, failed to measure it, or measured the communication that all candidates share.
+    """
     measurement = trial.measurement
     data = {
         "trial": trial.number,
@@ -103,9 +106,10 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
 def whole_model_event(
     trial: Trial, check: WholeModelCheck | None, probability_better: float | None = None
 ) -> EventDraft:
-    """A candidate was run as a whole model, or could not be: the recommended one, or its runner-up.
+    """Return the event of a whole-model run of the recommended candidate or of its runner-up.
 
-    `probability_better` is the runner-up's, to be better than the recommended one, before it was run.
+    `check` is null if the run failed. `probability_better` is null for the recommended candidate. For the runner-up it
+    is the probability, before the run, that it is better than the recommended candidate.
     """
     measurement = trial.measurement
     what = f"Whole model with {trial.candidate.describe()}"
@@ -135,7 +139,7 @@ def whole_model_event(
 
 
 def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:
-    """What a whole model showed has changed the answer."""
+    """Return the event that a whole-model run has changed the answer."""
     return EventDraft(
         code=EventCode.ANSWER_CHANGED,
         message=f"Whole models change the answer from {before.describe()} to {after.describe()}",
@@ -144,7 +148,7 @@ def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:
 
 
 def end_event(answer: Answer) -> EventDraft:
-    """The exploration is over."""
+    """Return the last event of an exploration: its recommendation, or why there is none."""
     data = {"answer": answer.model_dump(mode="json")}
     found = answer.recommendation
     if found is None:

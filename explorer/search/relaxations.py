@@ -1,4 +1,4 @@
-"""When nothing fits: the smallest changes to the request that would make something fit."""
+"""If nothing fits, the smallest changes to the request after which something would fit."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
 MAX_DEVICES = 1024
-SIZES = tuple(1 << i for i in range(8, -1, -1))  # of micro-batches, the smallest change first
+SIZES = tuple(1 << i for i in range(8, -1, -1))
+"""Micro-batch sizes to try, the largest first, because it is the smallest change."""
 COUNTS = tuple(1 << i for i in range(1, MAX_DEVICES.bit_length()))
+"""Numbers of devices to try."""
 SHARDINGS = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Settings of a request to change together, and in words."""
+    """Settings of a request that are changed together, and the change in words."""
 
     words: str
     settings: dict[str, Any]
 
     def apply(self, request: ExplorationRequest) -> ExplorationRequest | None:
-        """The changed request; null where the settings do not go with the rest of it."""
+        """Return the changed request; null if the settings contradict the rest of it."""
         try:
             return ExplorationRequest.model_validate({**request.model_dump(), **self.settings})
         except ValueError:
@@ -41,12 +43,12 @@ class _Change:
 
 
 def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Relaxation, ...]:
-    """Every single change after which something is predicted to fit; if there is none, the first of several together.
+    """Return every single change after which something is predicted to fit.
 
-    In order of preference: a smaller micro-batch, a recomputation policy, what the request excludes for no gain (the
-    chunked loss, tiling, back ends), more devices of those that the profiler has for each sequence, more devices, a
-    sharding level. Of micro-batch sizes and numbers of devices only the nearest is named, of the others every one that
-    helps.
+    The order is that of preference: a smaller micro-batch, a recomputation policy, an option that the request excludes
+    (the chunked loss, tiling, back ends), more of the profiler's devices for each sequence, more devices, a sharding
+    level. Only the nearest micro-batch size and the nearest number of devices are named, and every other change that
+    helps. If no single change helps, the result is the first combination of changes that does; it may be empty.
     """
     found: list[Relaxation] = []
     for kind, changes, nearest in (
@@ -69,7 +71,7 @@ def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: E
 def explain_nothing_fits(
     request: ExplorationRequest, report: DeviceReport, model: ExploredModel, remedies: tuple[Relaxation, ...]
 ) -> str:
-    """Why no candidate fits, and the first of the remedies that there are."""
+    """Return why no candidate fits, and the first of `remedies` if there are any."""
     limit = memory_limit(request, report.hardware)
     smallest = smallest_requirement(request, report, model)
     static = min(static_parts(model, request.sharded(level)).total for level in request.sharding_choices)
@@ -84,12 +86,12 @@ def explain_nothing_fits(
 
 
 def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
-    """Predicted bytes that the smallest candidate of a request needs, context and margin included.
+    """Return the bytes that the smallest candidate of a request is predicted to need, with context and margin.
 
     Raises:
         EmptySpaceError: the request admits no candidate on this device.
     """
-    return required_bytes(_smallest_peak(request, report, model), report.hardware)
+    return required_bytes(_smallest_peak(request, report, model), report.hardware, request.allocator)
 
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
@@ -100,7 +102,7 @@ def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: Exp
 
 
 def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
-    """The candidates of the smallest micro-batch that has any: larger ones need no less."""
+    """Return the candidates of the smallest micro-batch that has any, because larger ones need at least as much."""
     for size in request.micro_batch_sizes[:-1]:
         try:
             return enumerate_candidates(request.model_copy(update={"micro_batch_size": size}), report, model)
@@ -116,6 +118,7 @@ def _working(
     report: DeviceReport,
     model: ExploredModel,
 ) -> Iterator[Relaxation]:
+    """Return those of `changes` after which something is predicted to fit."""
     for change in changes:
         changed = change.apply(request)
         if changed is None:
@@ -124,7 +127,7 @@ def _working(
             peak = _smallest_peak(changed, report, model)
         except EmptySpaceError:
             continue
-        required = required_bytes(peak, report.hardware)
+        required = required_bytes(peak, report.hardware, changed.allocator)
         if required <= memory_limit(changed, report.hardware):
             yield Relaxation(
                 kind=kind,
@@ -168,7 +171,7 @@ def _sharings(request: ExplorationRequest, report: DeviceReport) -> Iterator[_Ch
 
 
 def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
-    """More devices alone help where training state is divided over them."""
+    """Return larger numbers of devices; they help only if training state is divided over the devices."""
     if request.mode == "train" and request.highest_sharding is not Sharding.NONE:
         for count in COUNTS:
             if count > request.num_devices:
@@ -183,7 +186,10 @@ def _shardings(request: ExplorationRequest) -> Iterator[_Change]:
 
 
 def _together(request: ExplorationRequest) -> Iterator[_Change]:
-    """The least memory that the present devices allow, then more of them, each with as little else as helps."""
+    """Return combinations: the least memory that the present devices allow, then more devices.
+
+    A number of devices is tried without other changes before it is tried with them.
+    """
     if request.mode != "train":
         return
     least: dict[str, Any] = {"micro_batch_size": 1, "recompute": (Recompute.FULL,)}
@@ -201,7 +207,7 @@ def _together(request: ExplorationRequest) -> Iterator[_Change]:
 
 
 def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> _Change:
-    """So many devices, and another level of sharding if one is named."""
+    """Return the change to so many devices with the same batch for each, and to a level of sharding if one is named."""
     per_device = max(1, request.batch_size // request.num_devices)
     settings: dict[str, Any] = {"num_devices": num_devices, "batch_size": per_device * num_devices}
     if sharding is not None:

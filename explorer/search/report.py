@@ -1,4 +1,4 @@
-"""From a state to the recommendation that a person reads."""
+"""The recommendation that a person reads, made from the state of the search."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
-"""Rows of 16 bytes; and what vocabularies are commonly padded to."""
+"""A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """What the recommended candidate is compared with, as rows of the table; null where there is no such thing."""
+    """Rows of the candidates that the recommended one is compared with; null if there is no such candidate."""
 
     base: int
     largest: int | None = None
@@ -41,7 +41,7 @@ def build_recommendation(
     whole_model: Trial | None = None,
     runner_up: RunnerUpCheck | None = None,
 ) -> Recommendation:
-    """Everything that is known of the recommended candidate."""
+    """Return everything that is known about the recommended candidate."""
     request = state.request
     table = state.table
     candidate = table.candidates[best.row]
@@ -82,9 +82,9 @@ def build_recommendation(
 
 
 def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:
-    """Accumulation steps for the requested batch, or the nearest batch sizes that divide.
+    """Return the accumulation steps for the requested batch, or the nearest batch sizes that divide.
 
-    Every group of devices that share sequences takes a micro-batch in each of them.
+    In each accumulation step, every group of devices that share sequences processes one micro-batch.
     """
     if request.mode == "eval":
         return None, ()
@@ -96,7 +96,7 @@ def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int |
 
 
 def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
-    """The composed step against the whole model's, where it was run."""
+    """Return how far the composed step is from that of the whole model; null if the whole model did not run."""
     if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
         return None
     whole = trial.measurement.whole_model
@@ -112,15 +112,15 @@ def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> Whol
 
 
 def whole_model_tokens_per_second(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> float:
-    """Tokens/s of a whole-model run."""
+    """Return the tokens/s of a whole-model run."""
     return _whole_step(state, candidate, whole).tokens_per_second
 
 
 def _whole_step(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
-    """A step with the seconds of a whole-model run.
+    """Return the step with the seconds of a whole-model run.
 
-    What is composed takes the place of what the run did not show: in a job of an earlier version that of communication
-    and optimizer, whose seconds there contain a plain exchange of gradients.
+    A run of an earlier version does not state its communication, and its optimizer seconds contain a plain exchange of
+    gradients. The composed seconds of both take their place.
     """
     optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
     if communication is None and _exchanges(state.request, candidate, state.hardware):
@@ -138,12 +138,15 @@ def _whole_step(state: SearchState, candidate: Candidate, whole: WholeModelMeasu
 
 
 def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
-    """Whether a candidate's whole model is run by devices that exchange gradients."""
+    """Return whether the devices that run a candidate's whole model exchange gradients."""
     return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1
 
 
 def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
-    """The row of the largest micro-batch that fits without batch tiling, at its fastest; it may not be measured yet."""
+    """Return the row of the fastest untiled candidate of the largest micro-batch that fits; null if none fits.
+
+    The candidate may not be measured yet.
+    """
     rows = [i for i in among if state.table.candidates[i].bta_tile is None and state.fits(i)]
     if not rows:
         return None
@@ -152,12 +155,12 @@ def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
 
 
 def largest_without_recompute(state: SearchState, among: Collection[int]) -> int | None:
-    """The row of the largest micro-batch that fits with neither batch tiling nor recomputation, at its fastest."""
+    """Return `largest_untiled` among the candidates that recompute nothing."""
     return largest_untiled(state, [i for i in among if state.table.candidates[i].recompute is Recompute.NONE])
 
 
 def best_stock(state: SearchState, report: DeviceReport, among: Collection[int]) -> int | None:
-    """The row of the fastest candidate with stock back ends and no batch tiling."""
+    """Return the row of the fastest candidate that fits with stock back ends and no batch tiling; null if none does."""
     rows = [
         i
         for i in among
@@ -218,10 +221,10 @@ def _notes(
 
 
 def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
-    """A vocabulary whose rows are not aligned keeps a GPU's matrix products off its fast kernels.
+    """Return a note if the vocabulary keeps a GPU from its fast kernels for matrix products, which need aligned rows.
 
-    Of the models in benchmarks/results/tables the head takes 5 to 7 times its roofline with 50257 words, and twice with
-    multiples of 8.
+    In benchmarks/results/tables the head takes 5 to 7 times its roofline seconds with 50257 words, and twice its
+    roofline seconds if the vocabulary is a multiple of 8.
     """
     model = state.table.model
     if isinstance(model, ModelParts):
@@ -240,7 +243,7 @@ def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
 
 
 def _communication_notes(state: SearchState, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
-    """What of the traffic between devices, beside that of context parallelism, is in the time."""
+    """Return a note that says whether communication, context parallelism apart, is included in the time."""
     request = state.request
     if request.num_devices == 1:
         return ()
@@ -258,7 +261,7 @@ def _communication_notes(state: SearchState, candidate: Candidate, seconds: Step
 
 
 def _sharing_notes(request: ExplorationRequest, candidate: Candidate, report: DeviceReport) -> list[str]:
-    """That the traffic of sequences which devices share is in the time, and which ways to share were out of reach."""
+    """Return notes on context parallelism: that its traffic is included, and which sizes need more devices."""
     notes = []
     if candidate.context_parallel_size > 1:
         notes.append("the keys and values that context parallelism passes between devices are included in the time")

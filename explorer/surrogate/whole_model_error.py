@@ -1,11 +1,13 @@
-"""How far composed steps are off whole models: what is expected before one is run, and what those that were run teach.
+"""The error of composed steps against whole models: its prior, and its posterior given the whole models that were run.
 
-The logarithm of whole over composed tokens/s is the sum of three Gaussian parts: one that all candidates of a model
-share, one that those of a recomputation policy share, and a candidate's own. The first is wide and does not change the
-order of candidates; whole models show most of it, so that candidates which were run whole and those which were not stay
-comparable. Samples are conditioned by Matheron's rule (Wilson et al., 2020, arXiv:2002.09309), with the covariance of
-the composed throughputs themselves taken from their samples, as an ensemble Kalman filter does (Evensen, 1994): a whole
-model also tells what the blurred timing of its components was.
+The error is the logarithm of whole over composed tokens/s. It is the sum of three Gaussian parts: one that all
+candidates of a model share, one that the candidates of a recomputation policy share, and one of each candidate's own.
+The first part is wide and does not change the order of candidates. One whole model shows most of it, so candidates that
+were run whole stay comparable with those that were not.
+
+Samples are conditioned by Matheron's rule (Wilson et al., 2020, arXiv:2002.09309). A whole model also corrects the
+noisy seconds of its components. For that, the covariance of the composed throughputs is estimated from their samples,
+as an ensemble Kalman filter does (Evensen, 1994).
 """
 
 from __future__ import annotations
@@ -19,33 +21,36 @@ from explorer.cost_model.candidate_table import Floats, Ints
 from explorer.spec.candidate import Candidate
 
 OWN_STD = {"cuda": 0.006, "cpu": 0.01}
-"""Error of a composed step that is a candidate's own.
+"""Standard deviation of the part that is a candidate's own.
 
-In benchmarks/results/h200-recorded-fidelity.json the candidates of a table that come within 7% of its best, and that
-the device limits, scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, of 0.4%
-(attention) to 2.5% (FFN) a run, explains 0.5 to 1.0% of a step; with 0.75% of it the rest is this.
+In benchmarks/results/h200-recorded-fidelity.json, the candidates within 7% of their table's best that are limited by
+the device scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, 0.4% (attention)
+to 2.5% (FFN) a run, explains 0.5 to 1.0% of a step. If it explains 0.75%, this value is what remains.
 """
 POLICY_STD = 0.005
-"""Error of composed steps that candidates of one recomputation policy share, tiled or not, in one layout and sharding.
+"""Standard deviation of the part that candidates share if they have the same policy, layout and sharding.
 
-There, policies differ from none at the same micro-batch size by 0.8% in the median of the absolute values, components'
-noise included.
+Tiled and untiled candidates do not share it. In the same file, the error of a policy differs from that of no
+recomputation at the same micro-batch size by 0.8% in the median of the absolute values, components' noise included.
 """
 COMMON_STD = {"cuda": 0.03, "cpu": 0.10}
-"""Error that all candidates of a model share: wide beside the others, so that what all have in common stays common."""
-RUN_STD = {"cuda": 0.001, "cpu": 0.01}
-"""Of two runs of one whole model, beyond the standard error that each states and the noise of its blocks."""
-PRIOR_RUNS = 4
-"""The scale of all three parts rests on as many whole models before the first is run.
+"""Standard deviation of the part that all candidates of a model share.
 
-It grows where whole models are further off than the parts explain (the mean of an inverse gamma distribution with as
-many degrees of freedom), and never falls below what was recorded.
+It is wide beside the others, so that an error of all candidates is not taken for an error of one.
+"""
+RUN_STD = {"cuda": 0.001, "cpu": 0.01}
+"""Standard deviation between runs of one whole model, beyond its stated standard error and the noise of its blocks."""
+PRIOR_RUNS = 4
+"""Number of whole models that the prior of the scale of all three parts counts for.
+
+The scale grows if whole models are further off than the parts explain: it is the mean of an inverse gamma distribution
+with this many prior degrees of freedom. It never falls below 1, the scale of the recorded errors.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class WholeModelRun:
-    """A candidate's whole model: the logarithm of its tokens/s, and the relative standard error that it states."""
+    """The result of a whole model: the logarithm of its tokens/s, and its stated relative standard error."""
 
     log_tokens: float
     standard_error: float
@@ -54,8 +59,8 @@ class WholeModelRun:
 class CompositionErrors:
     """Samples of the error of every candidate's composition.
 
-    Axes: N samples, C candidates, A some of them, J those that were run whole. The samples are drawn once; those for a
-    whole model's noise have a seed of their own, so that nothing depends on the order in which whole models were run.
+    Axes: N samples, C candidates, A some of them, J those that were run whole. The samples are drawn once. The noise of
+    each whole model is drawn with a seed of its own, so nothing depends on the order in which whole models were run.
     """
 
     def __init__(
@@ -80,14 +85,14 @@ class CompositionErrors:
         self._common_N = rng.standard_normal(num_samples)
 
     def sample(self, number: int, rows: Ints, scale: float = 1.0) -> Floats:
-        """The first `number` samples of the errors of `rows`, shape (N, A), before whole models are looked at."""
+        """Return the first `number` prior samples of the errors of `rows`, shape (N, A)."""
         error_NA = OWN_STD[self._device_kind] * self._own_NC[:number, rows].astype(np.float64)
         error_NA += POLICY_STD * self._policy_NP[:number, self._policy_C[rows]]
         error_NA += COMMON_STD[self._device_kind] * self._common_N[:number, None]
         return np.asarray(scale * error_NA)
 
     def covariance(self, rows: Ints, others: Ints, scale: float = 1.0) -> Floats:
-        """Of the errors of `rows` with those of `others`, shape (A, J)."""
+        """Return the prior covariance of the errors of `rows` with those of `others`, shape (A, J)."""
         own = rows[:, None] == others
         policy = self._policy_C[rows][:, None] == self._policy_C[others]
         variances = OWN_STD[self._device_kind] ** 2 * own + POLICY_STD**2 * policy + COMMON_STD[self._device_kind] ** 2
@@ -96,10 +101,11 @@ class CompositionErrors:
     def condition(
         self, runs: Mapping[int, WholeModelRun], log_mean_J: Floats, log_composed_NJ: Floats, blocks_std_J: Floats
     ) -> Correction:
-        """What `runs`, by row, at least one, teach.
+        """Return the correction that follows from `runs`, at least one, by row.
 
-        `log_mean_J` and `log_composed_NJ` are mean and samples of the logarithms of their composed tokens/s, in the
-        order of the rows; `blocks_std_J` is by how much two runs of such a step differ, as runs of its blocks do.
+        `log_mean_J` and `log_composed_NJ` are mean and samples of the logarithm of their composed tokens/s, in the
+        order of the rows. `blocks_std_J` is the relative standard deviation between runs of the step that follows from
+        the noise of its blocks.
         """
         rows_J = np.array(sorted(runs), dtype=np.int64)
         found = [runs[row] for row in sorted(runs)]
@@ -125,10 +131,10 @@ class CompositionErrors:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the whole models of `rows_J` change in the throughput of any candidate, as shifts of its logarithm.
+    """How the whole models of `rows_J` shift the logarithm of any candidate's throughput.
 
-    `scale` multiplies the standard deviations of all parts of the error. `weights_NJ` and `weights_J` are the
-    distances of the whole models from what a sample, and the mean, led to expect, in units of the covariances.
+    `scale` multiplies the standard deviations of all parts of the error. `weights_NJ` are the distances of the whole
+    models from each sample, times the inverse of their covariance. `weights_J` are those from the mean.
     """
 
     errors: CompositionErrors
@@ -139,25 +145,25 @@ class Correction:
     weights_J: Floats  # noqa: N815 - axes are in names
 
     def mean(self, rows: Ints, log_composed_NA: Floats) -> Floats:
-        """Shifts of the expected throughput of `rows`, shape (A,)."""
+        """Return the shifts of the expected throughput of `rows`, shape (A,)."""
         return np.asarray((self._around(log_composed_NA) + self._errors_with(rows)) @ self.weights_J)
 
     def samples(self, rows: Ints, log_composed_NA: Floats) -> tuple[Floats, Floats]:
-        """Shifts of the samples of `rows`, shape (N, A): of the components' part, and of that of their composition."""
+        """Return the shifts of the samples of `rows`, each of shape (N, A): of the components, and of the error."""
         weights_NJ = self.weights_NJ[: len(log_composed_NA)]
         return np.asarray(weights_NJ @ self._around(log_composed_NA).T), np.asarray(
             weights_NJ @ self._errors_with(rows).T
         )
 
     def expected_errors(self, rows: Ints) -> Floats:
-        """The part of `mean` that is the composition's, shape (A,)."""
+        """Return the part of `mean` that belongs to the error, shape (A,)."""
         return np.asarray(self._errors_with(rows) @ self.weights_J)
 
     def _errors_with(self, rows: Ints) -> Floats:
         return self.errors.covariance(rows, self.rows_J, self.scale)
 
     def _around(self, log_composed_NA: Floats) -> Floats:
-        """Covariance of composed throughputs with those that were run whole, shape (A, J)."""
+        """Return the covariance of composed throughputs with those that were run whole, shape (A, J)."""
         number = len(log_composed_NA)
         centred_NA = log_composed_NA - log_composed_NA.mean(axis=0)
         return np.asarray(centred_NA.T @ self.centred_NJ[:number] / (number - 1))

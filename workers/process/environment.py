@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CHILD_DEFAULTS = {
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbering that the device locks use
     "OMP_WAIT_POLICY": "PASSIVE",  # a thread that spins at a barrier keeps the core from the thread it waits for
     "PYTHONFAULTHANDLER": "1",
@@ -18,13 +17,10 @@ GROUP_DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # an error ends its rank, and so the group, without waiting for peers
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the group has its own store, on the loopback interface only
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without a message is normal here, and no reason to warn
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without a message is normal here
 }
 
 
 def profiler_environment(given: Mapping[str, str], *, is_group: bool) -> dict[str, str]:
     """`given` with the defaults of a profiler process, or of the ranks of a group."""
-    environment = CHILD_DEFAULTS | (GROUP_DEFAULTS if is_group else {}) | dict(given)
-    if "PYTORCH_ALLOC_CONF" in given and "PYTORCH_CUDA_ALLOC_CONF" not in given:
-        del environment["PYTORCH_CUDA_ALLOC_CONF"]  # the newer name of the same setting
-    return environment
+    return CHILD_DEFAULTS | (GROUP_DEFAULTS if is_group else {}) | dict(given)

@@ -1,4 +1,4 @@
-"""Owns the profiler process of a device or a group of devices: starts it, gives it trials, replaces it."""
+"""Owns the profiler process of a device or a group of devices: starts it, sends it trials, replaces it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class _Job:
     request: ExplorationRequest
     ceiling: MemoryCeiling
     others_bytes: int | None
+    report: DeviceReport
 
 
 class Profiler:
-    """The parent's end of a device, or of several devices of this host that run trials together.
+    """Runs trials on a device, or on several devices of this host together, from the parent process.
 
     `start` waits for the device's lock and starts the process. `begin` announces a job, `measure` runs its trials, and
     `finish_job` ends it. A process that crashes, hangs or exceeds its memory is replaced before the next trial. A
@@ -142,7 +143,7 @@ class Profiler:
         def announce(process: ProfilerProcess) -> DeviceReport:
             reply = self._process.ask(process, Begin(request=request, hardware=hardware), ReportReply)
             ceiling = MemoryCeiling(process.private_bytes(), memory_limit(request, hardware))
-            self._job, self._prepared = _Job(request, ceiling, reply.others_bytes), process
+            self._job, self._prepared = _Job(request, ceiling, reply.others_bytes, reply.report), process
             return reply.report
 
         return self._with_process(announce)
@@ -174,7 +175,7 @@ class Profiler:
         wall = time.perf_counter() - started
         phases = {"process_start": start_seconds}
         if child_seconds is None:
-            phases["timed"] = wall  # how it was spent is lost with the process
+            phases["timed"] = wall  # the phases are lost with the process
         else:
             phases["messaging"] = max(0.0, wall - child_seconds)
         return measurement.model_copy(update={"phases": measurement.phases.model_copy(update=phases)})
@@ -218,7 +219,12 @@ class Profiler:
             self._is_clean = True
             if self._job is not None:
                 job, hardware = self._job, self.hardware()
-                command = Begin(request=job.request, hardware=hardware, others_bytes=job.others_bytes)
+                command = Begin(
+                    request=job.request,
+                    hardware=hardware,
+                    others_bytes=job.others_bytes,
+                    known_report=job.report,
+                )
                 self._process.ask(process, command, ReportReply)
                 self._job = replace(job, ceiling=replace(job.ceiling, baseline_bytes=process.private_bytes()))
             self._prepared = process

@@ -30,6 +30,7 @@ class Begin(Frozen):
     request: ExplorationRequest
     hardware: HardwareSpec
     others_bytes: Annotated[int, Field(ge=0)] | None = None
+    known_report: DeviceReport | None = Field(None, description="What the dead process had reported.")
 
 
 class RunTrial(Frozen):

@@ -16,6 +16,10 @@ EXHAUSTED = (
 )
 
 
+UNSERVED = ("no available kernel", "invalid backend")
+"""What torch says when the attention back end that is pinned cannot serve the arguments."""
+
+
 class UnsupportedTrialError(Exception):
     """This device or this software cannot run the trial; the message says why."""
 
@@ -38,6 +42,8 @@ def classify(error: Exception) -> tuple[Outcome, str]:
     lowered = text.lower()
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in lowered for words in EXHAUSTED):
         return Outcome.OUT_OF_MEMORY, _first_sentences(text, 3)
+    if any(words in lowered for words in UNSERVED):
+        return Outcome.UNSUPPORTED, _first_sentences(text, 3)
     return Outcome.CRASHED, f"{type(error).__name__}: {_first_sentences(text, 4)}"
 
 

@@ -11,10 +11,11 @@ from bexp.measure import host_limits as host
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.timing import BlockTimer, HostTimer
+from bexp.transformers.settings import Allocator
 from workers.profiler.rank_group import SINGLE_RANK, RankGroup
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
-"""What libraries may keep for ever: workspaces of cuBLAS and cuDNN, constants of compiled code."""
+"""Bytes that libraries may keep for ever: workspaces of cuBLAS and cuDNN, constants of compiled code."""
 
 
 class Instruments:
@@ -57,10 +58,16 @@ class Instruments:
         else:
             host.limit_data(limit_bytes)
 
+    def use_allocator(self, allocator: Allocator) -> None:
+        """Allocate from now on as the job's training will; call it while nothing is cached."""
+        if self.device.type == "cuda":
+            expandable = allocator == "expandable_segments"
+            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+
     def settle(self, *, release: bool) -> int:
         """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.
 
-        `release` also gives cached memory back to the device. This is needed after a trial that ran out of memory, and
+        `release` also returns cached memory to the device. This is needed after a trial that ran out of memory, and
         before a trial whose reserved memory is measured.
         """
         left = self._settled_bytes() - self._baseline_bytes

@@ -37,7 +37,7 @@ from workers.targets.choice import open_target
 from workers.targets.target import Target, WholeTarget
 
 CALM_SECONDS = 5.0
-"""How long a trial waits at most for the device to become calm, if the trial before was disturbed."""
+"""The longest that a trial waits for the device to become calm if the previous trial was disturbed."""
 
 
 class Session:
@@ -59,7 +59,7 @@ class Session:
         self._target: Target | WholeTarget | None = None
 
     def answer(self, command: Command) -> bool:
-        """Carry a command out; returns False if this process is not fit for another."""
+        """Execute a command; returns False if this process cannot execute another one."""
         if isinstance(command, MeasureHardware):
             self._send(HardwareReply(hardware=measure_hardware(self._instruments.device, self._used_before)))
         elif isinstance(command, Begin):
@@ -73,9 +73,11 @@ class Session:
         if isinstance(self._target, WholeTarget):
             self._target.close()
         self._request, self._target = request, None
+        self._instruments.settle(release=True)
+        self._instruments.use_allocator(request.allocator)
         try:
             self._target = open_target(request, self._instruments)
-            report = self._target.report(hardware)
+            report = command.known_report or self._target.report(hardware)
         except UnsupportedTrialError as error:
             report = DeviceReport.refused(hardware, str(error))
         self._instruments.settle(release=True)
@@ -92,6 +94,8 @@ class Session:
         measurement = self._attempt(plan, self._request, clock)
         poisoned = self._is_lost(measurement)
         if not poisoned:
+            if self._target is not None:
+                self._target.rest()
             release = measurement.outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
             poisoned = self._instruments.settle(release=release) > 0
         measurement = measurement.model_copy(update={"phases": clock.seconds()})
@@ -145,7 +149,7 @@ class Session:
         failed = measurement.failed_component
         failed_alone = measurement.outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint
         if self._instruments.rank_group.size > 1 and not failed_alone:
-            # The device is not asked: it may be in the middle of an operation with other ranks, and never answer.
+            # Do not query the device: it may be in the middle of an operation with other ranks, and never answer.
             return measurement.outcome is not Outcome.UNSUPPORTED
         return is_poisoned(self._instruments.device)
 
@@ -163,7 +167,7 @@ class Session:
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)
         if component.kind is ComponentKind.COMMUNICATION:
-            assert isinstance(model, ModelSpec), "only reference layers are measured with what devices exchange"
+            assert isinstance(model, ModelSpec), "communication between devices is measured for reference layers only"
             return measure_communication(self._instruments, model, component, request, clock)
         return measure_component(self._instruments, target, model, component, request, clock)
 

@@ -17,7 +17,7 @@ import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, field_validator
 
 from explorer.cost_model.components import Component
 from explorer.records.measurement import (
@@ -56,6 +56,12 @@ class RecordingHeader(Frozen):
     recorded_at: datetime
     process_start_seconds: Seconds = 0.0
     noise: str
+
+    @field_validator("request", mode="before")
+    @classmethod
+    def _name_the_allocator(cls, request: Any) -> Any:
+        """Tables that name no allocator were recorded with expandable segments, as all profilers once ran."""
+        return {"allocator": "expandable_segments", **request} if isinstance(request, dict) else request
 
 
 class ComponentFigures(Frozen):
@@ -150,7 +156,7 @@ ROWS: TypeAdapter[RecordingHeader | ComponentRow | WholeModelRow] = TypeAdapter(
 
 
 def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
-    """One line with its line end. A header is written with all its fields."""
+    """Return one line with its line end. A header is written with all its fields."""
     if isinstance(row, RecordingHeader):
         content = row.model_dump(mode="json")
     else:

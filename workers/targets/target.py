@@ -95,6 +95,9 @@ class Target(Protocol):
             UnsupportedTrialError: the target cannot measure this model at all; the message has the cause.
         """
 
+    def rest(self) -> None:
+        """Leave nothing on the device; called after each trial."""
+
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
         """Raise UnsupportedTrialError if the candidate cannot be run here."""
 

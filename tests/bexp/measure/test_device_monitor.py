@@ -11,6 +11,8 @@ from bexp.measure import device_monitor
 from bexp.measure.device_monitor import DeviceConditions, DeviceMonitor, Watch
 from tests.workers.profiler.fakes import FakeGpu
 
+SECONDS, SHARE = device_monitor.POLL_SECONDS, device_monitor.POLL_SHARE
+
 
 @pytest.fixture(autouse=True)
 def eager_polls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +206,8 @@ def test_a_shared_device_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_next_poll_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(device_monitor, "POLL_SHARE", 0.05)
+    monkeypatch.setattr(device_monitor, "POLL_SECONDS", SECONDS)
+    monkeypatch.setattr(device_monitor, "POLL_SHARE", SHARE)
     gpu = FakeGpu()
     watch = Watch(gpu, None)
     for moments, polls in (([1.0, 1.001], 1), ([1.0499], 1), ([1.0511, 1.0611], 2), ([1.2610], 2), ([1.2612, 1.3], 3)):
@@ -213,3 +215,11 @@ def test_the_next_poll_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(time, "monotonic", lambda left=left: next(left))
         watch.poll()
         assert gpu.polls == polls, moments
+
+
+def test_the_highest_temperature_and_the_median_power_are_kept() -> None:
+    gpu = FakeGpu()
+    with DeviceMonitor(gpu).watch() as watch:
+        for gpu.celsius, gpu.watts in ((50, 100.0), (70, 400.0), (60, 200.0)):
+            watch.poll()
+    assert (watch.conditions().temperature_celsius, watch.conditions().power_watts) == (70, 200.0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import psutil
 import pytest
 
 from bexp.measure.gpu_processes import APPEARED_BYTES, OWN_GROWTH_BYTES, ForeignProcesses, GpuProcessMonitor
@@ -112,3 +113,46 @@ def test_where_nvml_says_nothing_nobody_is_suspected() -> None:
     watch = gpu.foreign_processes(used_before=None)
     assert watch.begin(None) is None
     assert not timed(watch)
+
+
+@pytest.mark.parametrize(("grown", "foreign"), [(256 * MIB, False), (256 * MIB + 1, True)])
+def test_within_a_timing_a_quarter_of_a_gibibyte_may_be_our_own(grown: int, foreign: bool) -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    watch.start()
+    gpu.others = grown
+    assert bool(watch.find()) is foreign
+
+
+@pytest.mark.parametrize(("grown", "foreign"), [(2048 * MIB, False), (2048 * MIB + 1, True)])
+def test_between_two_timings_two_gibibytes_may_be_our_own(grown: int, foreign: bool) -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    assert not timed(watch)
+    gpu.others = grown
+    assert bool(timed(watch)) is foreign
+
+
+def test_what_others_hold_is_unknown_if_nobody_looked_before_the_context() -> None:
+    watch = FakeGpu(others=3 << 30).foreign_processes(used_before=None)
+    assert watch.begin(None) is None
+    assert watch.begin(others_bytes=1 << 30) is None
+    assert not timed(watch)
+
+
+def test_our_own_children_are_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        def __init__(self, pid: int = 7) -> None:
+            self.pid = pid
+
+        def children(self, *, recursive: bool) -> list[Process]:
+            assert recursive
+            return [Process(8)]
+
+    monkeypatch.setattr(psutil, "Process", Process)
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    gpu.pids = frozenset({7, 8})
+    assert timed(watch).processes == 0
+    gpu.pids = frozenset({7, 8, 9, 10})
+    assert timed(watch).processes == 2

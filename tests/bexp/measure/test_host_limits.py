@@ -168,3 +168,10 @@ def test_freed_memory_goes_back_where_the_library_can_do_so(monkeypatch: pytest.
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trimmed.append))
     host.trim()
     assert trimmed == [0]
+
+
+def test_a_limit_whose_usage_nobody_tells_is_ignored(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=900))
+    write(root / "proc/self/cgroup", "0::/a\n")
+    write(root / "cgroup/a/memory.max", "100")
+    assert (host.total_bytes(), host.available_bytes()) == (1000, 900)

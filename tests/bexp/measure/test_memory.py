@@ -1,10 +1,14 @@
 """Bytes of modules that can be counted by hand."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from bexp.measure import memory
 from bexp.measure.memory import ActivationBytes, measure_memory
+from bexp.measure.memory_meters import ByteMeter, byte_meter
 from bexp.measure.passes import ModulePasses
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.spec.request import ExplorationRequest
@@ -101,3 +105,41 @@ def measure_component_memory(component: Component, request: ExplorationRequest =
     block = build_block(MODEL, component, request, CPU)
     inputs = example_inputs(MODEL, component, CPU)
     return measure_memory(BlockPasses(block, inputs, training=True, gradient_dtype=torch.float32), CPU)
+
+
+class Double(nn.Module):
+    """x times two: keeps nothing for backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0
+
+
+def test_the_incoming_gradient_is_not_counted_and_that_of_the_input_is() -> None:
+    size = ROWS * WIDTH * 4
+    measured = measure_block_memory(Double(), torch.randn(ROWS, WIDTH))
+    assert measured.saved == measured.forward_peak == size
+    assert size <= measured.backward_peak <= size + 16, "scalars of the loss apart"
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (ROWS, WIDTH), ()], ids=["a vector", "a matrix", "a loss"])
+def test_outputs_of_every_shape_are_run_backward_through(shape: tuple[int, ...]) -> None:
+    module = Double()
+    passes = ModulePasses(module, (torch.randn(shape, requires_grad=True),), training=True)
+    measure_memory(passes, CPU)
+    assert sum(t.grad is not None for t in passes.existing_tensors()) == 1
+
+
+def test_bytes_are_counted_from_the_level_before_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meter of a device on which something lies already, as on a GPU."""
+    plain = byte_meter
+
+    def shifted(device: torch.device, existing: Iterable[Tensor]) -> ByteMeter:
+        meter = plain(device, existing)
+        level, peak = meter.level, meter.peak
+        monkeypatch.setattr(meter, "level", lambda: level() + 5000)
+        monkeypatch.setattr(meter, "peak", lambda: peak() + 5000)
+        return meter
+
+    wanted = measure_block_memory(TwoMatrices(), torch.randn(ROWS, WIDTH))
+    monkeypatch.setattr(memory, "byte_meter", shifted)
+    assert measure_block_memory(TwoMatrices(), torch.randn(ROWS, WIDTH)) == wanted

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.candidate_table import SpaceTable, predict_component_table, predict_memory, required_table
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.parameters import count_embedding, count_head
-from explorer.cost_model.step import gathered_bytes
+from explorer.cost_model.step import gathered_bytes, required_bytes
 from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
 from explorer.spec.model import LayerKind
 from explorer.spec.request import ExplorationRequest
+from tests.explorer.cost_model import tiny
 
 MODEL: dict[str, Any] = {
     "num_layers": 7,
@@ -139,3 +140,89 @@ def test_sharded_gradients_still_exist_whole_for_a_layer() -> None:
     peaks = [np.add(*t.activation_bytes(o, o, o))[0] for t, o in zip(tables, ones, strict=True)]
     assert peaks[1] - peaks[0] > 2 * 64 * 64 * 4 * 3  # more than the experts of one layer in bf16
     assert tables[1].static_parts(0).gradients * 5 == pytest.approx(tables[0].static_parts(0).gradients, rel=0.01)
+
+
+def tiny_candidate(size: int = 1, **changes: Any) -> Candidate:
+    shape = {"micro_batch_size": size, "attention_backend": "flash", "num_query_groups": 1}
+    return Candidate.model_validate({**shape, **changes})
+
+
+def tiny_table(*candidates: Candidate, **changes: Any) -> SpaceTable:
+    req = tiny.request(**changes)
+    return SpaceTable(candidates or [tiny_candidate()], tiny.model_of(req), req)
+
+
+def test_the_larger_of_device_and_host_decides_for_each_candidate_by_itself() -> None:
+    table = tiny_table(tiny_candidate(1), tiny_candidate(2))
+    device = np.array([[float(c.micro_batch_size) for c in table.components]])
+    host = np.full(len(table.components), 1.5)
+    # Six blocks each: embedding, head, and attention and FFN of two layers.
+    assert table.micro_step_seconds(device, host)[0].tolist() == [6 * 1.5, 6 * 2.0]
+    assert table.micro_step_seconds(device, 0 * host)[0].tolist() == [6 * 1.0, 6 * 2.0]
+    assert table.micro_step_seconds(0 * device, host)[0].tolist() == [9.0, 9.0]
+
+
+def test_the_optimizer_takes_the_larger_of_device_and_host() -> None:
+    table = tiny_table()
+    device, host = np.array([[1.0] * 5, [3.0] * 5]), np.full(5, 2.0)
+    assert table.optimizer_seconds(device, host)[:, 0].tolist() == [2.0, 3.0]
+    still = tiny_table(mode="eval")
+    assert still.optimizer_seconds(device, host).tolist() == [[0.0], [0.0]]
+
+
+def test_without_training_throughput_is_that_of_one_micro_batch() -> None:
+    table = tiny_table(tiny_candidate(3), mode="eval")
+    device = np.full((1, len(table.components)), 0.5)
+    assert table.tokens_per_second(device, np.zeros(len(table.components)))[0, 0] == pytest.approx(3 * 16 / 3.0)
+
+
+def test_shares_of_a_step_count_blocks_as_often_as_they_run() -> None:
+    table = tiny_table()
+    seconds = {"embedding": 1.0, "attention": 2.0, "dense_ffn": 3.0, "head": 4.0, "optimizer": 99.0}
+    shares = table.step_shares(np.array([seconds[c.kind.value] for c in table.components]), np.array([0]))[0]
+    found = {table.components[k].kind.value: share for k, share in zip(table.columns_CP[0], shares, strict=True)}
+    whole = 1.0 + 2 * 2.0 + 2 * 3.0 + 4.0
+    expected = {"embedding": 1, "attention": 4, "dense_ffn": 6, "head": 4, "optimizer": 0}
+    assert found == pytest.approx({kind: share / whole for kind, share in expected.items()})
+
+
+def test_components_that_are_not_known_are_listed_in_the_order_of_a_step() -> None:
+    table = tiny_table(tiny_candidate(2), tiny_candidate(1))
+    known = np.zeros(len(table.components), dtype=bool)
+    assert table.missing(1, known) == table.decompositions[1].components
+    known[table.column[table.decompositions[1].head]] = True
+    assert [c.kind.value for c in table.missing(1, known)] == ["embedding", "attention", "dense_ffn", "optimizer"]
+    assert table.uses_CK[1].sum() == table.used_CP[1].sum() == 5
+
+
+@pytest.mark.parametrize("allocator", ["default", "expandable_segments"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_table_needs_the_bytes_that_a_step_needs(allocator: str, kind: Any) -> None:
+    table, device = tiny_table(allocator=allocator), tiny.hardware(kind)
+    activations = 10.0**9
+    expected = required_bytes(table.static_parts(0).total + 10**9, device, allocator)
+    assert required_table(table, np.array([activations]), device)[0] == pytest.approx(expected, abs=1)
+    rows = np.array([0, 0])
+    assert required_table(table, np.array([activations, 0.0]), device, rows)[0] == pytest.approx(expected, abs=1)
+
+
+def test_a_share_of_the_predicted_activations_may_be_asked_for() -> None:
+    table, device = tiny_table(tiny_candidate(64)), tiny.hardware()
+    saved, transient = table.activation_bytes(*predict_component_table(table))
+    whole, none = (predict_memory(table, device, activation_share=share)[0] for share in (1.0, 0.0))
+    assert predict_memory(table, device)[0] == whole
+    assert none == pytest.approx(required_table(table, np.zeros(1), device)[0])
+    assert whole == pytest.approx(required_table(table, saved + transient, device)[0])
+    assert predict_memory(table, device, activation_share=0.7)[0] == pytest.approx(0.3 * none + 0.7 * whole)
+
+
+@pytest.mark.parametrize(
+    ("highest", "peak"),
+    [("embedding", 1000), ("attention", 1000), ("dense_ffn", 1000 + 256), ("head", 1000), ("nothing", 10 + 256)],
+)
+def test_without_training_the_highest_block_is_the_peak_over_the_layers_input(highest: str, peak: int) -> None:
+    table = tiny_table(mode="eval")
+    forward = np.array([1000.0 if c.kind.value == highest else 10.0 for c in table.components])
+    saved, transient = table.activation_bytes(0 * forward, forward, 0 * forward)
+    output = 16 * 8 * 2
+    assert (saved[0], transient[0]) == (0.0, peak + output)

@@ -23,6 +23,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 from explorer.surrogate.observations import ComponentObservations
+from tests.explorer.explorations import pruned
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {
@@ -213,7 +214,7 @@ def run(
 ) -> tuple[Recommendation | None, str | None, list[Trial]]:
     rep = report(experts=False, num_devices=num_devices)
     device.hardware = rep.hardware
-    steps = list(explore(req, rep, device, history=history))
+    steps = list(explore(req, rep, device, history=history, prune=pruned))
     assert steps[-1].answer is not None
     variant = steps[-1].answer.variants[0]
     return variant.recommendation, variant.reason, [step.trial for step in steps if step.trial is not None]

@@ -19,6 +19,7 @@ from explorer.cost_model.search_space import (
     explored_models,
 )
 from explorer.cost_model.step import static_parts
+from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.parts import LayerPart, ModelParts, Part
@@ -205,6 +206,49 @@ def test_expected_bytes_follow_tokens_and_policy() -> None:
     assert (evaluated.saved, evaluated.backward_peak) == (4 * 32 * 128, 0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 1.0),
+        ({"recompute": "selective"}, 0.9),
+        ({"recompute": "activations"}, 0.6),
+        ({"recompute": "projections"}, 0.3),
+        ({"recompute": "full"}, 1.0),
+        ({"bta_tile": 2}, 0.5),
+    ],
+)
+def test_a_layer_keeps_the_share_that_its_policy_leaves(changes: dict[str, Any], share: float) -> None:
+    tokens, live = 4 * 32, 4 * 32 * 640
+    found = predict_component_bytes(layer(**changes), parts(), request())
+    assert found == ComponentBytes(round(share * live), live, live + tokens * 128)
+
+
+def test_a_layer_keeps_at_least_its_output() -> None:
+    wide = parts(output_bytes_per_token=400)
+    for changes in ({"recompute": "projections"}, {"bta_tile": 2}):
+        assert predict_component_bytes(layer(**changes), wide, request()).saved == 4 * 32 * 400
+
+
+def test_the_chunked_loss_keeps_three_outputs_at_most() -> None:
+    tokens = 4 * 32
+    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="chunked")
+    found = predict_component_bytes(shell, parts(), request())
+    assert found == ComponentBytes(3 * tokens * 128, 4 * tokens * 128, 5 * tokens * 128)
+    small = parts(output_bytes_per_token=500)
+    assert predict_component_bytes(shell, small, request()).forward_peak == tokens * (640 + 400)
+    named = layer(backend="chunked")
+    assert predict_component_bytes(named, parts(), request()).saved == tokens * 640, "a layer has no loss"
+
+
+def test_without_training_a_part_holds_its_output_and_what_is_transient() -> None:
+    tokens = 4 * 32
+    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="library")
+    found = predict_component_bytes(shell, parts(), request(mode="eval"))
+    assert found == ComponentBytes(tokens * 128, tokens * (128 + 400), 0)
+    optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
+    assert predict_component_bytes(optimizer, parts(), request()) == ComponentBytes(0, 0, 0)
+
+
 def test_expected_work_counts_products_attention_and_what_runs_again() -> None:
     work = part_work(layer(), parts())
     assert work.flops == 4 * (32 * 2.0 * 5000 + 7e6)
@@ -212,7 +256,11 @@ def test_expected_work_counts_products_attention_and_what_runs_again() -> None:
     assert again_work(layer(recompute="full"), parts(), work) == work
     core = again_work(layer(recompute="selective"), parts(), work)
     assert core is not None
-    assert core.flops == 4 * 7e6
+    assert core == Work(4 * 7e6, 0.0)
+    assert work.bytes == 2 * 5000 + 2 * 4 * 32 * 640
+    assert again_work(layer(bta_tile=2), parts(), work) == work
+    for policy in ("activations", "projections"):
+        assert again_work(layer(recompute=policy), parts(), work) == Work(work.flops / 3, work.bytes / 2)
 
 
 def test_expected_seconds_grow_with_what_runs() -> None:

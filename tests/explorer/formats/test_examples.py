@@ -37,9 +37,8 @@ def read(name: str) -> ExplorationRequest:
     return parse_request(load_document((EXAMPLES / f"{name}.yaml").read_text()), overrides={"target": "bexp"})
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_accepted(path: Path) -> None:
-    assert path.suffix in (".yaml", ".json")
     assert parse_request(load_document(path.read_text()))
 
 

@@ -32,7 +32,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 OPTIONAL = {"rope_parameters": {"rope_type": "default"}, "mlp_only_layers": [0], "layer_types": [], "n_inner": 8}
-DOCUMENTS = [load_document(path.read_text()) for path in sorted(EXAMPLES.iterdir())]
+DOCUMENTS = [load_document(path.read_text()) for path in sorted(EXAMPLES.glob("*.yaml"))]
 DOCUMENTS += [{"model_type": name, **family.defaults} for name, family in FAMILIES.items()]
 DOCUMENTS += [{"model": {"model_type": name, **OPTIONAL}} for name in FAMILIES]
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from explorer.records.trial import Trial, TrialKind
+from explorer.cost_model.step import MemoryParts
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Measure, Trial, TrialKind
+from explorer.search.history import TrialHistory
 from explorer.search.pruned_space import PrunedSpace, prune_space
 from explorer.search.search_state import SearchState
+from explorer.search.trial_executor import executor_of
+from explorer.search.variant_context import VariantContext
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
@@ -40,6 +46,7 @@ def small_request(**changes: Any) -> ExplorationRequest:
 @cache
 def _space(document: str) -> PrunedSpace:
     request = ExplorationRequest.model_validate_json(document)
+    assert request.model is not None
     return prune_space(request.model, request, REPORT)
 
 
@@ -108,3 +115,52 @@ def trial(
     """A stored trial."""
     measurement = Measurement(candidate=of or candidate(), outcome=outcome, **measured)
     return Trial(number=number, kind=kind, measurement=measurement, tokens_per_second=tokens, seconds=seconds)
+
+
+def whole(seconds: float = 0.01, **changes: Any) -> WholeModelMeasurement:
+    """What a whole model took."""
+    made = {
+        "micro_step_seconds": seconds,
+        "optimizer_seconds": 0.001,
+        "standard_error_seconds": 0.001 * seconds,
+        "peak_bytes": 2**30,
+        "reserved_bytes": 2**30,
+        "repeats": 3,
+    }
+    return WholeModelMeasurement.model_validate({**made, **changes})
+
+
+def context(
+    request: ExplorationRequest,
+    trials: Sequence[Trial] = (),
+    *,
+    index: int = 0,
+    measure: Measure | None = None,
+    copy_study: Callable[[str, Any], None] = lambda name, study: None,
+) -> VariantContext:
+    """One variant of a job whose clock stands still."""
+    models = request.variants()
+    history = TrialHistory(trials, request.budget, len(models))
+    executor = executor_of(measure or SimulatedDevice(request, noise=0.0))
+    return VariantContext(index, models[index], request, REPORT, executor, history, lambda: 0.0, copy_study)
+
+
+def recommendation(of: Candidate | None = None, **changes: Any) -> Recommendation:
+    """A recommendation with made-up figures."""
+    made = {
+        "candidate": of or candidate(4),
+        "base": candidate(1),
+        "tokens_per_second": 1234.5,
+        "performance": 1.25,
+        "confidence": 87,
+        "step_seconds": 0.5,
+        "micro_step_seconds": 0.1,
+        "optimizer_seconds": 0.05,
+        "grad_accum_steps": 4,
+        "predicted_peak_bytes": 2**30,
+        "measured_peak_bytes": 2**30,
+        "required_bytes": 2**31,
+        "memory_limit_bytes": 2**32,
+        "memory": MemoryParts(parameters=2**30),
+    }
+    return Recommendation.model_validate({**made, **changes})

@@ -164,3 +164,10 @@ def test_a_trial_in_flight_is_not_suggested_again() -> None:
     of = state.table.candidates[first.row]
     state.learn_trials([(99, measure(state, first.components, of))])
     assert state.expecting_pending() is state
+
+
+def test_what_blurs_most_is_always_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquisition, "TELLING_SHARE", 1.0)
+    found = suggest_measurement(rival_pair((100.0, 99.0), 0.3))
+    assert found is not None
+    assert len(found.components) == 1

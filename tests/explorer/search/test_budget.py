@@ -11,7 +11,7 @@ from explorer.records.measurement import Measurement
 from explorer.records.trial import Trial, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.trial_executor import TrialExecutor
-from tests.explorer.explorations import request
+from tests.explorer.explorations import pruned, request
 from tests.explorer.simulator import SimulatedDevice, report
 
 MAX_SECONDS = 10
@@ -47,7 +47,7 @@ def run(capacity: int, history: Sequence[Trial] = (), most: int | None = None) -
     """Explore until the limit, or for `most` trials: the trials, and the seconds that passed."""
     req = request(budget={"max_seconds": MAX_SECONDS, "confidence_target": 99}, verify=False)
     several = OneSecondEach(SimulatedDevice(req, noise=0.05), capacity)
-    steps = explore(req, report(memory_gib=40), several, history=history, clock=lambda: several.now)
+    steps = explore(req, report(memory_gib=40), several, history=history, clock=lambda: several.now, prune=pruned)
     trials = (step.trial for step in steps if step.trial is not None)
     return list(itertools.islice(trials, most)), several.now
 

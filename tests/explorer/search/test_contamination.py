@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 
 from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.event import EventCode
+from explorer.records.event import EventCode, Progress
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
@@ -79,9 +80,16 @@ def recommended(device: SimulatedDevice, *, history: tuple[Trial, ...] = ()) -> 
     return found
 
 
+@cache
+def calm_device() -> tuple[SimulatedDevice, Recommendation]:
+    """A device that nothing disturbed, after an exploration, and what it recommends."""
+    device = DisturbedDevice()
+    return device, recommended(device)
+
+
 @pytest.mark.parametrize("disturbed", [(0,), (2, 3), (1, 4, 6)])
 def test_a_disturbed_trial_is_measured_again_and_changes_nothing(disturbed: tuple[int, ...]) -> None:
-    calm, device = DisturbedDevice(), DisturbedDevice(trials=disturbed)
+    (calm, expected), device = calm_device(), DisturbedDevice(trials=disturbed)
     steps = run(device.request, device)
     trials = trials_of(steps)
     for number in disturbed:
@@ -89,7 +97,7 @@ def test_a_disturbed_trial_is_measured_again_and_changes_nothing(disturbed: tupl
         assert trials[number].tokens_per_second is None
         assert device.plans[number + 1].candidate == device.plans[number].candidate
         assert device.plans[number + 1].components == device.plans[number].components
-    assert recommended(calm) == answer_of(steps).recommendation
+    assert expected == answer_of(steps).recommendation
     assert [plan.candidate for plan in calm.plans] == [
         plan.candidate for plan in device.plans if plan.number not in disturbed
     ]
@@ -138,11 +146,16 @@ def test_a_device_that_is_shared_for_long_is_given_up() -> None:
     assert answer_of(steps).recommendation is not None, "what was measured before is sound"
 
 
+@cache
+def uninterrupted(disturbed: tuple[int, ...]) -> tuple[Progress, ...]:
+    return tuple(run(request(), DisturbedDevice(trials=disturbed)))
+
+
 @pytest.mark.parametrize("disturbed", [(0,), (0, 1, 2), (2, 3), (1, 4, 6)])
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 5, 7])
 def test_resumes_amid_disturbances_as_if_never_interrupted(stop_after: int, disturbed: tuple[int, ...]) -> None:
-    whole = run(request(), DisturbedDevice(trials=disturbed))
-    before = run(request(), DisturbedDevice(trials=disturbed), stop_after=stop_after)
+    whole = list(uninterrupted(disturbed))
+    before = whole[:stop_after]
     after = run(request(), DisturbedDevice(trials=disturbed), history=trials_of(before))
 
     def tried(trials: list[Trial]) -> list[object]:
@@ -162,9 +175,7 @@ def whole_models(device: SimulatedDevice) -> list[int]:
 
 
 def test_a_disturbed_whole_model_is_run_again_and_is_no_check() -> None:
-    calm = DisturbedDevice()
-    recommended(calm)
-    first, runner_up = whole_models(calm)
+    first, runner_up = whole_models(calm_device()[0])
     assert runner_up == first + 1
     device = DisturbedDevice(trials=(first,))
     steps = run(device.request, device)

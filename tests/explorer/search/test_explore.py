@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable, required_table
 from explorer.cost_model.components import Component
 from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.event import EventCode
+from explorer.records.event import EventCode, Progress
 from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.optuna_sampler import ComponentSampler
 from explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
 from explorer.spec.candidate import Candidate, Recompute
-from tests.explorer.explorations import MODEL, answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import MODEL, answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -57,12 +58,16 @@ def test_same_seed_same_trials() -> None:
     assert first == second
 
 
+@cache
+def uninterrupted() -> tuple[Progress, ...]:
+    return tuple(run(request(), SimulatedDevice(request(), noise=0.0)))
+
+
 @pytest.mark.parametrize("stop_after", [1, 3, 6])
 def test_resumes_where_it_would_have_gone(stop_after: int) -> None:
     """Noise-free, so that an interrupted and an uninterrupted run see the same measurements."""
-    req = request()
-    whole = run(req, SimulatedDevice(req, noise=0.0))
-    before = run(req, SimulatedDevice(req, noise=0.0), stop_after=stop_after)
+    req, whole = request(), list(uninterrupted())
+    before = whole[:stop_after]
     device = SimulatedDevice(req, noise=0.0)
     after = run(req, device, history=trials_of(before))
     assert [t.candidate for t in trials_of(before) + trials_of(after)] == [t.candidate for t in trials_of(whole)]
@@ -77,7 +82,10 @@ def test_resumes_where_it_would_have_gone(stop_after: int) -> None:
 
 def test_base_is_torchs_default_untiled_without_recomputation() -> None:
     req = request()
-    found = answer_of(run(req, SimulatedDevice(req))).recommendation
+    steps = run(req, SimulatedDevice(req))
+    (line,) = lines(steps, EventCode.BASE)
+    assert "plainer" not in line
+    found = answer_of(steps).recommendation
     assert found is not None
     assert found.base == Candidate(
         micro_batch_size=1, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
@@ -201,6 +209,7 @@ def test_every_trial_of_components_is_asked_from_the_study_and_told_to_it() -> N
             report(memory_gib=40),
             SimulatedDevice(req),
             copy_study=lambda name, study: studies.update({name: study}),
+            prune=pruned,
         )
     )
     found = answer_of(steps).recommendation
@@ -346,3 +355,13 @@ def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded:
     share = int(note.split("take ")[1].split("%")[0])
     assert 0 < share < 50
     assert note.endswith(f"{padded} would not")
+
+
+def test_a_device_that_refuses_the_model_answers_so_at_once() -> None:
+    refusing = report().model_copy(update={"refusal": "no such layer"})
+    (step,) = run(request(), SimulatedDevice(request()), rep=refusing)
+    assert step.trial is None
+    (variant,) = answer_of([step]).variants
+    assert variant.reason == "unsupported: no such layer"
+    assert variant.recommendation is None
+    assert [event.code.ends_job for event in step.events] == [True]

@@ -139,3 +139,12 @@ def test_a_whole_model_that_was_too_large_rejects_all_that_need_as_much() -> Non
     row = state.table.row[candidate(2)]
     assert failures.rejected(state.table, required).tolist() == [i >= row for i in range(len(required))]
     assert not failures.failing(state.table, ObservationLog()).any()
+
+
+def test_a_candidate_that_needs_exactly_as_much_as_one_that_was_too_large_is_rejected() -> None:
+    state, failures = small_state(), Failures()
+    failures.reject(candidate(2), "too large", too_large=True)
+    same = np.full(len(state.table.candidates), 7.0)
+    assert failures.rejected(state.table, same).all()
+    same[state.table.row[candidate(1)]] = 6.0
+    assert not failures.rejected(state.table, same)[state.table.row[candidate(1)]]

@@ -9,6 +9,8 @@ from explorer.records.measurement import Outcome
 from explorer.search.optuna_trials import (
     DIMENSIONS,
     FEASIBLE,
+    MEASUREMENT,
+    REASON,
     TRIAL_NUMBER,
     distributions,
     frozen_trial,
@@ -58,3 +60,7 @@ def test_every_candidate_survives_the_way_through_parameters() -> None:
         for name, value in params.items():
             assert value in space[name].choices  # type: ignore[attr-defined]
     assert to_params(candidate(recompute=Recompute.FULL))["recompute"] == "full"
+
+
+def test_names_in_stored_studies_stay_as_they_are() -> None:
+    assert (MEASUREMENT, TRIAL_NUMBER, REASON, FEASIBLE) == ("measurement", "bexp_trial", "reason", "feasible")

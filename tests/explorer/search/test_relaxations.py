@@ -11,7 +11,14 @@ from explorer.cost_model.search_space import enumerate_candidates
 from explorer.cost_model.step import GIB, memory_limit
 from explorer.records.recommendation import Relaxation, RelaxationKind
 from explorer.search.explore import explore
-from explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
+from explorer.search.relaxations import (
+    _over,
+    _shardings,
+    _together,
+    explain_nothing_fits,
+    find_relaxations,
+    smallest_requirement,
+)
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, request
@@ -120,3 +127,28 @@ def test_the_answer_holds_them_and_names_the_first() -> None:
     assert Recompute.FULL.value in {r.settings["recompute"][0] for r in variant.remedies if r.kind == "recompute"}
     told = steps[-1].events[0].data["answer"]["variants"][0]["remedies"]
     assert [Relaxation.model_validate(item) for item in told] == list(variant.remedies)
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(8, 16), (24, 48), (31, 48)])
+def test_more_devices_keep_the_sequences_of_each(batch_size: int, expected: int) -> None:
+    req = cramped(micro_batch_size=1, batch_size=batch_size)
+    assert _over(req, "", 16).settings == {"num_devices": 16, "batch_size": expected}
+
+
+def test_a_device_has_at_least_one_sequence() -> None:
+    req = cramped(micro_batch_size=1, batch_size=8).model_copy(update={"batch_size": 4})
+    assert _over(req, "", 16).settings["batch_size"] == 16
+
+
+def test_two_devices_share_training_state_before_more_are_asked_for() -> None:
+    two = cramped(num_devices=2, batch_size=128)
+    words = [change.words for change in _together(two)]
+    assert words[:2] == [
+        "micro_batch_size 1 and recompute full",
+        "micro_batch_size 1, recompute full and sharding zero3 over 2 devices",
+    ]
+    assert words[2].endswith("over 4 devices")
+    assert [change.words for change in _shardings(two)] == ["sharding zero1", "sharding zero2", "sharding zero3"]
+    alone = cramped(num_devices=1, batch_size=64)
+    assert [change.words for change in _together(alone)][1].endswith("over 2 devices")
+    assert list(_shardings(alone)) == []

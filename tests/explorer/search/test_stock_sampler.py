@@ -126,6 +126,8 @@ def test_distances_count_places_where_values_have_an_order_and_changes_elsewhere
     found = grid.distances(grid.points[rows[0]], [*rows, full])
     assert found.tolist() == [0.0, 0.5, 1.0, 1.0]
     assert set(grid.space) == {"micro_batch_size", "recompute", "attention_backend"}, "what has one value is left out"
+    assert grid.space["micro_batch_size"] == optuna.distributions.IntDistribution(0, 2)
+    assert grid.space["recompute"] == optuna.distributions.CategoricalDistribution(range(3))
     assert grid.to_params(rows[2])["micro_batch_size"] == 2
     assert np.array_equal(grid.to_point(grid.to_params(rows[2])), grid.points[rows[2]])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,11 +14,14 @@ from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.measurement import Conditions, Measurement, Outcome
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.acquisition import suggest_measurement
+from explorer.search.explore import explore
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
 from explorer.search.trial_executor import OneAtATime, TrialExecutor
-from tests.explorer.explorations import answer_of, request, run, trials_of
+from tests.explorer.explorations import answer_of, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
+
+NEEDS = r"a step needs \d+\.\d\d GiB, \d+\.\d\d of it allocated; the limit is 14\.00 GiB"
 
 
 class Several(TrialExecutor):
@@ -151,6 +155,8 @@ def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     assert found is not None
     assert found.measured_peak_bytes is not None
     assert found.memory.total <= found.memory_limit_bytes
+    reasons = [t.measurement.reason for t in trials_of(steps) if t.measurement.outcome is Outcome.OUT_OF_MEMORY]
+    assert any(re.fullmatch(NEEDS, reason or "") for reason in reasons)
 
 
 def state_after_base() -> tuple[SearchState, SimulatedDevice]:
@@ -217,3 +223,35 @@ def test_parts_of_a_suggestion_take_about_as_long() -> None:
     longest = max(costs[state.table.column[c]] for c in suggestion.components)
     assert len(parts) == 2
     assert max(loads) <= max(longest, 4 / 3 * sum(loads) / 2)
+
+
+class OneSecondEach(Several):
+    """Every trial takes a second of a clock that nothing else moves."""
+
+    now = 5.0
+
+    def wait(self) -> tuple[TrialPlan, Measurement]:
+        self.now += 1.0
+        return super().wait()
+
+
+def test_a_trial_holds_its_seconds_and_what_was_predicted_of_it() -> None:
+    req = request()
+    device = OneSecondEach(SimulatedDevice(req), 1)
+    steps = list(explore(req, report(memory_gib=40), device, clock=lambda: device.now, prune=pruned))
+    trials = trials_of(steps)
+    assert {t.kind for t in trials} == {TrialKind.COMPONENTS, TrialKind.WHOLE_MODEL}
+    assert all(t.seconds == 1.0 for t in trials)
+    assert all(t.suggest_seconds == 0.0 for t in trials)
+    composed = [t for t in trials if t.kind is TrialKind.COMPONENTS and t.tokens_per_second is not None]
+    assert composed
+    for t in composed:
+        assert t.predicted_tokens_per_second is not None
+        assert t.tokens_per_second is not None
+        assert 0.2 < t.predicted_tokens_per_second / t.tokens_per_second < 5.0
+    weighed = [t for t in trials if t.measured_peak_bytes is not None and t.kind is TrialKind.COMPONENTS]
+    assert weighed
+    for t in weighed:
+        assert t.predicted_peak_bytes is not None
+        assert t.measured_peak_bytes is not None
+        assert 0.3 < t.predicted_peak_bytes / t.measured_peak_bytes < 3.0

@@ -12,13 +12,18 @@ from explorer.records.measurement import Measurement, Outcome
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.explore import explore
+from explorer.search.history import TrialHistory
+from explorer.search.search_state import SearchState
+from explorer.search.verification import NextCheck, WholeModels
 from explorer.spec.candidate import Candidate
-from tests.explorer.explorations import answer_of, lines, request, trials_of
+from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
+from tests.explorer.search.small import candidate, know, small_state, trial
 from tests.explorer.simulator import SimulatedDevice, report
 
 
 def run(device: SimulatedDevice, history: tuple[Trial, ...] = ()) -> list[Progress]:
-    return list(explore(device.request, report(memory_gib=40), device, history=history, clock=lambda: 0.0))
+    steps = explore(device.request, report(memory_gib=40), device, history=history, clock=lambda: 0.0, prune=pruned)
+    return list(steps)
 
 
 def device_with(
@@ -194,3 +199,57 @@ def test_a_restart_at_any_point_of_the_checks_changes_nothing(
         assert answer_of(steps) == answer_of(undisturbed)
         said = [e.message for s in undisturbed[stored:] for e in s.events if e.code >= EventCode.TRIAL]
         assert [e.message for s in steps for e in s.events if e.code >= EventCode.TRIAL] == said
+
+
+def small_whole_models(*trials: Trial, **changes: Any) -> tuple[SearchState, WholeModels]:
+    """A state that knows the sizes 1, 2 and 4, and the whole models that ran."""
+    state = small_state(**changes)
+    know(state, candidate(1), candidate(2), candidate(4))
+    return state, WholeModels(state, TrialHistory(trials, state.request.budget, 1), 0)
+
+
+def whole_trial(number: int, size: int, outcome: Outcome = Outcome.OK, tokens: float | None = None) -> Trial:
+    return trial(number, candidate(size), outcome, kind=TrialKind.WHOLE_MODEL, tokens=tokens, reason="why")
+
+
+def test_the_fastest_other_whole_model_is_the_runner_up_with_the_gain_over_it() -> None:
+    ran = [whole_trial(7, 4, tokens=110.0), whole_trial(8, 1, tokens=80.0), whole_trial(9, 2, tokens=100.0)]
+    state, models = small_whole_models(*ran)
+    found = models.runner_up_of(candidate(4))
+    assert found is not None
+    assert found.candidate == candidate(2)
+    assert found.gain == pytest.approx(1.1)
+    assert found.outcome is Outcome.OK
+    row = state.table.row[candidate(2)]
+    assert found.composed_tokens_per_second == pytest.approx(state.seconds(row).tokens_per_second)
+
+
+def test_of_runners_up_that_failed_the_last_is_told() -> None:
+    failed = [whole_trial(8, 1, Outcome.OUT_OF_MEMORY), whole_trial(9, 2, Outcome.CRASHED)]
+    _, models = small_whole_models(whole_trial(7, 4, tokens=110.0), *failed)
+    found = models.runner_up_of(candidate(4))
+    assert found is not None
+    assert (found.candidate, found.outcome, found.reason, found.gain) == (candidate(2), Outcome.CRASHED, "why", None)
+
+
+def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_up() -> None:
+    _, models = small_whole_models(whole_trial(7, 1, Outcome.OUT_OF_MEMORY), whole_trial(8, 4, tokens=110.0))
+    assert models.runner_up_of(candidate(4)) is None
+    _, alone = small_whole_models(whole_trial(7, 1, Outcome.OUT_OF_MEMORY))
+    assert alone.runner_up_of(candidate(2)) is None, "the recommended candidate has not run"
+
+
+@pytest.mark.parametrize(("probability", "is_run"), [(0.0099, False), (0.01, True), (0.4, True)])
+def test_a_runner_up_is_run_from_a_hundredth_on(
+    monkeypatch: pytest.MonkeyPatch, probability: float, is_run: bool
+) -> None:
+    state, _ = small_whole_models()
+    best = state.recommend()
+    assert best is not None
+    size = state.table.candidates[best.row].micro_batch_size
+    history = TrialHistory([whole_trial(7, size, tokens=100.0)], state.request.budget, 1)
+    monkeypatch.setattr(state, "was_run_whole", lambda row: row == best.row)
+    monkeypatch.setattr(state, "recommend", lambda: best)
+    monkeypatch.setattr(state, "runner_up", lambda: (state.table.row[candidate(1)], probability))
+    found = WholeModels(state, history, 0).next()
+    assert found == (NextCheck(candidate(1), probability) if is_run else None)

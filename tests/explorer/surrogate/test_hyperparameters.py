@@ -10,11 +10,13 @@ from explorer.records.measurement import ComponentMeasurement
 from explorer.surrogate.covariance import Covariance
 from explorer.surrogate.hyperparameters import (
     AMPLITUDE_GRID,
+    KIND_SHIFTS,
     OWN_GRID,
     RUN_GRID,
     Evidence,
     HyperparameterPosterior,
     Hyperparameters,
+    _invert,
 )
 from explorer.surrogate.observations import ComponentObservations, ObservationLog
 
@@ -125,3 +127,32 @@ def test_a_trial_that_is_read_twice_counts_once() -> None:
     assert np.exp(runs.log_seconds) == pytest.approx(np.sqrt(2e-6))
     assert log.count(component(1)) == 2
     assert log.count(component(4)) == 0
+
+
+def test_a_point_beyond_the_last_outcome_is_the_last_outcome() -> None:
+    found = _invert(np.array([0.25, 0.5, 0.25]), np.array([0.0, 0.24, 0.26, 0.74, 0.76, 1.0, 1.5]))
+    assert found.tolist() == [0, 0, 1, 1, 2, 2, 2]
+
+
+def test_the_prior_is_a_distribution_over_shifts_deviations_and_amplitudes() -> None:
+    posterior = HyperparameterPosterior("cuda", [KIND.value], 4, np.random.default_rng(0))
+    prior = np.exp(posterior._prior)
+    assert prior.shape == (KIND_SHIFTS.size, OWN_GRID.size, AMPLITUDE_GRID.size)
+    assert prior.sum() == pytest.approx(1.0)
+    shifts = prior.sum(axis=(1, 2))
+    assert shifts / shifts[2] == pytest.approx(np.exp([-2.0, -0.5, 0.0, -0.5, -2.0])), "a normal of one step"
+    assert prior.sum(axis=(0, 1)) == pytest.approx(0.25), "amplitudes are as likely as one another"
+    own = prior.sum(axis=(0, 2))
+    assert own / own[0] == pytest.approx(np.exp(-0.5 * (np.log(OWN_GRID / 0.01) ** 2 - np.log(0.2) ** 2)))
+
+
+def test_a_kind_that_differs_from_its_device_stays_on_the_grid() -> None:
+    index = HyperparameterPosterior("cuda", [KIND.value], 4, np.random.default_rng(0))._run_index
+    assert index[5].tolist() == [3, 4, 5, 6, 7]
+    assert index[0].tolist() == [0, 0, 0, 1, 2]
+    assert index[-1].tolist() == [7, 8, 9, 9, 9]
+
+
+def test_the_grids_are_octaves() -> None:
+    assert RUN_GRID.tolist() == pytest.approx([0.001 * 2**i for i in range(10)])
+    assert OWN_GRID.tolist() == pytest.approx([0.002 * 2**i for i in range(7)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,17 +11,16 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable, required_table
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.event import EventCode
+from explorer.records.event import EventCode, Progress
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.acquisition import suggest_measurement
 from explorer.search.candidate_posterior import CandidatePosterior
-from explorer.search.pruned_space import prune_space
 from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.extrapolation import BYTES_STD_NEAR
-from tests.explorer.explorations import answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -40,31 +40,35 @@ def again(device: SimulatedDevice) -> list[TrialPlan]:
     return [plan for plan in device.plans if plan.again]
 
 
+@cache
+def noisy(noise: float = 0.05) -> tuple[NoisyDevice, tuple[Progress, ...]]:
+    """A noisy device after an exploration, and the steps of it; a very noisy one explores fewer policies."""
+    device = NoisyDevice(request(recompute=["none", "full"]) if noise > 0.1 else request(), noise=noise)
+    return device, tuple(run(device.request, device))
+
+
 def test_a_noisy_device_is_measured_again_and_a_quiet_one_is_not() -> None:
     req = request()
-    quiet, noisy = NoisyDevice(req, noise=0.001), NoisyDevice(req, noise=0.05)
-    found = [answer_of(run(req, device)).recommendation for device in (quiet, noisy)]
+    quiet = NoisyDevice(req, noise=0.001)
+    found = answer_of(run(req, quiet)).recommendation
     assert not again(quiet)
-    assert again(noisy)
-    assert found[0] is not None
-    assert found[0].confidence >= 95
+    assert again(noisy()[0])
+    assert found is not None
+    assert found.confidence >= 95
 
 
 def test_noise_that_repeats_cannot_overcome_lowers_the_confidence() -> None:
-    req = request()
-    found = answer_of(run(req, NoisyDevice(req, noise=0.3))).recommendation
+    found = answer_of(list(noisy(0.3)[1])).recommendation
     assert found is not None
     assert found.confidence < 80
 
 
 def test_no_component_is_run_more_often_than_tells_anything() -> None:
-    req = request()
-    device = NoisyDevice(req, noise=0.2)
-    steps = run(req, device)
+    device, steps = noisy(0.3)
     counts = Counter(c.key for plan in device.plans for c in plan.components)
     assert 2 <= max(counts.values()) <= 4
     assert all(set(plan.components) for plan in again(device))
-    assert any("components again" in line for line in lines(steps, EventCode.TRIAL))
+    assert any("components again" in line for line in lines(list(steps), EventCode.TRIAL))
 
 
 def test_confident_answers_on_a_noisy_device_are_right() -> None:
@@ -88,10 +92,9 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
 
 @pytest.mark.parametrize("stop_after", [4, 20])
 def test_a_noisy_search_resumes_where_it_would_have_gone(stop_after: int) -> None:
-    req = request()
-    whole = run(req, NoisyDevice(req, noise=0.05))
+    req, whole = request(), list(noisy()[1])
     assert any(len(plans) > 1 for plans in _runs(trials_of(whole)).values())
-    before = run(req, NoisyDevice(req, noise=0.05), stop_after=stop_after)
+    before = whole[:stop_after]
     after = run(req, NoisyDevice(req, noise=0.05), history=trials_of(before))
 
     def told(trials: list[Trial]) -> list[tuple[object, ...]]:
@@ -113,10 +116,15 @@ def wide() -> ExplorationRequest:
     return request(micro_batch_size={"explore": {"min": 1, "max": 256}}, memory_limit_gib=None)
 
 
+@cache
+def wide_run() -> tuple[SimulatedDevice, tuple[Progress, ...]]:
+    """A device after an exploration of sizes up to 256, and the steps of it."""
+    device = SimulatedDevice(wide(), noise=0.001)
+    return device, tuple(run(device.request, device, rep=report(memory_gib=132)))
+
+
 def test_large_sizes_are_predicted_where_smaller_ones_tell_enough() -> None:
-    req = wide()
-    device = SimulatedDevice(req, noise=0.001)
-    steps = run(req, device, rep=report(memory_gib=132))
+    device, steps = wide_run()[0], list(wide_run()[1])
     found = answer_of(steps).recommendation
     assert found is not None
     assert found.largest_micro_batch is not None
@@ -135,11 +143,12 @@ def test_large_sizes_are_predicted_where_smaller_ones_tell_enough() -> None:
 
 
 def test_the_recommended_candidate_is_measured_in_full() -> None:
-    for req in (request(), wide()):
-        device = SimulatedDevice(req)
-        found = answer_of(run(req, device, rep=report(memory_gib=132))).recommendation
+    narrow = SimulatedDevice(request())
+    explored = [(narrow, run(narrow.request, narrow, rep=report(memory_gib=132))), (wide_run()[0], list(wide_run()[1]))]
+    for device, steps in explored:
+        found = answer_of(steps).recommendation
         assert found is not None
-        table = SpaceTable([found.candidate], req.model, req)
+        table = SpaceTable([found.candidate], device.request.model, device.request)
         measured = {c for plan in device.plans for c in plan.components}
         assert set(table.components) <= measured
 
@@ -170,7 +179,8 @@ class SearchedState:
 
     def __init__(self, req: ExplorationRequest) -> None:
         rep = report(memory_gib=40)
-        prune = prune_space(req.model, req, rep)
+        assert req.model is not None
+        prune = pruned(req.model, req, rep)
         assert prune.table is not None
         self.device = SimulatedDevice(req, noise=0.001)
         self.state = SearchState(prune.table, prune.legal.candidates, req, rep.hardware)

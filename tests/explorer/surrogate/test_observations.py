@@ -80,3 +80,11 @@ def test_contaminated_runs_are_counted_and_not_kept() -> None:
     assert (log.count(HEAD), log.count_contaminated(HEAD), log.count_attempts(HEAD)) == (1, 2, 3)
     assert log.num_contaminated == 2
     assert log.runs[HEAD].runs == (run(),)
+
+
+def test_a_single_run_tells_its_component_and_its_times() -> None:
+    found = observe(run(3.0))
+    assert found.component == HEAD
+    assert found.first == run(3.0)
+    assert np.exp(found.log_seconds) == pytest.approx(3.0)
+    assert found.squared_deviations == 0.0

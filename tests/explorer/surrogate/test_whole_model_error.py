@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.training import Sharding
 from explorer.surrogate.whole_model_error import COMMON_STD, OWN_STD, POLICY_STD, CompositionErrors, WholeModelRun
 
 NUM_SAMPLES = 40_000
@@ -92,8 +95,18 @@ def test_a_cpu_is_expected_to_compose_worse() -> None:
     assert found[0, 2] == pytest.approx(0.10**2)
 
 
-def test_tiling_is_a_policy_of_its_own() -> None:
-    candidates = [CANDIDATES[1], CANDIDATES[1].model_copy(update={"bta_tile": 1})]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bta_tile": 1},
+        {"recompute": Recompute.FULL},
+        {"context_parallel_size": 2},
+        {"context_parallel_layout": "ring"},
+        {"sharding": Sharding.ZERO2},
+    ],
+)
+def test_what_changes_the_memory_of_a_step_is_a_policy_of_its_own(changes: dict[str, Any]) -> None:
+    candidates = [CANDIDATES[1], CANDIDATES[1].model_copy(update=changes)]
     found = CompositionErrors(candidates, "cuda", 0, 10, np.random.default_rng(0))
     assert found.covariance(np.array([0]), np.array([1]))[0, 0] == pytest.approx(0.03**2)
 

@@ -15,6 +15,8 @@ from workers.targets.transformers.model import BuildSettings, build_model
 from workers.targets.transformers.shell import ShellPart
 from workers.targets.transformers.skeleton import HOST, LayerCall, Skeleton
 
+_NOTHING = -1  # no layer's index
+
 
 class PartsBuilder:
     """Makes layers, shell and whole model for micro-batches of any size.
@@ -70,6 +72,11 @@ class PartsBuilder:
         """The whole model on the device. The parts are dropped first."""
         self.release()
         return build_model(self.resolved, self.settings, self.device)
+
+    def park(self) -> None:
+        """Leaves nothing on the device; the parts wait in the host's memory."""
+        if self._skeleton is not None:
+            self._leave_on_device(_NOTHING)
 
     def release(self) -> None:
         """Frees what the builder holds on the device and on the host."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from explorer.spec.target import TRANSFORMERS
 from workers.profiler.failures import UnsupportedTrialError
 from workers.targets.target import ComponentPasses, OptimizerPart
 from workers.targets.transformers.builder import PartsBuilder
+from workers.targets.transformers.chosen_attention import recorded_choices
 from workers.targets.transformers.config import UnsupportedModelError
 from workers.targets.transformers.model import BuildSettings
 from workers.targets.transformers.parts import KindFigures
@@ -29,13 +29,13 @@ from workers.targets.transformers.passes import LayerPasses, ShellPasses
 from workers.targets.transformers.resolved import ResolvedModel, resolve
 from workers.targets.transformers.training_run import MICRO_STEPS, TrainerOptimizer, TransformersTrainingRun
 
-PROBE_LENGTH = 128
-"""Tokens of the sequence on which settings are tried before a job."""
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
 PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 """Back ends of torch's attention that a device has more than one of."""
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+NAME_IT = "a request has to name it"
+SLOW_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped")
 OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
 LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
 """For each logit: what the library's loss keeps, and what it holds beyond that at its peak."""
@@ -63,37 +63,43 @@ class TransformersTarget:
         )
         try:
             self._resolved: ResolvedModel = resolve(request.hf_config, request.seq_length, settings=self._build)
-            check = self._resolved.check
         except UnsupportedModelError as error:
             raise UnsupportedTrialError(str(error)) from error
         self.version = self._resolved.config.version
-        if not check.runs or not check.by_parts or not self._resolved.kinds:
-            reason = "; ".join(f"{name}: {why}" for name, why in check.failures.items())
-            raise UnsupportedTrialError(
-                f"{self._resolved.config.model_type} cannot be measured by its parts with transformers "
-                f"{self.version}: {reason}"
-            )
         self._builder: PartsBuilder | None = None
-        self._refused: dict[str, str | None] = {}
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
-        """Every setting is tried on a short sequence."""
-        with self._probe() as refusal:
-            attention = [self._attention_support(name, refusal) for name in self._attention_names()]
-            experts = [self._expert_support(name, refusal) for name in self._expert_names()]
-            tiles = refusal(Settings(bta_tile=1))
-            checkpointing = refusal(Settings(recompute="full"))
-            policies = {name: refusal(Settings(recompute=name)) for name in _BY_OPERATION.values()}
+        """Every setting is tried at micro-batch 1, after the class has passed a check of its parts.
+
+        Raises:
+            UnsupportedTrialError: the class cannot be measured by its parts.
+        """
+        self._check_class()
+        attention = self._attention_supports()
+        experts = [self._expert_support(name) for name in self._expert_names()]
+        tiles = self._refusal(Settings(bta_tile=1))
+        checkpointing = self._refusal(Settings(recompute="full"))
+        named = set(self._request.recompute or ())
+        policies = {
+            name: self._refusal(Settings(recompute=name)) if name in named else "it was not asked for"
+            for name in _BY_OPERATION.values()
+        }
+        self.rest()
         usable = [backend.name for backend in experts if backend.usable]
         default = self._resolved.model.config._experts_implementation if usable else None
         return DeviceReport(
             hardware=hardware,
-            attention_backends=tuple(attention),
+            attention_backends=attention,
             expert_backends=tuple(experts),
             default_attention=self._default_attention,
             default_experts=default if default in usable else next(iter(usable), None),
             parts=self._describe(tiles, checkpointing, policies),
         )
+
+    def rest(self) -> None:
+        """The parts wait in the host's memory."""
+        if self._builder is not None:
+            self._builder.park()
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
         """Every setting was tried before the job began; a trial tries it again at its own size."""
@@ -138,7 +144,6 @@ class TransformersTarget:
         """The whole model, set up as `bexp.apply` does it."""
         builder = self._parts()
         whole = builder.whole()
-        self._builder = None
         try:
             set_up(whole, settings_of(candidate, request))
         except SettingsError as error:
@@ -157,64 +162,87 @@ class TransformersTarget:
     def _default_attention(self) -> str:
         return self._resolved.model.config._attn_implementation or "eager"
 
-    def _attention_names(self) -> list[str]:
-        """The library's choice, each back end of torch that can be pinned, and what is tried when it is named."""
-        names = [self._default_attention]
-        if self._default_attention == "sdpa":
-            names += [f"sdpa:{name}" for name in PINNED[self._device.type]]
-        installed = [name for name, why in self._resolved.attention_implementations.items() if why is None]
-        return list(dict.fromkeys([*names, *installed]))
+    def _check_class(self) -> None:
+        check = self._resolved.check
+        if check.runs and check.by_parts and self._resolved.kinds:
+            return
+        reason = "; ".join(f"{name}: {why}" for name, why in check.failures.items())
+        raise UnsupportedTrialError(
+            f"{self._resolved.config.model_type} cannot be measured by its parts with transformers "
+            f"{self.version}: {reason}"
+        )
 
-    def _attention_support(self, name: str, refusal: Callable[[Settings], str | None]) -> BackendSupport:
-        reason = refusal(Settings(attention=name))
-        named = name != self._default_attention and (not name.startswith("sdpa:") or name == "sdpa:math")
-        return BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=named)
+    def _attention_supports(self) -> tuple[BackendSupport, ...]:
+        """The library's choice and each back end of torch that can be pinned; others are tried when named.
+
+        A pinned back end that torch would choose anyway is the library's choice under another name, and left out.
+        """
+        default, asked = self._default_attention, self._request.attention_backends or ()
+        with recorded_choices() as chosen:
+            found = [BackendSupport(name=default, usable=True, reason=self._refusal(Settings(attention=default)))]
+        same = f"sdpa:{chosen[0]}" if len(set(chosen)) == 1 else None
+        if default == "sdpa":
+            for backend in PINNED[self._device.type]:
+                name = f"sdpa:{backend}"
+                only_when_named = backend == "math" or name == same
+                if only_when_named and name not in asked:
+                    reason: str | None = (
+                        f"sdpa takes {backend} here" if name == same else "it keeps all scores: name it to try it"
+                    )
+                else:
+                    reason = self._refusal(Settings(attention=name))
+                found.append(
+                    BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=only_when_named)
+                )
+        others = [name for name in self._resolved.attention_implementations if name != default]
+        for name in others:
+            reason = self._resolved.attention_implementations[name]
+            if reason is None:
+                reason = self._refusal(Settings(attention=name)) if name in asked else NAME_IT
+            found.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=True))
+        return tuple(found)
 
     def _expert_names(self) -> list[str]:
         known = self._resolved.experts_implementations
-        return [*STOCK_EXPERTS, *OUR_EXPERTS] if known else []
+        if not known:
+            return []
+        return [*STOCK_EXPERTS, *(OUR_EXPERTS if self._device.type == "cuda" else ())]
 
-    def _expert_support(self, name: str, refusal: Callable[[Settings], str | None]) -> BackendSupport:
-        reason = self._resolved.experts_implementations.get(name) or refusal(Settings(experts=name))
+    def _expert_support(self, name: str) -> BackendSupport:
+        """Loops over experts, and products that gather every token's weights, are tried when they are named."""
+        only_when_named = self._device.type == "cuda" and name in SLOW_EXPERTS
+        reason = self._resolved.experts_implementations.get(name)
+        if reason is None and only_when_named and name not in (self._request.expert_backends or ()):
+            reason = NAME_IT
+        if reason is None:
+            reason = self._refusal(Settings(experts=name))
         stock = name in STOCK_EXPERTS
-        return BackendSupport(name=name, usable=reason is None, reason=reason, stock=stock)
-
-    @contextmanager
-    def _probe(self) -> Iterator[Callable[[Settings], str | None]]:
-        """What says why a setting cannot be had, by running every kind of layer on a short sequence."""
-        short = resolve(
-            self._request.hf_config or {}, min(PROBE_LENGTH, self._request.seq_length), settings=self._build
+        return BackendSupport(
+            name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=only_when_named
         )
-        builder = short.builder(self._device)
-        kinds = list(dict.fromkeys(short.kinds))
 
-        def refusal(settings: Settings) -> str | None:
-            for kind in kinds:
-                part = builder.layer(kind, 1)
-                if settings.experts is not None and not _has_experts(part.module):
-                    continue
+    def _refusal(self, settings: Settings) -> str | None:
+        """Why a setting cannot be had here, found by running a layer of each kind with it; null if it can."""
+        builder = self._parts()
+        for kind in dict.fromkeys(self._resolved.kinds):
+            part = builder.layer(kind, 1)
+            if settings.experts is not None and not _has_experts(part.module):
+                continue
+            try:
+                passes = LayerPasses(part, self._build, settings, recompute=False)
                 try:
-                    passes = LayerPasses(part, self._build, settings, recompute=False)
-                    try:
-                        passes.prepare_forward()
-                        passes.forward()
-                        if self._build.training:
-                            passes.prepare_backward()
-                            passes.backward()
-                    finally:
-                        passes.release()
-                        passes.restore()
-                except torch.OutOfMemoryError:
-                    raise
-                except (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError) as error:
-                    return f"{type(error).__name__}: {str(error).splitlines()[0][:300]}" if str(error) else repr(error)
-            return None
-
-        try:
-            yield refusal
-        finally:
-            builder.release()
-            gc.collect()
+                    passes.prepare_forward()
+                    passes.forward()
+                    if self._build.training:
+                        passes.prepare_backward()
+                        passes.backward()
+                finally:
+                    passes.release()
+                    passes.restore()
+            except (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError) as error:
+                text = " ".join(str(error).split()) or type(error).__name__
+                return text[:300]
+        return None
 
     def _describe(
         self, tiles: str | None, checkpointing: str | None, by_operation: dict[str, str | None]

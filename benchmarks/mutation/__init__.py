@@ -1,0 +1,1 @@
+"""How many mutants of what decides do the tests kill?"""

@@ -1,0 +1,118 @@
+"""`bexp study`: where the Optuna study of an exploration is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.distributions import CategoricalDistribution
+from typer.testing import CliRunner
+
+from api.cli import app
+from api.cli.errors import ExitCode
+from explorer.search.optuna_trials import TRIAL_NUMBER
+from storage.database import Database
+from storage.queue import Queue
+from storage.studies import StudyCopy
+from tests.cli.samples import REQUEST
+
+PASSWORD = "a-secret"
+
+
+def make_study() -> optuna.Study:
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
+    trial = optuna.trial.create_trial(
+        params={"size": 1},
+        distributions={"size": CategoricalDistribution((1, 2))},
+        value=1.0,
+        user_attrs={TRIAL_NUMBER: 0},
+    )
+    study.add_trial(trial)
+    return study
+
+
+@pytest.fixture
+def study(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Runs `bexp study` on the database: its exit status, and what it writes."""
+    url = sa.make_url(database_url)
+    if url.get_backend_name() == "postgresql":  # the server of the tests accepts any password
+        url = url.set(password=PASSWORD)
+    monkeypatch.setenv("BEXP_DATABASE_URL", url.render_as_string(hide_password=False))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        done = CliRunner().invoke(app, ["study", *arguments])
+        return done.exit_code, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.fixture
+def job_id(database: Database) -> str:
+    """A job that a worker has claimed and copies the studies of."""
+    queue = Queue(database)
+    queue.enqueue(REQUEST)
+    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert claim is not None
+    copy = StudyCopy(database, claim.lease)
+    copy("", make_study())
+    copy("num_query_groups=1", make_study())
+    copy.close()
+    return claim.lease.job_id
+
+
+def test_the_storage_and_every_study_of_the_exploration_are_printed(
+    study: Callable[..., tuple[int, str, str]], job_id: str
+) -> None:
+    code, stdout, stderr = study(job_id)
+    assert code == 0
+    assert PASSWORD not in stdout + stderr
+    storage, *studies = stdout.splitlines()
+    assert storage.split()[0] == "storage"
+    assert studies == [f"study    {job_id}", f"study    {job_id}/num_query_groups=1"]
+    url = storage.split()[1]
+    assert url.startswith(("sqlite:///", "postgresql"))
+    assert f"optuna-dashboard --host 127.0.0.1 '{url}'" in stderr
+
+
+def test_optuna_opens_what_is_printed(
+    study: Callable[..., tuple[int, str, str]], job_id: str, database_url: str
+) -> None:
+    """On PostgreSQL the password is left to the person; the rest of the URL is the database's own."""
+    _, stdout, _ = study(job_id)
+    printed = sa.make_url(stdout.split()[1])
+    expected = sa.make_url(database_url)
+    assert (printed.host, printed.port, printed.database) == (expected.host, expected.port, expected.database)
+    storage = optuna.storages.RDBStorage(database_url)
+    names = [line.split()[1] for line in stdout.splitlines()[1:]]
+    values = [optuna.load_study(study_name=name, storage=storage).best_value for name in names]
+    storage.remove_session()
+    storage.engine.dispose()
+    assert values == [1.0, 1.0]
+
+
+def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[int, str, str]], job_id: str) -> None:
+    code, stdout, _ = study(job_id, "--json")
+    assert code == 0
+    assert PASSWORD not in stdout
+    found = json.loads(stdout)
+    assert set(found) == {"storage", "studies"}
+    assert found["studies"] == [job_id, f"{job_id}/num_query_groups=1"]
+
+
+def test_an_unknown_exploration_has_no_study(study: Callable[..., tuple[int, str, str]], job_id: str) -> None:
+    for unknown in ("nothing", job_id[:-1], ""):
+        code, stdout, stderr = study(unknown)
+        assert (code, stdout) == (ExitCode.USAGE, "")
+        assert f"there is no study of an exploration {unknown!r}" in " ".join(stderr.split())
+
+
+def test_an_exploration_that_no_worker_has_begun_has_no_study(
+    study: Callable[..., tuple[int, str, str]], database: Database
+) -> None:
+    queued, _ = Queue(database).enqueue(REQUEST)
+    code, stdout, stderr = study(queued.id)
+    assert (code, stdout) == (ExitCode.USAGE, "")
+    assert "there is no study" in stderr

@@ -1,0 +1,171 @@
+"""How a candidate's step is split into components, and which candidates share one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.components import (
+    BlockRecompute,
+    Component,
+    ComponentKind,
+    Decomposer,
+    Decomposition,
+    LayerGroup,
+    group_layers,
+)
+from explorer.spec.candidate import Candidate
+from tests.explorer.cost_model.tiny import MOE, model_of, request
+
+
+def component(kind: str = "attention", **changes: Any) -> Component:
+    return Component.model_validate({"kind": kind, "micro_batch_size": 4, **changes})
+
+
+def candidate(**changes: Any) -> Candidate:
+    shape = {"micro_batch_size": 6, "attention_backend": "flash", "num_query_groups": 1}
+    return Candidate.model_validate({**shape, **changes})
+
+
+def split(
+    chosen: Candidate, model: dict[str, Any] | None = None, *, training: bool = True, exchanges: bool = False
+) -> Decomposition:
+    req = request(model, routing={"kind": "uniform"})
+    return Decomposer(model_of(req), training=training, exchanges=exchanges)(chosen)
+
+
+SHARED: dict[str, Any] = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"micro_batch_size": 0, "kind": "optimizer"}, "optimizer()"),
+        ({"kind": "head"}, "head(m=4)"),
+        ({"bta_tile": 2, "recompute": "full", "backend": "flash"}, "attention(m=4,tile=2,recompute=full,flash)"),
+        ({"num_query_groups": 2, **SHARED}, "attention(m=4,groups=2,cp=4:ring)"),
+        ({"kind": "dense_ffn", "context_parallel_size": 4}, "dense_ffn(m=4,cp=4)"),
+        ({"kind": "communication", "micro_batch_size": 0, "sharding": "zero2"}, "communication(zero2)"),
+        ({"kind": "layer", "part": "only", "backend": "sdpa"}, "layer(only,m=4,sdpa)"),
+    ],
+)
+def test_the_key_names_what_tells_a_component_apart(changes: dict[str, Any], key: str) -> None:
+    assert component(**changes).key == key
+
+
+def test_attention_that_is_shared_has_a_layout_and_nothing_else_has_one() -> None:
+    assert component(**SHARED).communicates
+    for changes in (
+        {"context_parallel_size": 4},
+        {"context_parallel_layout": "ring"},
+        {"kind": "head", **SHARED},
+    ):
+        with pytest.raises(ValueError, match="belongs to attention"):
+            component(**changes)
+
+
+def test_joint_components_are_those_that_need_several_processes() -> None:
+    assert component(**SHARED).is_joint
+    assert component("communication", micro_batch_size=0).is_joint
+    alone = component("dense_ffn", context_parallel_size=4)
+    assert not alone.is_joint
+    assert not alone.communicates
+    assert alone.sequences == 1.0
+    assert component("head", micro_batch_size=3, context_parallel_size=2).sequences == 1.5
+
+
+def test_some_policies_of_a_block_choose_by_operation() -> None:
+    assert {mode for mode in BlockRecompute if mode.by_operation} == {
+        BlockRecompute.ACTIVATIONS,
+        BlockRecompute.PROJECTIONS,
+    }
+
+
+def test_layers_are_counted_by_sort_with_those_that_lie_below() -> None:
+    a, b = ("a",), ("b",)
+    assert group_layers([b, a, b, b, a]) == [(a, 2, (1, 3)), (b, 3, (1, 2))]
+    assert group_layers([a, a, a]) == [(a, 3, (2,))]
+
+
+def test_a_step_is_embedding_layers_head_and_optimizer() -> None:
+    found = split(candidate())
+    assert [c.key for c in found.components] == [
+        "embedding(m=6)",
+        "attention(m=6,flash,groups=1)",
+        "dense_ffn(m=6)",
+        "head(m=6)",
+        "optimizer(groups=1)",
+    ]
+    assert [(group.count, group.recomputed, group.below) for group in found.layers] == [(2, False, (1,))]
+    assert found.communication is None
+
+
+def test_without_training_there_is_no_optimizer() -> None:
+    assert split(candidate(), training=False).optimizer is None
+
+
+def test_what_is_exchanged_is_a_component_of_its_own_and_comes_last() -> None:
+    found = split(candidate(), exchanges=True)
+    assert [c.kind for c in found.components][-2:] == [ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION]
+    assert found.communication == component("communication", micro_batch_size=0, num_query_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "stepped"), [("none", "none"), ("zero1", "zero1"), ("zero2", "zero1"), ("zero3", "zero1")]
+)
+def test_the_optimizer_is_the_same_from_zero1_on(sharding: str, stepped: str) -> None:
+    found = split(candidate(sharding=sharding), exchanges=True)
+    assert found.optimizer is not None
+    assert found.communication is not None
+    assert (found.optimizer.sharding, found.communication.sharding) == (stepped, sharding)
+    plain = split(candidate()).optimizer
+    assert plain is not None
+    assert plain.sharding is None
+
+
+def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:
+    found = split(candidate(recompute="partial_50"))
+    modes = [
+        (group.recomputed, group.count, {block.recompute.value for block in group.blocks}) for group in found.layers
+    ]
+    assert modes == [(False, 1, {"none"}), (True, 1, {"full"})]
+    assert [group.below for group in found.layers] == [(0, 1), (0, 0)], "the first layer is the recomputed one"
+    assert len(found.components) == 7
+
+
+def test_experts_have_their_back_end_and_dense_layers_have_none() -> None:
+    found = split(candidate(expert_backend="loop"), {"moe": {**MOE, "first_k_dense": 1}})
+    ffns = {group.blocks[1].kind: group.blocks[1].backend for group in found.layers}
+    assert ffns == {ComponentKind.DENSE_FFN: None, ComponentKind.MOE_FFN: "loop"}
+
+
+def test_a_policy_reaches_the_blocks_that_it_names() -> None:
+    (group,) = split(candidate(recompute="qkv")).layers
+    assert [block.recompute.value for block in group.blocks] == ["projections", "none"]
+    (group,) = split(candidate(recompute="activations", bta_tile=2)).layers
+    assert [block.recompute.value for block in group.blocks] == ["none", "activations"]
+    assert [block.bta_tile for block in group.blocks] == [2, None]
+
+
+def test_half_of_each_of_two_sequences_is_the_work_of_a_whole_one() -> None:
+    found = split(candidate(micro_batch_size=6, **SHARED))
+    shapes = {c.kind.value: (c.micro_batch_size, c.context_parallel_size) for c in found.components}
+    expected = {"embedding": (3, 2), "dense_ffn": (3, 2), "head": (3, 2), "attention": (6, 4), "optimizer": (0, 1)}
+    assert shapes == expected
+    alone = split(candidate(micro_batch_size=8, **SHARED))
+    assert alone.head == split(candidate(micro_batch_size=2)).head
+
+
+def test_equal_components_of_two_candidates_are_one() -> None:
+    decompose = Decomposer(model_of(request()), training=True)
+    first, second = decompose(candidate()), decompose(candidate(attention_backend="math"))
+    assert first.head is second.head
+    assert first.layers[0].blocks[1] is second.layers[0].blocks[1]
+    assert first.layers[0].blocks[0] != second.layers[0].blocks[0]
+
+
+def test_components_are_listed_once_in_the_order_of_a_step() -> None:
+    block, head = component("dense_ffn"), component("head")
+    groups = (LayerGroup(1, (block,), False, (0, 0)), LayerGroup(1, (block,), True, (1, 0)))
+    assert Decomposition(None, groups, head, None).components == (block, head)

@@ -1,0 +1,87 @@
+"""The bytes that candidates need, and which of them fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.step import required_bytes
+from explorer.search.candidate_memory import MOST_DEVIATIONS, CandidateMemory
+from explorer.search.search_state import SearchState
+from tests.explorer.search.small import candidate, know, small_state
+
+ROWS = np.arange(12)
+
+
+def memory_of(state: SearchState, limit: int = 2**40) -> CandidateMemory:
+    return CandidateMemory(state.table, state.surrogate, state.hardware, limit)
+
+
+def test_a_candidate_needs_its_training_state_and_its_activations() -> None:
+    state = small_state()
+    memory, row = memory_of(state), state.table.row[candidate(4)]
+    found = memory.expected_bytes(row)
+    assert found.parts.activations == round(memory.saved_C[row]) > 0
+    assert found.parts.transient == round(memory.transient_C[row]) > 0
+    static = state.table.static_parts(row).total
+    assert found.peak == static + found.parts.activations + found.parts.transient
+    assert found.required == required_bytes(found.peak, state.hardware, state.request.allocator)
+    assert memory.required_C[row] == pytest.approx(found.required, abs=2)
+
+
+def test_measured_bytes_replace_predicted_ones_and_leave_the_prediction() -> None:
+    state = small_state()
+    row = state.table.row[candidate(4)]
+    before = memory_of(state).expected_bytes(row)
+    know(state, candidate(4))  # the device needs 1.1 times the predicted activations
+    after = memory_of(state)
+    assert after.expected_bytes(row).parts.activations == pytest.approx(1.1 * before.parts.activations, rel=1e-3)
+    assert after.expected_bytes(row).parts.transient == pytest.approx(1.1 * before.parts.transient, rel=1e-3)
+    assert after.predicted_bytes(row) == before
+
+
+def test_a_candidate_fits_up_to_the_limit_and_not_a_byte_beyond() -> None:
+    state = small_state()
+    row = state.table.row[candidate(4)]
+    need = float(memory_of(state).required_C[row])
+    assert memory_of(state, int(np.ceil(need))).fits_C[row]
+    assert not memory_of(state, int(np.floor(need)) - 1).fits_C[row]
+    exact = CandidateMemory(state.table, state.surrogate, state.hardware, need)  # type: ignore[arg-type]
+    assert exact.fits_C[row]
+
+
+def worst_need(state: SearchState, row: int, deviations: float) -> float:
+    """What a candidate needs if its least certain component's relative error is that many standard deviations."""
+    memory, table = memory_of(state), state.table
+    std = max(float(state.surrogate.bytes_std_K[table.column[c]]) for c in table.decompositions[row].components)
+    activations = float(memory.saved_C[row] + memory.transient_C[row]) * np.exp(deviations * std)
+    peak = float(table.static_bytes_C[row]) + activations
+    return required_bytes(round(peak), state.hardware, state.request.allocator)
+
+
+def test_memory_is_tight_where_four_deviations_more_would_not_fit() -> None:
+    state = small_state()
+    row = state.table.row[candidate(4)]
+    need = worst_need(state, row, 4.0)
+    assert need > worst_need(state, row, 3.5) + 10**6
+    assert memory_of(state, round(need) - 10).is_tight(np.array([row])).tolist() == [True]
+    assert memory_of(state, round(need) + 10).is_tight(np.array([row])).tolist() == [False]
+    assert MOST_DEVIATIONS == 4.0
+
+
+def test_a_candidate_that_is_measured_in_full_is_not_in_doubt() -> None:
+    state = small_state()
+    know(state, candidate(4))
+    row = state.table.row[candidate(4)]
+    need = memory_of(state).required_C[row]
+    assert not memory_of(state, int(need) + 1).is_tight(np.array([row]))[0]
+    assert memory_of(state, int(need) - 1).is_tight(np.array([row]))[0]
+
+
+def test_a_sample_scales_the_bytes_of_every_candidate_alike() -> None:
+    state = small_state()
+    row = state.table.row[candidate(4)]
+    limit = round(worst_need(state, row, 1.0))
+    found = memory_of(state, limit).sample_fits(np.array([row]), np.array([-1.0, 0.0, 0.99, 1.01, 2.0]))
+    assert found[:, 0].tolist() == [True, True, True, False, False]
+    assert memory_of(state, limit).sample_fits(ROWS, np.zeros(3)).shape == (3, 12)

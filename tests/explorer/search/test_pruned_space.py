@@ -1,0 +1,93 @@
+"""The space without what is predicted not to fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from explorer.cost_model.search_space import EmptySpaceError
+from explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, PrunedSpace, prune_space
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.search.small import REPORT, candidate, small_request
+from tests.explorer.simulator import report
+
+
+def prune(req: ExplorationRequest, limit: int | None = None) -> PrunedSpace:
+    """The pruned space on a device that a job may use `limit` bytes of."""
+    changed = REPORT.hardware if limit is None else REPORT.hardware.model_copy(update={"memory_limit_bytes": limit})
+    assert req.model is not None
+    return prune_space(req.model, req, REPORT.model_copy(update={"hardware": changed}))
+
+
+def need(req: ExplorationRequest, size: int, share: float = 0.7, **changes: str) -> float:
+    """Bytes that a candidate is predicted to need with a share of its predicted activations."""
+    assert req.model is not None
+    table = SpaceTable([candidate(size, **changes)], req.model, req)
+    return float(predict_memory(table, REPORT.hardware, activation_share=share)[0])
+
+
+def test_with_room_for_all_nothing_is_left_out() -> None:
+    found = prune(small_request())
+    assert (len(found.legal.candidates), found.num_predicted_out) == (12, 0)
+    assert found.table is not None
+    assert set(found.table.candidates) >= set(found.legal.candidates)
+    assert [c.recompute.value for c in found.bases] == ["none", "selective", "full"]
+
+
+def test_a_base_outside_the_space_has_a_row_but_may_not_be_recommended() -> None:
+    found = prune(small_request(recompute=["full"]))
+    plainest = found.bases[0]
+    assert plainest == candidate(1)
+    assert found.table is not None
+    assert plainest in found.table.row
+    assert plainest not in found.legal.candidates
+    assert len(found.table.candidates) == len(found.legal.candidates) + 2
+
+
+def test_a_candidate_is_left_out_if_seven_tenths_of_its_activations_do_not_fit() -> None:
+    req = small_request(attention_backends=["cudnn"], recompute=["none"])
+    limit = need(req, 4)
+    assert OPTIMISTIC_ACTIVATIONS == 0.7
+    assert limit < need(req, 4, 1.0), "with all of its predicted activations it does not fit"
+    sizes = {
+        slack: [c.micro_batch_size for c in prune(req, round(limit) + slack).legal.candidates] for slack in (-2, 2)
+    }
+    assert sizes == {-2: [1, 2], 2: [1, 2, 4]}
+    tight = prune(req, round(limit) - 2)
+    assert tight.num_predicted_out == 1
+    assert tight.table is not None
+    assert candidate(4) not in tight.table.row
+
+
+def test_a_limit_that_equals_the_need_is_enough() -> None:
+    req = small_request(attention_backends=["cudnn"], recompute=["none"], micro_batch_size=[4])
+    exact = need(req, 4)
+    hardware = REPORT.hardware.model_copy(update={"memory_limit_bytes": exact})
+    assert req.model is not None
+    found = prune_space(req.model, req, REPORT.model_copy(update={"hardware": hardware}))
+    assert found.num_predicted_out == 0
+
+
+def test_the_table_is_null_if_nothing_that_may_be_recommended_fits() -> None:
+    found = prune(small_request(), limit=1)
+    assert found.table is None
+    assert (len(found.legal.candidates), found.num_predicted_out) == (0, 12)
+    assert len(found.bases) == 3
+    only_base = small_request(micro_batch_size=[4], recompute=["none"], base_micro_batch_size=1)
+    between = round(need(only_base, 1)) + 2
+    assert between < need(only_base, 4)
+    assert prune(only_base, between).table is None
+
+
+def test_the_exchange_is_in_the_steps_where_the_worker_has_all_devices() -> None:
+    req = small_request(num_devices=2)
+    for number, expected in ((1, 0), (2, 1)):
+        assert req.model is not None
+        table = prune_space(req.model, req, report(memory_gib=40, experts=False, num_devices=number)).table
+        assert table is not None
+        assert len(table.communications) == expected
+
+
+def test_a_request_that_admits_no_candidate_says_so() -> None:
+    with pytest.raises(EmptySpaceError, match="unknown attention back end"):
+        prune(small_request(attention_backends=["spiral"]))

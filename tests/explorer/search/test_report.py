@@ -1,0 +1,307 @@
+"""What a recommendation says, and which candidates it is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.step import combine_seconds
+from explorer.records.measurement import Outcome
+from explorer.records.recommendation import Recommendation, RunnerUpCheck
+from explorer.records.trial import Trial, TrialKind
+from explorer.search.report import (
+    References,
+    accumulate,
+    best_stock,
+    build_recommendation,
+    check_whole_model,
+    largest_untiled,
+    largest_without_recompute,
+    whole_model_tokens_per_second,
+)
+from explorer.search.search_state import BestCandidate, SearchState
+from explorer.spec.hardware import DeviceReport
+from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
+
+FULL = {"recompute": "full"}
+ALL = range(12)
+
+
+def known_state(**changes: Any) -> SearchState:
+    state = small_state(**changes)
+    know(state, *(c for c in state.table.candidates if c.recompute in ("none", "full")))
+    return state
+
+
+def recommend(state: SearchState, *, report: DeviceReport = REPORT, **changes: Any) -> Recommendation:
+    table = state.table
+    references = References(
+        base=table.row[candidate(1)], largest=table.row[candidate(4)], stock=table.row[candidate(2)]
+    )
+    arguments = {"best": BestCandidate(table.row[candidate(4)], 0.876), "references": references, **changes}
+    return build_recommendation(state, report=report, **arguments)
+
+
+def run_whole(micro_step: float = 0.004, **changes: Any) -> Trial:
+    return trial(9, candidate(4), kind=TrialKind.WHOLE_MODEL, whole_model=whole(micro_step, **changes))
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "size", "steps", "nearest"),
+    [
+        (24, 1, 4, 6, ()),
+        (24, 2, 4, 3, ()),
+        (26, 2, 4, None, (24, 32)),
+        (4, 1, 4, 1, ()),
+        (3, 1, 4, None, (4,)),
+        (5, 1, 4, None, (4, 8)),
+    ],
+)
+def test_accumulation_divides_the_batch_or_names_the_nearest_that_do(
+    batch: int, devices: int, size: int, steps: int | None, nearest: tuple[int, ...]
+) -> None:
+    req = small_request(batch_size=batch, num_devices=devices)
+    assert accumulate(req, candidate(size)) == (steps, nearest)
+    assert accumulate(small_request(mode="eval", batch_size=batch), candidate(size)) == (None, ())
+
+
+def test_the_figures_are_those_of_the_candidate_and_of_the_base() -> None:
+    state = known_state(batch_size=12)
+    found, table = recommend(state), state.table
+    row, base = table.row[candidate(4)], table.row[candidate(1)]
+    seconds = state.corrected_seconds(row)
+    assert (found.candidate, found.base, found.confidence) == (candidate(4), candidate(1), 87)
+    assert found.tokens_per_second == seconds.tokens_per_second
+    assert found.performance == pytest.approx(
+        seconds.tokens_per_second / state.corrected_seconds(base).tokens_per_second
+    )
+    assert (found.step_seconds, found.micro_step_seconds) == (seconds.step, seconds.micro_step)
+    assert found.optimizer_seconds == seconds.optimizer
+    assert found.communication_seconds is None, "nothing is exchanged"
+    assert (found.grad_accum_steps, found.nearest_batch_sizes) == (3, ())
+    assert found.measured_peak_bytes == state.bytes(row).peak == found.memory.total
+    assert found.predicted_peak_bytes == state.predicted_bytes(row).peak < found.measured_peak_bytes
+    assert found.required_bytes == state.bytes(row).required
+    assert found.memory_limit_bytes == state.limit_bytes
+
+
+def test_alternatives_are_compared_with_the_recommended_candidate() -> None:
+    state = known_state()
+    found = recommend(state)
+    assert found.largest_micro_batch is not None
+    assert found.stock is not None
+    assert found.largest_without_recompute is None
+    assert (found.largest_micro_batch.gain, found.stock.candidate) == (1.0, candidate(2))
+    stock = state.corrected_seconds(state.table.row[candidate(2)]).tokens_per_second
+    assert found.stock.tokens_per_second == stock
+    assert found.stock.gain == pytest.approx(found.tokens_per_second / stock)
+    assert not found.stock.predicted
+    partly = small_state()
+    know(partly, candidate(1))
+    assert recommend(partly).stock.predicted  # type: ignore[union-attr]
+
+
+def test_a_largest_size_that_is_not_measured_is_said_to_be_predicted() -> None:
+    words = "the throughput of the largest micro-batch is predicted in part from smaller ones"
+    partly = small_state()
+    know(partly, candidate(1))
+    assert words in recommend(partly).notes
+    assert words not in recommend(known_state()).notes
+    alone = References(base=partly.table.row[candidate(1)])
+    assert words not in recommend(partly, references=alone).notes
+
+
+def runner_up(gain: float | None) -> RunnerUpCheck:
+    return RunnerUpCheck(candidate=candidate(2), composed_tokens_per_second=1.0, outcome=Outcome.OK, gain=gain)
+
+
+def test_a_runner_up_that_was_faster_leaves_a_doubt() -> None:
+    state = known_state()
+    doubts = {
+        gain: any(
+            "the runner-up was the faster one" in note for note in recommend(state, runner_up=runner_up(gain)).notes
+        )
+        for gain in (None, 0.999, 1.0, 1.1)
+    }
+    assert doubts == {None: False, 0.999: True, 1.0: False, 1.1: False}
+    assert recommend(state, runner_up=runner_up(1.1)).runner_up == runner_up(1.1)
+    assert not any("runner-up" in note for note in recommend(state).notes)
+
+
+def test_what_became_of_the_whole_model_is_noted() -> None:
+    state = known_state()
+    assert "whole model: not run with this candidate" in recommend(state).notes
+    assert not any("whole model" in note for note in recommend(state, whole_model=run_whole()).notes)
+    notes = {}
+    for outcome in (Outcome.UNSUPPORTED, Outcome.CRASHED):
+        failed = trial(9, candidate(4), outcome, kind=TrialKind.WHOLE_MODEL, reason="of a reason")
+        (notes[outcome],) = (n for n in recommend(state, whole_model=failed).notes if n.startswith("whole model"))
+    assert notes == {
+        Outcome.UNSUPPORTED: "whole model: not run: of a reason",
+        Outcome.CRASHED: "whole model: crashed: of a reason",
+    }
+
+
+def test_execution_sharding_and_default_attention_are_noted() -> None:
+    state = known_state()
+    notes = recommend(state).notes
+    assert notes[0] == "execution: eager"
+    assert "attention 'cudnn' is torch's own default here" in notes
+    flash = REPORT.model_copy(update={"default_attention": "flash"})
+    assert not any("torch's own default" in note for note in recommend(state, report=flash).notes)
+    sharded = known_state(num_devices=2, batch_size=8, training={"sharding": "zero2"})
+    assert "memory assumes zero2 over 2 devices" in recommend(sharded).notes
+    assert not any("memory assumes" in note for note in notes)
+    still = small_state(mode="eval", num_devices=2, batch_size=8, training={"sharding": "zero2"})
+    assert not any("memory assumes" in note for note in recommend(still).notes)
+
+
+def test_communication_that_is_not_timed_is_said_to_be_left_out() -> None:
+    words = "communication between devices is not included in the time"
+    assert words in recommend(known_state(num_devices=2, batch_size=8)).notes
+    assert not any("between devices" in note for note in recommend(known_state()).notes)
+
+
+def exchanging_state(sharding: str = "none") -> SearchState:
+    """Two devices, both the worker's own, that exchange gradients."""
+    req = small_request(num_devices=2, batch_size=24, training={"sharding": sharding})
+    assert req.model is not None
+    candidates = small_state().table.candidates
+    table = SpaceTable(candidates, req.model, req, exchanges=True)
+    hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
+    return SearchState(table, candidates, req, hardware)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "what"),
+    [("none", "gradients"), ("zero1", "gradients and parameters"), ("zero3", "gradients and parameters")],
+)
+def test_communication_that_is_timed_is_told_with_its_share(sharding: str, what: str) -> None:
+    state = exchanging_state(sharding)
+    seconds = state.corrected_seconds(state.table.row[candidate(4)])
+    found = recommend(state)
+    assert found.communication_seconds == seconds.communication > 0
+    assert (
+        f"the exchange of {what} between 2 devices is included in the time: beyond what computation hides it takes "
+        f"{1000 * seconds.communication:.1f} ms of a step ({100 * seconds.communication / seconds.step:.1f}%)"
+    ) in found.notes
+
+
+def test_a_whole_model_that_did_not_time_its_exchange_is_completed_by_the_composed_one() -> None:
+    state = exchanging_state()
+    composed = state.seconds(state.table.row[candidate(4)])
+    model, req = state.table.model, state.request
+    silent = whole_model_tokens_per_second(state, candidate(4), whole(0.004))
+    completed = combine_seconds(0.004, composed.optimizer, 4, model, req, communication=composed.communication)
+    assert silent == pytest.approx(completed.tokens_per_second)
+    timed = whole_model_tokens_per_second(state, candidate(4), whole(0.004, communication_seconds=0.003))
+    assert timed == pytest.approx(combine_seconds(0.004, 0.001, 4, model, req, communication=0.003).tokens_per_second)
+
+
+def test_sizes_that_need_more_devices_than_there_are_are_noted() -> None:
+    req: dict[str, Any] = {"num_devices": 4, "batch_size": 16, "context_parallel": {"sizes": [1, 2, 4]}}
+    words = "context-parallel sizes 2, 4 need more devices than the 1 here"
+    assert words in recommend(small_state(**req)).notes
+    hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
+    two = recommend(small_state(**req), report=REPORT.model_copy(update={"hardware": hardware})).notes
+    assert "context-parallel sizes 4 need more devices than the 2 here" in two
+
+
+@pytest.mark.parametrize(("vocabulary", "padded"), [(1001, 1024), (1026, 1088), (1000, None), (1024, None)])
+def test_a_vocabulary_off_the_fast_kernels_is_noted_with_the_next_multiple(vocabulary: int, padded: int | None) -> None:
+    state = known_state(model={**MODEL, "vocab_size": vocabulary})
+    notes = [note for note in recommend(state).notes if note.startswith("head and loss")]
+    if padded is None:
+        assert not notes
+        return
+    row = state.table.row[candidate(4)]
+    seconds = {
+        c.kind.value: float(state.surrogate.device_mean_K[state.table.column[c]])
+        for c in state.table.decompositions[row].components
+    }
+    micro_step = seconds["embedding"] + seconds["head"] + 2 * (seconds["attention"] + seconds["dense_ffn"])
+    assert notes == [
+        f"head and loss take {seconds['head'] / micro_step:.0%} of a micro-step: vocab_size {vocabulary} is no "
+        f"multiple of 8, which slows their products down; {padded} would not"
+    ]
+
+
+def test_a_whole_model_is_compared_with_its_composition() -> None:
+    state = known_state(batch_size=12)
+    row = state.table.row[candidate(4)]
+    composed = state.seconds(row)
+    run = run_whole(1.25 * composed.micro_step, optimizer_seconds=2 * composed.optimizer, peak_bytes=10**9)
+    found = check_whole_model(state, row, run)
+    step = 12 / 4 * 1.25 * composed.micro_step + 2 * composed.optimizer
+    assert found is not None
+    assert found.step_seconds == pytest.approx(step)
+    assert found.tokens_per_second == pytest.approx(12 * 512 / step)
+    assert found.step_error == pytest.approx(composed.step / step - 1)
+    assert found.step_error < 0
+    assert found.peak_error == pytest.approx(state.bytes(row).peak / 10**9 - 1)
+    assert recommend(state, whole_model=run).whole_model == found
+
+
+def test_only_whole_models_that_ran_are_compared() -> None:
+    state = known_state()
+    row = state.table.row[candidate(4)]
+    failed = trial(9, candidate(4), Outcome.CRASHED, kind=TrialKind.WHOLE_MODEL, whole_model=whole())
+    assert check_whole_model(state, row, None) is None
+    assert check_whole_model(state, row, failed) is None
+    assert check_whole_model(state, row, trial(9, candidate(4), kind=TrialKind.WHOLE_MODEL)) is None
+
+
+def test_the_throughput_of_a_whole_model_leaves_out_an_exchange_that_is_not_composed() -> None:
+    state = known_state(batch_size=12)
+    found = whole(0.004, communication_seconds=5.0)
+    expected = combine_seconds(0.004, 0.001, 4, state.table.model, state.request).tokens_per_second
+    assert whole_model_tokens_per_second(state, candidate(4), found) == expected
+
+
+def test_the_largest_size_is_taken_at_its_fastest_and_only_if_it_fits() -> None:
+    state = small_state()
+    know(state, candidate(4), candidate(2), candidate(4, **FULL))
+    row, flash = state.table.row, candidate(4, attention_backend="flash")
+    rows = [row[c] for c in (candidate(4, **FULL), candidate(2), candidate(4), flash)]
+    mean = state.mean_tokens_per_second()
+    fastest = max((candidate(4), flash), key=lambda c: float(mean[row[c]]))
+    assert mean[row[candidate(4, **FULL)]] < mean[row[fastest]]
+    assert largest_untiled(state, among=rows) == largest_without_recompute(state, among=rows) == row[fastest]
+    assert largest_untiled(state, among=rows[:2]) == row[candidate(4, **FULL)], "the size counts, not the speed"
+    assert largest_without_recompute(state, among=rows[:2]) == row[candidate(2)]
+    assert largest_untiled(state, among=[row[candidate(1)], row[candidate(2)]]) == row[candidate(2)]
+    assert largest_untiled(state, among=[]) is None
+    assert largest_without_recompute(state, among=[row[candidate(4, **FULL)]]) is None
+    tight = small_state(memory_limit_gib=(state.bytes(row[candidate(2)]).required + 2e6) / 2**30)
+    know(tight, *(c for c in tight.table.candidates if c.recompute == "none"))
+    rows = [i for i, c in enumerate(tight.table.candidates) if c.recompute == "none"]
+    found = largest_untiled(tight, among=rows)
+    assert found is not None
+    assert tight.table.candidates[found].micro_batch_size == 2
+
+
+def test_tiled_candidates_are_neither_the_largest_nor_stock() -> None:
+    state = small_state(bta={"enable": None}, micro_batch_size=[2, 4])
+    tiled = [i for i, c in enumerate(state.table.candidates) if c.bta_tile is not None]
+    assert tiled
+    assert largest_untiled(state, among=tiled) is None
+    assert best_stock(state, REPORT, among=tiled) is None
+
+
+def test_the_best_stock_candidate_uses_back_ends_of_an_ordinary_framework() -> None:
+    state = known_state()
+    fastest = best_stock(state, REPORT, among=ALL)
+    mean = state.mean_tokens_per_second()
+    assert fastest is not None
+    assert mean[fastest] == max(mean)
+    backends = tuple(
+        b.model_copy(update={"stock": b.name != "cudnn"}) if b.name in ("cudnn", "flash") else b
+        for b in REPORT.attention_backends
+    )
+    ours = REPORT.model_copy(update={"attention_backends": backends})
+    found = best_stock(state, ours, among=ALL)
+    assert found is not None
+    assert state.table.candidates[found].attention_backend == "flash"
+    assert best_stock(state, ours, among=[state.table.row[candidate(4)]]) is None

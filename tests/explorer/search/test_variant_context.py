@@ -1,0 +1,26 @@
+"""What tells the variants of a job apart."""
+
+from __future__ import annotations
+
+from tests.explorer.search.small import candidate, context, small_request, trial
+
+
+def test_the_first_variant_is_the_main_one_and_its_study_has_no_suffix() -> None:
+    first = context(small_request())
+    assert first.is_main
+    assert first.study_name == ""
+    assert first.num_query_groups == 4
+
+
+def test_other_variants_name_their_study_by_their_query_groups() -> None:
+    second = context(small_request(num_query_groups=[4, 2]), index=1)
+    assert not second.is_main
+    assert second.num_query_groups == 2
+    assert second.study_name == "num_query_groups=2"
+
+
+def test_a_variant_sees_its_own_trials_in_order() -> None:
+    trials = [trial(0), trial(1, candidate(num_query_groups=2)), trial(2, candidate(2))]
+    request = small_request(num_query_groups=[4, 2])
+    assert [t.number for t in context(request, trials).trials] == [0, 2]
+    assert [t.number for t in context(request, trials, index=1).trials] == [1]

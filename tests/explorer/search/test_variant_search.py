@@ -1,0 +1,215 @@
+"""The phases of one variant's exploration, on a space of a dozen candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.components import ComponentKind
+from explorer.records.event import EventCode, Progress
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.progress_log import ProgressLog
+from explorer.search.variant_search import VariantSearch
+from explorer.spec.candidate import Candidate
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.explorations import pruned, trials_of
+from tests.explorer.search.small import candidate, context, small_request, small_space
+from tests.explorer.simulator import SimulatedDevice
+
+
+class Fails(SimulatedDevice):
+    """Trials of some candidates end with an outcome other than ok."""
+
+    def __init__(self, req: ExplorationRequest, failing: dict[Candidate, Outcome]) -> None:
+        super().__init__(req, noise=0.0)
+        self.failing = failing
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        found = super().__call__(plan)
+        if plan.candidate not in self.failing:
+            return found
+        outcome = self.failing[plan.candidate]
+        return Measurement(candidate=plan.candidate, outcome=outcome, reason="as told", phases=found.phases)
+
+
+def search(
+    req: ExplorationRequest, device: SimulatedDevice | None = None, history: Sequence[Trial] = (), **changes: Any
+) -> tuple[list[Progress], Recommendation | None]:
+    made = context(req, history, measure=device or SimulatedDevice(req, noise=0.0), **changes)
+    space = small_space(req)
+    steps, running = [], VariantSearch(made, space, ProgressLog(made, space)).run()
+    while True:
+        try:
+            steps.append(next(running))
+        except StopIteration as end:
+            return steps, end.value
+
+
+def codes(steps: Sequence[Progress]) -> list[EventCode]:
+    return [event.code for step in steps for event in step.events]
+
+
+def message(steps: Sequence[Progress], code: EventCode) -> str:
+    (found,) = (event.message for step in steps for event in step.events if event.code is code)
+    return found
+
+
+def test_the_base_is_measured_first_and_in_full() -> None:
+    steps, found = search(small_request())
+    first = steps[0]
+    assert [event.code for event in first.events][:3] == [EventCode.SPACE, EventCode.TRIAL, EventCode.BASE]
+    assert first.trial is not None
+    assert first.trial.candidate == candidate(1)
+    assert len(first.trial.measurement.components) == 5
+    assert found is not None
+    assert found.base == candidate(1)
+    assert "plainer" not in message(steps, EventCode.BASE)
+
+
+def test_if_the_plainest_base_fails_the_next_one_is_the_base() -> None:
+    req = small_request()
+    steps, found = search(req, Fails(req, {candidate(1): Outcome.OUT_OF_MEMORY}))
+    tried = [t.candidate for t in trials_of(steps)[:2]]
+    assert tried == [candidate(1), candidate(1, recompute="selective")]
+    assert message(steps, EventCode.BASE).endswith("the plainer ones do not fit or fail")
+    assert found is not None
+    assert found.base == candidate(1, recompute="selective")
+
+
+def test_without_a_base_the_first_candidate_that_ran_is_compared_with() -> None:
+    req = small_request()
+    policies = ("none", "selective", "full")
+    device = Fails(req, {candidate(1, recompute=policy): Outcome.OUT_OF_MEMORY for policy in policies})
+    steps, found = search(req, device)
+    assert [t.candidate.recompute for t in trials_of(steps)[:3]] == list(policies)
+    assert EventCode.BASE not in codes(steps)
+    warnings = [e.message for step in steps for e in step.events if e.code is EventCode.WARNING]
+    assert warnings[0].startswith("No base candidate fits")
+    ran = next(t.candidate for t in trials_of(steps) if t.measurement.outcome is Outcome.OK)
+    assert found is not None
+    assert found.base == ran
+
+
+def test_each_component_is_measured_once_and_the_answer_in_full() -> None:
+    req = small_request()
+    device = SimulatedDevice(req, noise=0.0)
+    steps, found = search(req, device)
+    measured = [c for plan in device.plans for c in plan.components]
+    assert len(measured) == len(set(measured))
+    assert found is not None
+    space = small_space(req)
+    assert space.table is not None
+    row = space.table.row[found.candidate]
+    assert set(space.table.decompositions[row].components) <= set(measured)
+    assert found.confidence >= req.budget.confidence_target
+    assert [t.number for t in trials_of(steps)] == list(range(len(trials_of(steps))))
+
+
+def test_the_answer_is_run_whole_at_the_end_unless_it_is_not_to_be_verified() -> None:
+    steps, found = search(small_request())
+    kinds = [t.kind for t in trials_of(steps)]
+    first = kinds.index(TrialKind.WHOLE_MODEL)
+    assert set(kinds[:first]) == {TrialKind.COMPONENTS}
+    assert set(kinds[first:]) == {TrialKind.WHOLE_MODEL}
+    assert found is not None
+    assert found.whole_model is not None
+    assert trials_of(steps)[first].candidate == found.candidate
+    steps, found = search(small_request(verify=False))
+    assert {t.kind for t in trials_of(steps)} == {TrialKind.COMPONENTS}
+    assert found is not None
+    assert found.whole_model is None
+
+
+def test_a_whole_model_trial_keeps_what_was_expected_and_what_it_reached() -> None:
+    steps, found = search(small_request())
+    first = next(t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL)
+    whole = first.measurement.whole_model
+    assert found is not None
+    assert whole is not None
+    assert found.whole_model is not None
+    assert first.measured_peak_bytes == whole.peak_bytes
+    assert first.predicted_peak_bytes == found.measured_peak_bytes
+    assert first.tokens_per_second == found.whole_model.tokens_per_second
+    assert first.predicted_tokens_per_second == pytest.approx(first.tokens_per_second, rel=0.02)
+
+
+def test_whole_models_that_refute_the_answer_change_it_and_say_so() -> None:
+    req = small_request(budget={"confidence_target": 99})
+    _, plain = search(req)
+    assert plain is not None
+    device = SimulatedDevice(req, noise=0.0)
+    device.own_factors = {plain.candidate: 3.0}
+    steps, found = search(req, device)
+    assert found is not None
+    assert found.candidate != plain.candidate
+    changed = message(steps, EventCode.ANSWER_CHANGED)
+    assert plain.candidate.describe() in changed
+    assert changed.endswith(found.candidate.describe())
+
+
+def test_the_budget_ends_the_search() -> None:
+    few = small_request(budget={"max_trials": 2, "confidence_target": 99}, verify=False)
+    many = small_request(budget={"max_trials": 200, "confidence_target": 99}, verify=False)
+    numbers = [len(trials_of(search(req)[0])) for req in (few, many)]
+    assert 2 <= numbers[0] <= 4, "comparisons may take twice the budget"
+    assert numbers[1] > numbers[0]
+
+
+def test_the_confidence_target_ends_the_search() -> None:
+    easy, hard = (
+        small_request(budget={"confidence_target": target}, verify=False, tolerance=0.2 if target == 1 else 0.001)
+        for target in (1, 99)
+    )
+    assert len(trials_of(search(easy)[0])) < len(trials_of(search(hard)[0]))
+
+
+def test_what_is_stored_is_neither_measured_nor_told_again() -> None:
+    req = small_request()
+    steps, found = search(req)
+    trials = trials_of(steps)
+    device = SimulatedDevice(req, noise=0.0)
+    after, resumed = search(req, device, trials[:2])
+    assert [plan.number for plan in device.plans] == [t.number for t in trials[2:]]
+    assert [t.measurement for t in trials_of(after)] == [t.measurement for t in trials[2:]]
+    assert not {EventCode.SPACE, EventCode.BASE} & set(codes(after))
+    assert resumed == found
+    assert search(req, SimulatedDevice(req, noise=0.0), trials) == ([], found)
+
+
+def test_the_study_is_copied_when_it_is_opened_and_after_each_trial_of_components() -> None:
+    copied: list[tuple[str, int]] = []
+    steps, _ = search(
+        small_request(), copy_study=lambda name, study: copied.append((name, len(study.get_trials(deepcopy=False))))
+    )
+    number = sum(t.kind is TrialKind.COMPONENTS for t in trials_of(steps))
+    assert copied[0] == ("", 0)
+    assert len(copied) == number + 1
+    assert [count for _, count in copied] == sorted(count for _, count in copied)
+
+
+def test_a_device_on_which_everything_fails_alike_is_given_up_without_an_answer() -> None:
+    req = small_request()
+    space = small_space(req)
+    assert space.table is not None
+    steps, found = search(req, Fails(req, dict.fromkeys(space.table.candidates, Outcome.CRASHED)))
+    assert found is None
+    assert {t.measurement.outcome for t in trials_of(steps)} == {Outcome.CRASHED}
+    assert all(step.recommendation is None for step in steps)
+
+
+def test_components_of_another_variant_that_are_the_same_are_not_measured_again() -> None:
+    req = small_request(num_query_groups=[4, 2], verify=False)
+    steps, _ = search(req)
+    trials = trials_of(steps)
+    seen = {m.component for t in trials for m in t.measurement.components}
+    assert any(c.kind is ComponentKind.HEAD for c in seen)
+    made = context(req, trials, index=1, measure=(device := SimulatedDevice(req, noise=0.0)))
+    space = pruned(made.model, req, made.report)
+    list(VariantSearch(made, space, ProgressLog(made, space)).run())
+    measured = {c for plan in device.plans for c in plan.components}
+    assert not measured & seen
+    assert {c.num_query_groups for c in measured if c.kind is ComponentKind.ATTENTION} == {2}
