@@ -171,15 +171,19 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 
 
 def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
+<<<<<<< HEAD
     """Which losses a model's own code may compute.
+=======
+    """Return the losses that a model's own code may compute.
+>>>>>>> wt-workers2
 
-    The loss of the reference layers is the request's. A model that is measured whole computes its own.
+    They are null for the reference layers, which have one, and for a model that is measured whole.
     """
     return (None,) if isinstance(model, ModelSpec) or not model.layers else request.losses
 
 
 def _settings(model: ExploredModel) -> tuple[str | None, ...]:
-    """The choices that a target offers for its model."""
+    """Return the choices that a target offers for its model."""
     return (isinstance(model, ModelParts) and model.settings) or (None,)
 
 

@@ -51,7 +51,7 @@ def test_a_configuration_that_breaks_rules_names_field_and_rule(bexp: Run, tmp_p
         (b"- 1\n", "mapping"),
         (b"\xff\xfe\x00\x00", "not a text file"),
         (b"a: &x 1\nb: *x\n", "anchor"),
-        (b"architectures: [ViTModel]\nmodel_type: vit\n", "language model"),
+        (b"target: bexp\narchitectures: [ViTModel]\nmodel_type: vit\n", "language model"),
     ],
 )
 def test_a_file_that_is_none(bexp: Run, tmp_path: Path, content: bytes, expected: str) -> None:

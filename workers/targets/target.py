@@ -78,6 +78,9 @@ class WholeTarget(Protocol):
     def measure_whole_model(self, candidate: Candidate, clock: PhaseClock) -> WholeModelMeasurement:
         """Measure a step as a whole."""
 
+    def rest(self) -> None:
+        """Called after each trial."""
+
     def close(self) -> None:
         """End the process."""
 

@@ -119,6 +119,9 @@ class CustomTarget:
         self._last = None
         return WholeModelMeasurement.model_validate(self._measure(candidate, clock))
 
+    def rest(self) -> None:
+        """Keep the model for the next trial: it lies in the process of the target, not in this one."""
+
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
