@@ -115,13 +115,8 @@ def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
     described = request.model is not None or request.hf_config is not None
-<<<<<<< HEAD
-    target = "" if request.target_name == BEXP else f"target {request.target_name}, "
-    length = f", {request.seq_length} tokens per sequence" if described else ""
-=======
     length = f", {request.seq_length} tokens per sequence" if described else ""
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
->>>>>>> wt-workers2
     return f" for {request.model_name} ({target}{request.mode}, {request.execution}{length})"
 
 

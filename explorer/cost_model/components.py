@@ -91,13 +91,8 @@ class Component(Frozen):
     share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may
     be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
 
-<<<<<<< HEAD
-    `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`.
-    The backend of a `shell` names the loss, or the target's own choice if the model is measured whole.
-=======
     `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`;
     that of a `shell` names the loss, or the target's own choice for a model that is measured whole.
->>>>>>> wt-workers2
     """
 
     kind: ComponentKind

@@ -171,11 +171,7 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 
 
 def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
-<<<<<<< HEAD
-    """Which losses a model's own code may compute.
-=======
     """Return the losses that a model's own code may compute.
->>>>>>> wt-workers2
 
     They are null for the reference layers, which have one, and for a model that is measured whole.
     """

@@ -308,15 +308,8 @@ def test_a_model_that_is_measured_whole_is_its_shell_in_each_of_its_settings() -
     }
     peak_K = np.arange(1.0, 1 + len(table.components))
     saved_C, transient_C = table.activation_bytes(np.zeros(len(peak_K)), peak_K, peak_K)
-<<<<<<< HEAD
-    expected = []
-    for found_one in table.decompositions:
-        assert found_one.optimizer is not None
-        expected.append(max(peak_K[table.column[found_one.head]], peak_K[table.column[found_one.optimizer]]))
-=======
     optimizer = peak_K[table.column[Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)]]
     expected = [max(peak_K[table.column[d.head]], optimizer) for d in table.decompositions]
->>>>>>> wt-workers2
     assert np.allclose(saved_C + transient_C, expected)
 
 
