@@ -4,15 +4,15 @@
 #   docker run --rm --publish 8642:8642 bexp
 #   docker run --rm --gpus all --env BEXP_DATABASE_URL=... bexp worker --device cuda:0
 #
-# With what a Ray cluster's nodes and its coordinator need: docker build --build-arg EXTRAS=ray --tag bexp:ray .
+# For the nodes and the coordinator of a Ray cluster: docker build --build-arg EXTRAS=ray --tag bexp:ray .
 #
-# PyTorch's wheels carry CUDA: the host needs the driver and NVIDIA's container toolkit, the image neither.
+# PyTorch's wheels contain CUDA. The host needs the driver and NVIDIA's container toolkit; the image needs neither.
 
 ARG PYTHON_VERSION=3.12
 
 FROM python:${PYTHON_VERSION}-slim AS build
 
-# Another build of torch than the pinned one from the default package index, for example TORCH=torch==2.11.0.
+# A torch other than the pinned one from the default package index, for example TORCH=torch==2.11.0.
 ARG TORCH=
 ARG TORCH_INDEX_URL=
 
@@ -63,7 +63,7 @@ USER 10001:10001
 WORKDIR /home/bexp
 EXPOSE 8642
 
-# Of the API; a worker answers no requests, so switch it off there (--no-healthcheck): its lease tells that it is alive.
+# This checks the API. A worker answers no requests, so switch it off there (--no-healthcheck): its lease shows its life.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen('http://127.0.0.1:' + os.environ['BEXP_PORT'] + '/healthz', timeout=4)"]
 

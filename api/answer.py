@@ -17,6 +17,7 @@ from explorer.records.recommendation import (
 from explorer.records.run_report import RunReport
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import BEXP
 
 LABEL_WIDTH = 18
 
@@ -26,7 +27,7 @@ def render_answer(answer: Answer, request: ExplorationRequest | None) -> str:
     lines: list[str] = []
     main = answer.variants[0]
     if main.recommendation is None:
-        lines.append(f"No candidate fits: {main.reason or 'every one of them failed'}")
+        lines.append(f"No candidate fits: {main.reason or 'all of them failed'}")
         lines += _remedy_rows(main.remedies)
     else:
         lines += render_recommendation(main.recommendation, request)
@@ -44,7 +45,7 @@ def render_recommendation(best: Recommendation, request: ExplorationRequest | No
     lines += _candidate_rows(best.candidate)
     within = f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
     lines += [
-        _row("throughput", f"{_rate(best.tokens_per_second)} a device, {best.performance:.2f}x base"),
+        _row("throughput", f"{_rate(best.tokens_per_second)} per device, {best.performance:.2f}x base"),
         _row("base", best.base.describe()),
         _row("confidence", f"{best.confidence} out of 100{within}"),
         _row("step", _step(best)),
@@ -78,14 +79,15 @@ def render_recommendation(best: Recommendation, request: ExplorationRequest | No
 def render_run_report(report: RunReport, best: Recommendation) -> str:
     """Return one line about a real run, compared with `best` if it used the micro-batch size of `best`."""
     line = (
-        f"a run on {report.hardware} reached {_rate(report.tokens_per_second)} a device with micro_batch_size "
+        f"a run on {report.hardware} reached {_rate(report.tokens_per_second)} per device with micro_batch_size "
         f"{report.micro_batch_size} in {report.steps:,} steps, peak {bytes_text(report.peak_bytes)}"
     )
     if report.micro_batch_size != best.candidate.micro_batch_size:
         return line
     speed = report.tokens_per_second / best.tokens_per_second
     memory = report.peak_bytes / best.measured_peak_bytes if best.measured_peak_bytes else None
-    return f"{line}: {speed:.2f}x the speed{f' and {memory:.2f}x the peak' if memory is not None else ''} promised"
+    peak = f", {memory:.2f}x the promised peak" if memory is not None else ""
+    return f"{line}: {speed:.2f}x the promised speed{peak}"
 
 
 def bytes_text(count: int) -> str:
@@ -108,7 +110,9 @@ def _row(label: str, text: str) -> str:
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
-    return f" for {request.model_name} ({request.mode}, {request.execution}, {request.seq_length} tokens a sequence)"
+    target = "" if request.target_name == BEXP else f"target {request.target_name}, "
+    what = f"{target}{request.mode}, {request.execution}, {request.seq_length} tokens per sequence"
+    return f" for {request.model_name} ({what})"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
@@ -118,20 +122,20 @@ def _candidate_rows(candidate: Candidate) -> Iterable[str]:
     if candidate.expert_backend is not None:
         yield _row("experts", candidate.expert_backend)
     if candidate.context_parallel_layout is not None:
-        over = f"{candidate.context_parallel_size} devices a sequence, {candidate.context_parallel_layout}"
+        over = f"{candidate.context_parallel_size} devices per sequence, {candidate.context_parallel_layout}"
         yield _row("context parallel", over)
     if candidate.sharding is not None:
         yield _row("sharding", str(candidate.sharding))
 
 
 def _step(best: Recommendation) -> str:
-    micro = f"{_seconds(best.micro_step_seconds)} a micro-batch"
+    micro = f"{_seconds(best.micro_step_seconds)} per micro-batch"
     if best.optimizer_seconds == 0:
         return micro
     parts = f"{micro}, optimizer {_seconds(best.optimizer_seconds)}"
     if best.communication_seconds is not None:
         parts += f", communication {_seconds(best.communication_seconds)}"
-    return f"{_seconds(best.step_seconds)} a step ({parts})"
+    return f"{_seconds(best.step_seconds)} per step ({parts})"
 
 
 def _batch(best: Recommendation, request: ExplorationRequest | None) -> str | None:
@@ -140,7 +144,7 @@ def _batch(best: Recommendation, request: ExplorationRequest | None) -> str | No
         return f"{asked} takes {best.grad_accum_steps} accumulation steps"
     if best.nearest_batch_sizes:
         nearest = " and ".join(str(size) for size in best.nearest_batch_sizes)
-        return f"{asked} is no multiple of it; the nearest that are: {nearest}"
+        return f"{asked} does not divide into whole micro-batches; the nearest that do: {nearest}"
     return None
 
 
@@ -177,7 +181,8 @@ def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
         )
         for relaxation in remedies
     ]
-    return ["", "It is predicted to fit with any one of these, the first being preferred", *rows] if rows else []
+    title = "Any one of these changes is predicted to make it fit. The first one is preferred."
+    return ["", title, *rows] if rows else []
 
 
 def _variant_table(variants: Iterable[VariantAnswer]) -> list[str]:

@@ -21,8 +21,8 @@ from api.settings import ServiceSettings
 from explorer.spec.request import ExplorationRequest
 
 DESCRIPTION = """\
-Submit the configuration of a language model; workers profile what a trainer can choose - micro-batch size, batch \
-tiling on attention, recomputation, attention and expert kernels - and stream recommendations, each with a confidence.
+Submit the configuration of a language model. Workers measure what a trainer can choose (micro-batch size, batch \
+tiling on attention, recomputation, attention and expert kernels) and stream recommendations, each with a confidence.
 
 Every error is a problem document (RFC 9457).
 """
@@ -33,7 +33,7 @@ COMMON_PROBLEMS = examples.problems(
 
 
 def create_app(settings: ServiceSettings) -> FastAPI:
-    """An application of its own: it opens the database when it starts and closes it when it stops."""
+    """Return an application that opens the database when it starts and closes it when it stops."""
     metrics = Metrics()
 
     @asynccontextmanager
@@ -62,7 +62,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
 
 
 def _describe(app: FastAPI) -> None:
-    """Make the OpenAPI document say what this application does, where FastAPI takes its own defaults for granted."""
+    """Correct the OpenAPI document where this application differs from FastAPI's defaults."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who may use the service: holders of a token, or, without tokens, this machine only."""
+"""Authorization: a request needs a token, or, if the service does not require one, must come from this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def authorize(
     service: ServiceDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> None:
-    """Dependency of every route but the health checks.
+    """Check that a request may use the service. Every route but the health checks depends on this.
 
     Raises:
         ProblemException: 401 if a token is required and the request has no valid one. 403 if no token is required, and
@@ -39,11 +39,11 @@ async def authorize(
 
 
 def _refuse_foreign(request: Request) -> None:
-    """Refuse what web pages can send to the loopback interface, by DNS rebinding and across origins."""
+    """Refuse requests that a web page can send to the loopback interface, by DNS rebinding or across origins."""
     if not is_loopback(_host_name(f"//{request.headers.get('host', '')}")):
         raise ProblemException(
             HTTPStatus.FORBIDDEN,
-            "Without tokens the service answers under the names of the loopback interface only; "
+            "Without --require-token, the service answers only requests to a loopback name such as localhost; "
             "behind a proxy, start it with --require-token.",
         )
     origin = request.headers.get("origin")

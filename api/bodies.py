@@ -1,4 +1,4 @@
-"""The body of a request: read up to a limit, decoded, and parsed as plain data."""
+"""Reads the body of a request up to a limit, decodes it, and parses it as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a child process of a command is started. It imports nothing from the folder that a person stands in."""
+"""How a command starts a child process. The child imports nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
-"""The folder that holds the service's packages: site-packages, or the root of a checkout."""
+"""Return the folder that holds the service's packages: site-packages, or the root of a checkout."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command line of a child that runs `module`. `-P` keeps Python from adding the working directory."""
+    """Return the command line of a child that runs `module`. `-P` keeps Python from adding the working directory."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment`, changed so that no descendant imports from the working directory.
+    """Return `environment`, changed so that no descendant imports from the working directory.
 
     PYTHONSAFEPATH does for the child's own children what `-P` does for the child. PYTHONPATH keeps its entries except
     those that mean the working directory, as an empty one does. It begins with the folder of the service's packages

@@ -71,7 +71,7 @@ class Job(BaseModel):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing will happen to it any more."""
+        """Whether the exploration has ended."""
         return self.state in FINAL_STATES
 
 
@@ -250,7 +250,7 @@ class Client:
                 try:
                     yield Event.model_validate_json(data)
                 except ValidationError as error:
-                    raise ServiceError(f"the service sent an event that is none: {_first(error)}") from error
+                    raise ServiceError(f"the service sent an event that cannot be read: {_first(error)}") from error
 
     def _request(self, method: str, path: str, **options: Any) -> Any:
         try:
@@ -261,11 +261,11 @@ class Client:
         try:
             return response.json()
         except ValueError as error:
-            raise ServiceError(f"{self.url}{path} did not answer JSON: is this a bexp service?") from error
+            raise ServiceError(f"{self.url}{path} did not answer with JSON: is this a bexp service?") from error
 
     def _page(self, document: Any) -> dict[str, Any]:
         if not isinstance(document, dict) or not isinstance(document.get("items"), list):
-            raise ServiceError(f"{self.url} answered something else than a list: is this a bexp service?")
+            raise ServiceError(f"{self.url} did not answer with a list: is this a bexp service?")
         return document
 
     def _parse(self, model: type[M], document: Any) -> M:
@@ -276,11 +276,11 @@ class Client:
 
 
 class _RestartingError(Exception):
-    """The service, or a proxy before it, asks the client to come back later."""
+    """Raised when the service, or a proxy before it, asks the client to come back later."""
 
 
 class _CompleteError(Exception):
-    """The job has ended, and all of its events were seen."""
+    """Raised when the job has ended and all of its events were seen."""
 
 
 def _path(job_id: str, *rest: str) -> str:
@@ -305,7 +305,7 @@ def _raise_for(response: httpx.Response) -> None:
 
 
 def _sse_data(lines: Iterator[str]) -> Iterator[str]:
-    """The data of each server-sent event (WHATWG HTML, 9.2); an incomplete last event is dropped."""
+    """Yield the data of each server-sent event (WHATWG HTML, 9.2). An incomplete last event is dropped."""
     data: list[str] = []
     for line in lines:
         if not line:

@@ -30,7 +30,7 @@ VERBOSE = ("Traceback (most recent call last)", "usage: ")
 
 
 def child_environment(database_url: str) -> dict[str, str]:
-    """Return this environment with the database's URL; other users could read its password on a command line."""
+    """Return this environment with the database's URL. On a command line, other users could read its password."""
     return safe_environment({**os.environ, "BEXP_DATABASE_URL": database_url})
 
 

@@ -2,7 +2,7 @@
 
 The database comes from the environment. The command writes the ids of its explorations, one a line, to the child's
 stdin. The child ends on SIGTERM; when stdin closes, because the command was killed, it first cancels the explorations
-that have not ended: nobody is left to want them.
+that have not ended, because nobody waits for them any more.
 """
 
 from __future__ import annotations

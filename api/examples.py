@@ -1,4 +1,4 @@
-"""Examples for the OpenAPI document: one small exploration on its way."""
+"""Examples for the OpenAPI document: one small exploration while it runs."""
 
 from __future__ import annotations
 

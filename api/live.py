@@ -29,7 +29,7 @@ PART_COLORS = {
 
 
 class LiveView:
-    """The state of a running job, drawn each time that rich asks for it."""
+    """The state of a running job. Rich asks for a drawing of it several times a second."""
 
     def __init__(self, job_id: str, request: ExplorationRequest | None) -> None:
         self._job_id = job_id
@@ -51,7 +51,7 @@ class LiveView:
             case EventCode.RECOMMENDATION if isinstance(event.data.get("recommendation"), dict):
                 self._best = Recommendation.model_validate(event.data["recommendation"])
                 self._note_rate(self._best.candidate.micro_batch_size, self._best.tokens_per_second)
-            case EventCode.VARIANT:  # another model, whose figures cannot be compared with the last one's
+            case EventCode.VARIANT:  # another model: its figures cannot be compared with those of the last one
                 self._best = None
                 self._rates.clear()
                 self._failures.clear()
@@ -63,7 +63,7 @@ class LiveView:
                 pass
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        bar = Table.grid(expand=True)  # a bar alone does not end its line
+        bar = Table.grid(expand=True)  # the bar does not end its own line
         bar.add_row(self._bar())
         status = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
         parts: list[RenderableType] = [self._head(), bar, status]
@@ -145,7 +145,7 @@ class LiveView:
         return table
 
     def _memory(self, best: Recommendation, width: int) -> list[RenderableType]:
-        """Return the parts of the peak, scaled to the limit if they are large enough to be seen, else to each other."""
+        """Return the parts of the peak as a bar as wide as the limit, or as the peak if the peak is small."""
         total, limit = best.memory.total, best.memory_limit_bytes
         whole = limit if total > limit * SMALLEST_SHARE else total
         cells = max(10, width - 4)

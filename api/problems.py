@@ -1,4 +1,4 @@
-"""Errors as problem details (RFC 9457): one shape for every refusal, which never repeats the input."""
+"""Errors as problem details (RFC 9457). All errors have one shape, and none repeats the input."""
 
 from __future__ import annotations
 

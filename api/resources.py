@@ -17,12 +17,12 @@ from storage.jobs import Job, JobState
 from storage.run_reports import StoredRunReport
 
 NextCursor = Annotated[
-    str | None, Field(description="Pass it as `cursor` to get what follows; null if nothing follows yet.")
+    str | None, Field(description="Pass it as `cursor` to get the next page; null if there is none yet.")
 ]
 
 
 class Links(BaseModel):
-    """Where the parts of an exploration are."""
+    """The paths of an exploration's resources."""
 
     self: str
     events: str
@@ -82,12 +82,12 @@ class ExplorationSummary(BaseModel):
 
 
 class Exploration(ExplorationSummary):
-    """An exploration: what was asked for, how it stands, and what came of it."""
+    """An exploration: its request, its state, and its results."""
 
     request: Annotated[
         ExplorationRequest | None, Field(description="Null if another version stored it and this one cannot read it.")
     ]
-    attempt: Annotated[int, Field(description="How often a worker has taken it up.")]
+    attempt: Annotated[int, Field(description="How many times a worker has started or resumed it.")]
     last_seq: Annotated[int, Field(description="The seq of its latest event.")]
     report: Annotated[
         DeviceReport | None, Field(description="The device that it runs on, and the back ends that are usable there.")

@@ -1,4 +1,4 @@
-"""The log file of an exploration, where a Cerebras user looks for it: `local_compile_train/<model>/run_<id>.log`."""
+"""The log file of an exploration: `local_compile_train/<model>/run_<id>.log`, where Cerebras' tools write theirs."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop, but do not raise the signal again as uvicorn does: a service that is told to end has not failed."""
+        """Stop without raising the signal again, as uvicorn does: a service that is told to end has not failed."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True

@@ -53,7 +53,7 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
 
 
 def service_of(request: Request) -> Service:
-    """Dependency: return the service of the application that answers `request`."""
+    """Return the service of the application that answers `request`. Routes depend on this."""
     service: Service = request.app.state.service
     return service
 
@@ -62,7 +62,7 @@ ServiceDep = Annotated[Service, Depends(service_of)]
 
 
 async def _note_waiting(service: Service) -> None:
-    """Keep writing into the log of each job that no worker can take what it waits for."""
+    """Write into the log of each job that no worker can take, whenever the reason changes."""
     while True:
         try:
             await run_sync(service.queue.note_waiting)

@@ -1,4 +1,4 @@
-"""What the API is told from outside: the one module here that reads the environment."""
+"""The settings of the API. Only this module of the API reads the environment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServiceSettings:
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read `variables` (default: the process's); an empty one counts as not set.
 
-    Raises ValueError when BEXP_PORT is not a port, or BEXP_API_TOKEN nothing that a header can carry.
+    Raises ValueError if BEXP_PORT is not a port, or if a header cannot carry BEXP_API_TOKEN.
     """
     given = {key: value for key, value in (os.environ if variables is None else variables).items() if value}
     port = given.get("BEXP_PORT", str(DEFAULT_PORT))

@@ -1,4 +1,4 @@
-"""Streams of a job's events: one cheap query for each job and tick, however many clients watch it."""
+"""Streams of a job's events. One cheap query per job and tick serves any number of clients."""
 
 from __future__ import annotations
 

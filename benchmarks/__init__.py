@@ -1,1 +1,1 @@
-"""What backs the performance figures of the README. Each module is a command; results/ holds the raw JSON."""
+"""Commands that produce every published performance figure. results/ holds the raw JSON."""

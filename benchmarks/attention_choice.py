@@ -2,13 +2,13 @@
 
     python -m benchmarks.attention_choice --out results/NAME.json [--quick] [--seconds S]
 
-Causal attention in bfloat16, forward and backward, 32 heads, as many sequences as make the same number of tokens. For
-each sequence length, head size and number of query groups, `explore` runs on a model that is little but attention,
-with the back end as its only choice, and its trials on the device are those of any exploration: the profiler process,
-its timer, its budget. What does not depend on attention (embedding, FFN, head, optimizer) is measured once a width.
+All cells run causal attention in bfloat16, forward and backward, with 32 heads and the same number of tokens. For each
+sequence length, head size and number of query groups, `explore` runs on a model that is mostly attention, and the back
+end is its only choice. Its trials are those of any exploration: the same profiler process, timer and budget. Components
+that do not depend on attention (embedding, FFN, head, optimizer) are measured once per width.
 
-Afterwards, with the profiler gone, every back end is timed again in this process: the whole block, which is what the
-explorer chooses by, and attention alone. The picked one's time over the fastest's is the result.
+After the profiler has ended, every back end is timed again in this process: the whole block, by which the explorer
+chooses, and attention alone. The result is the time of the chosen back end divided by the time of the fastest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from explorer.spec.request import ExplorationRequest
 from workers.process.profiler import Profiler
 
 SEQ_LENGTHS = (8192, 512, 32768, 2048, 16384, 1024, 4096)
-"""In an order in which a run that is cut short has seen short and long ones."""
+"""The order makes sure that a run that is cut short has both short and long ones."""
 QUICK_SEQ_LENGTHS = (512, 4096, 32768)
 HEAD_SIZES = (128, 64)
 TOKENS, NUM_HEADS = 32768, 32
@@ -46,7 +46,7 @@ NUM_LAYERS, NARROW = 4, 128
 WITHIN = 1.01
 SECONDS, QUICK_SECONDS = 150.0, 60.0
 PICKING_SHARE = 0.6
-"""Of the time, after which no further exploration starts."""
+"""The share of the time after which no further exploration starts."""
 LOCK_SECONDS, TRIAL_SECONDS = 60.0, 30.0
 
 
@@ -67,7 +67,7 @@ class Cell:
 
     @property
     def flops(self) -> int:
-        """Of causal attention, forward and backward: two and five products of half a square."""
+        """FLOPs of causal attention, forward and backward: two and five products of half a square."""
         return 7 * self.tokens * self.seq_length * self.num_heads * self.head_size
 
     def shape(self) -> Shape:
@@ -159,9 +159,9 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 class SharedMeasure:
-    """Measures what a plan asks for, but what does not depend on attention only once a width.
+    """Measures what a plan asks for. Components that do not depend on attention are measured once per width.
 
-    Every cell has as many tokens and the same model around its attention, so that those parts are the same.
+    Every cell has the same number of tokens and the same model around its attention, so those parts are the same.
     """
 
     def __init__(self, measure: Measure) -> None:
@@ -169,7 +169,7 @@ class SharedMeasure:
         self._known: dict[tuple[ComponentKind, int, int], ComponentMeasurement] = {}
 
     def __call__(self, plan: TrialPlan) -> Measurement:
-        """As a profiler's `measure`."""
+        """Run a plan as a profiler's `measure` does."""
         new = tuple(component for component in plan.components if self._key(plan.model, component) not in self._known)
         if new:
             found = self._measure(plan.model_copy(update={"components": new}))
@@ -197,7 +197,7 @@ class SharedMeasure:
 
 
 def pick(shape: Shape, report: DeviceReport, measure: Measure) -> dict[str, Any]:
-    """What `explore` recommends, and the trials that it made of it."""
+    """Return what `explore` recommends, and its trials."""
     answer, trials = None, []
     for step in explore(shape.request, report, measure):
         answer = step.answer or answer
@@ -223,7 +223,7 @@ def pick(shape: Shape, report: DeviceReport, measure: Measure) -> dict[str, Any]
 
 
 def verdict(picked: str | None, timed: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The fastest by the independent timing, and the picked one's time over the fastest's; null if it has none."""
+    """Return the fastest by the independent timing, and the time of the chosen one over it; null if it has none."""
     result: dict[str, Any] = {}
     for of, runs in timed.items():
         seconds = {name: run["seconds"] for name, run in runs.items() if run["outcome"] == Outcome.OK}
@@ -234,7 +234,7 @@ def verdict(picked: str | None, timed: dict[str, dict[str, dict[str, Any]]]) -> 
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The share of picks within 1% of the fastest, and the worst; a pick that could not be timed is not within."""
+    """Return the share of choices within 1% of the fastest, and the worst. A choice without a time is not within."""
     result: dict[str, Any] = {"cells": len(found)}
     for of in ("block", "core"):
         verdicts = [cell["verdict"][of] for cell in found]
@@ -260,7 +260,7 @@ def describe(cell: Cell) -> dict[str, Any]:
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """Milliseconds of a block by back end, what was picked, and how far it is from the fastest."""
+    """Print milliseconds of a block by back end, the choice, and how far it is from the fastest."""
     names = tuple(dict.fromkeys(name for cell in found["cells"] for name in cell["back_ends"]))
     print("attention block, forward and backward, ms (attention alone, TFLOP/s); timed independently")
     print(f"{'S':>6} {'D':>4} {'kind':>4} " + "".join(f"{name:>20}" for name in names) + "    picked  block   core")

@@ -1,7 +1,7 @@
-"""Times attention back ends against each other, apart from the profiler: interleaved, and for longer than a trial.
+"""Times attention back ends against each other without the profiler, in turns, and for longer than a trial.
 
-Contenders take turns in an order that changes from round to round, without a pause of the device between them, so that
-a drift of its clocks meets all alike. A contender that is clearly slower than the fastest leaves after a few rounds.
+Contenders take turns in an order that changes from round to round. The device does not pause between them, so a drift
+of its clocks affects all alike. A contender that is clearly slower than the fastest drops out after a few rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.targets.reference.factory import build_block
 from workers.targets.reference.shapes import attention_shape, torch_dtype
 
 LOST, HOPELESS = 1.25, 2.0
-"""Over the fastest's median after `MIN_ROUNDS`, and after the first: such a contender is timed no more."""
+"""A contender drops out if its median exceeds the fastest's by this factor, after `MIN_ROUNDS` and after the first."""
 MIN_ROUNDS, SURE_ROUNDS, MAX_ROUNDS = 5, 15, 60
 RELATIVE_ERROR = 0.001
 """Of every median that is left, from which on, after `SURE_ROUNDS`, no more rounds are made."""
@@ -92,7 +92,7 @@ def time_back_ends(
     device: torch.device,
     seconds: float,
 ) -> dict[str, dict[str, Any]]:
-    """What became of every back end: its outcome, and the median and spread of its rounds."""
+    """The outcome of every back end, with the median and spread of its rounds."""
     runs: dict[str, Callable[[], None]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -113,7 +113,7 @@ def time_back_ends(
 def time_in_turns(
     runs: dict[str, Callable[[], None]], watch: Stopwatch, device: torch.device, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Rounds over all that still matter, until their medians are known well or the time is up."""
+    """Run rounds over all contenders that are left, until their medians are known well or the time is used up."""
     deadline = time.monotonic() + seconds
     found: dict[str, dict[str, Any]] = {}
     for name in tuple(runs):
@@ -132,7 +132,7 @@ def time_in_turns(
         for name in tuple(order):
             try:
                 pending.append((name, watch(runs[name])))
-            except torch.cuda.OutOfMemoryError as error:  # it fitted alone, but not into what the others left cached
+            except torch.cuda.OutOfMemoryError as error:  # it fits alone, but not with the others' cached memory
                 found[name] = _failure(error)
                 order.remove(name)
                 del runs[name], samples[name]

@@ -1,17 +1,17 @@
-"""Batch tiling on attention: what it gives a mixture-of-experts model, against a dense one of the same active FLOPs.
+"""Batch tiling on attention: what a mixture-of-experts model gains by it, relative to a dense model.
 
     python -m benchmarks.bta --device cuda:0 --out results/NAME.json
 
-For every number of experts and top_k, all components of the space below are measured on the device, once each, and
-shared where models have them in common (the attention, the head). Throughput at a memory limit is then that of the
-best composed candidate that fits: without tiling and recomputation, with tiling, and as `explore` recommends when it
-is given these measurements as its device. Each is relative to the dense model (FFN of top_k times the expert's width)
-at its own best micro-batch under the same limit and the same means. Training state is sharded over `--num-devices`
-(ZeRO-3); communication is not in the time.
+For every number of experts and top_k, all components of the space below are measured on the device once. Models share
+the components that they have in common (attention, head). The throughput at a memory limit is that of the best composed
+candidate that fits: without tiling and recomputation, with tiling, and as `explore` recommends if these measurements
+are its device. Each is relative to the dense model of the same active FLOPs (FFN of top_k times the expert's width) at
+its own best micro-batch under the same limit and with the same choices. Training state is sharded over `--num-devices`
+(ZeRO-3). Communication is not in the time.
 
-A file that exists is continued: its models are kept, dense ones included, and those that are left out are measured.
-With `--reuse OTHER`, what does not depend on attention is taken from another such file of the same shape and device,
-so that a table with another attention back end costs only the attention.
+If the file exists, the run continues it: its models are kept, and the missing ones are measured. `--reuse OTHER` takes
+everything that does not depend on attention from another such file of the same shape and device, so that a table with
+another attention back end needs only the attention measured.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Bench:
-    """Measures models and keeps every component that any of them has had measured; `found` is filled."""
+    """Measures models, keeps every measured component, and fills `found`."""
 
     def __init__(self, options: argparse.Namespace, profiler: Profiler, found: dict[str, Any]) -> None:
         self._options = options
@@ -116,13 +116,13 @@ class Bench:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A model each, dense ones included."""
+        """The results by model, dense models included."""
         rows: list[dict[str, Any]] = self._found["rows"]
         return rows
 
     @property
     def left_out(self) -> list[dict[str, Any]]:
-        """The mixture-of-experts models that are asked for and not measured."""
+        """The requested mixture-of-experts models that are not measured yet."""
         return [
             {"num_experts": num_experts, "top_k": top_k}
             for num_experts, top_k in self.missing()
@@ -131,7 +131,7 @@ class Bench:
 
     @property
     def count(self) -> str:
-        """Of the models that are asked for, how many are measured."""
+        """Say how many of the requested models are measured."""
         asked = len(self._options.num_experts) * len(self._options.top_k)
         return f"{asked - len(self.left_out)} of {asked} models"
 
@@ -161,7 +161,8 @@ class Bench:
     def add(self, num_experts: int | None, top_k: int, save: Callable[[], None]) -> None:
         """Measure one model; the dense one of a top_k comes first, without experts.
 
-        What models share is saved as it is measured: with quadratic attention it takes longer than all the rest.
+        Components that models share are saved as soon as they are measured, because with quadratic attention they take
+        longer than all the rest.
         """
         request = self._request(num_experts, top_k)
         report = self._profiler.begin(request)

@@ -21,7 +21,7 @@ LIMITS_GIB = (40, 80, 132)
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Which candidates a column may choose from."""
+    """The candidates that a column may choose from."""
 
     name: str
     allows: Callable[[Candidate], bool]
@@ -40,7 +40,7 @@ def best_candidates(
     table: SpaceTable,
     own: dict[Component, ComponentMeasurement],
 ) -> dict[str, dict[str, Any]]:
-    """For each limit and means, the best candidate that is measured and fits; and what the search recommends."""
+    """Return, for each limit and set of choices, the best measured candidate that fits, and the search's choice."""
     best: dict[str, dict[str, Any]] = {}
     for limit in LIMITS_GIB:
         limited = request.model_copy(update={"memory_limit_gib": float(limit)})
@@ -57,7 +57,7 @@ def best_candidates(
 def _explored(
     request: ExplorationRequest, report: DeviceReport, own: dict[Component, ComponentMeasurement]
 ) -> dict[str, Any]:
-    """What the search recommends when these measurements are its device; its space is the same."""
+    """Return what the search recommends if these measurements are its device. Its space is the same."""
 
     def replay(plan: TrialPlan) -> Measurement:
         missing = [c for c in plan.components if c not in own]

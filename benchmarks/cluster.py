@@ -1,10 +1,10 @@
-"""Trials through Ray: what the way there costs each of them, and how many more two workers finish than one.
+"""Trials through Ray: the overhead of each, and the throughput of two workers relative to one.
 
     python -m benchmarks.cluster --out results/cpu-cluster.json [--trials 24]
 
-Starts a cluster of this host alone, of nodes with a CPU each, and gives it trials of a tiny model, measured by real
-profilers on a thread each. Throughput is trials a second with as many in flight as there are workers; overhead is the
-time from submission to answer less what the profiler process itself reports.
+Starts a cluster on this host, with one CPU per node, and gives it trials of a tiny model. Real profilers measure them,
+with one thread each. Throughput is trials per second with as many in flight as there are workers. Overhead is the time
+from submission to answer, less the time that the profiler process itself reports.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _cluster() -> Iterator[str]:
 
 
 def tiny_plans(table: SpaceTable, number: int) -> list[TrialPlan]:
-    """One component each, the dearest kinds of the space in turn."""
+    """Return plans of one component each, going through the most expensive kinds of the space in turn."""
     found: list[tuple[Candidate, Component]] = []
     for candidate, decomposition in zip(table.candidates, table.decompositions, strict=True):
         found += [(candidate, group.blocks[1]) for group in decomposition.layers]
@@ -130,7 +130,7 @@ def tiny_plans(table: SpaceTable, number: int) -> list[TrialPlan]:
 
 
 def run_trials(pool: TrialExecutor, plans: list[TrialPlan], in_flight: int) -> dict[str, Any]:
-    """All plans, with up to `in_flight` under way."""
+    """Run all plans, with up to `in_flight` at a time."""
     submitted: dict[int, float] = {}
     overheads = []
     waiting = list(reversed(plans))

@@ -1,18 +1,18 @@
-"""Attention over several devices, forward and backward, by layout: alone, against the ideal and against torch's own.
+"""Attention over several devices, forward and backward, by layout, compared with the ideal and with other code.
 
     torchrun --nproc-per-node 4 -m benchmarks.context_parallel --out benchmarks/results/NAME.json
 
-One sequence, causal, in bfloat16, its tokens spread over all devices; times are those of the slowest rank, from device
-events, the median of rounds in which all contenders take turns. The ideal is what the devices do in the same time with
-the same kernel when each works alone on the whole sequence: their rates added up, without communication. Every
-contender is first compared with float64 at a short length.
+The tokens of one sequence are spread over all devices, causal, in bfloat16. Times come from device events and are those
+of the slowest rank: the median of rounds in which all contenders take turns. The ideal is the sum of the rates that the
+devices reach with the same kernel if each works alone on the whole sequence, without communication. Every contender is
+first compared with float64 at a short length.
 
 torch's contender is `torch.distributed.tensor.experimental.context_parallel`, whose head-tail balance is the zigzag
-layout, with both of its ways to pass keys and values on. Another three are those of ring-flash-attention, if that can
-be imported (see benchmarks/context_parallel_peers.py). Where a contender does not run, the reason stands in its place.
-All ranks fail alike there, or the run ends with the group's timeout.
+layout, with both of its ways to pass keys and values on. Three more are those of ring-flash-attention, if it can be
+imported (see benchmarks/context_parallel_peers.py). If a contender does not run, the reason stands in its place. Then
+all ranks fail alike, or the run ends with the group's timeout.
 
-A file that exists is continued: what it has of a length and a back end is not timed again.
+If the file exists, the run continues it: a length and back end that it has are not timed again.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ SEQ_LENGTHS = {"cuda": (16384, 32768, 65536, 131072, 262144), "cpu": (256, 512)}
 CHECKED_LENGTH = {"cuda": 2048, "cpu": 128}
 BACKENDS = {"cuda": ("flash", "cudnn"), "cpu": ("flash",)}
 HEADS = {"cuda": (32, 8, 64), "cpu": (4, 2, 16)}
-"""Query heads, key heads and head size; on CUDA those of Llama-3.2-1B."""
+"""Query heads, key heads and head size; on CUDA they are those of Llama-3.2-1B."""
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 TIMEOUT = timedelta(minutes=3)
-"""Of one operation: ranks that lost each other end."""
+"""Timeout of one operation: ranks that lost each other end after it."""
 ROUND_SECONDS, MAX_CALLS = 0.03, 20
-"""A turn is so long, or so many calls, whichever is less; at least one call."""
+"""A turn takes this long or this many calls, whichever is less, but at least one call."""
 IDENTITY = ("device", "num_devices", "versions", "heads", "dtype", "checked_length", "ring_flash_attn")
-"""What a run must have in common with one that continues it."""
+"""The settings that a run must share with one that continues it."""
 ALONE, TORCH, EXPANDED = "alone", "torch", " expanded"
 
 
 class Bench:
-    """The ranks' common state."""
+    """The state that all ranks share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,7 +65,7 @@ class Bench:
         self.size = self.contexts["ring"].size
 
     def contenders(self, problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
-        """By name, what opens them."""
+        """Functions that open the contenders, by name."""
         found: dict[str, Callable[[], Any]] = {ALONE: partial(alone, problem, backend)}
         for layout, context in self.contexts.items():
             found[layout] = partial(ours, problem, context, backend)
@@ -79,9 +79,9 @@ class Bench:
         return found
 
     def check(self, problem: Problem, backend: str) -> dict[str, dict[str, Any]]:
-        """Relative errors of output and gradients against float64, by contender; or why it does not run.
+        """Return relative errors of output and gradients against float64 by contender, or why it does not run.
 
-        torch's own repeats keys and values only where it knows no groups.
+        torch's own repeats keys and values only if it does not support groups.
         """
         block, scale = block_attention("math"), problem.q.shape[-1] ** -0.5
         whole = [x.double() for x in (problem.q, problem.k, problem.v)]
@@ -110,7 +110,7 @@ class Bench:
         return found
 
     def time(self, problem: Problem, backend: str, names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-        """Seconds of a call by contender: of the slowest rank, the median of the rounds; alone, of every device."""
+        """Return seconds of a call by contender: median of the rounds, on the slowest rank (alone: on every device)."""
         contenders = self.contenders(problem, backend)
         samples: dict[str, list[list[float]]] = {name: [] for name in names}
         calls: dict[str, int] = {}
@@ -136,7 +136,7 @@ class Bench:
         return found
 
     def _seconds(self, run: Pass, calls: int) -> list[float]:
-        """Of one call, on every rank."""
+        """Return the seconds of one call on every rank."""
         dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -158,7 +158,7 @@ class Bench:
 
 
 def compare(timed: dict[str, dict[str, Any]], problem: Problem, num_ranks: int) -> dict[str, Any]:
-    """Rates, shares of the ideal, and speed relative to the ring; nothing where one of the two did not run."""
+    """Compute rates, shares of the ideal, and speed relative to the ring; left out if one of the two did not run."""
     ideal = 1 / sum(1 / seconds for seconds in timed[ALONE]["seconds_by_rank"]) if ALONE in timed else None
     for name, run in timed.items():
         run["flops_per_second_and_device"] = problem.flops / run["seconds"] / (1 if name == ALONE else num_ranks)
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_cell(cell: dict[str, Any]) -> None:
-    """Milliseconds, share of the ideal and speed over the ring, by contender."""
+    """Print milliseconds, share of the ideal and speed over the ring by contender."""
     print(f"S={cell['seq_length']} {cell['backend']}, forward and backward")
     for name, run in cell["timed"].items():
         shares = "".join(

@@ -1,4 +1,4 @@
-"""What benchmarks/context_parallel_step.py measures for one sequence length: whole steps by layout, and a search."""
+"""Measures one sequence length for benchmarks/context_parallel_step.py: whole steps by layout, and a search."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from workers.profiler.trials.whole_model import LONG_STEP_SECONDS
 POLICIES = (Recompute.NONE, Recompute.ACTIVATIONS, Recompute.PROJECTIONS, Recompute.FULL)
 """Recomputation, cheapest first."""
 REPEATED_SECONDS = 5 * LONG_STEP_SECONDS
-"""What warming up and repeating a step that is not long takes at most."""
+"""The most seconds for warming up and repeating a short step."""
 MAX_TAINTED = 2
-"""So often a run is made that others on the device, or its heat, have slowed down."""
+"""How often a run is made if other programs on the device, or heat, slowed it down."""
 
 
 class UnservedError(ValueError):
@@ -34,7 +34,7 @@ class UnservedError(ValueError):
 
 @dataclass(frozen=True)
 class Setup:
-    """What all lengths of a run have in common."""
+    """The settings that all lengths of a run share."""
 
     num_devices: int
     sizes: tuple[int, ...]
@@ -45,21 +45,21 @@ class Setup:
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a step: one for each group of the smallest size."""
+        """The sequences of a step: one for each group of the smallest size."""
         return self.num_devices // min(self.sizes)
 
     def identity(self, base: ExplorationRequest) -> Row:
-        """What a run must have in common with one that continues it."""
+        """The settings that a run must share with one that continues it."""
         own = {"batch_size": self.batch_size, "training": base.training.model_dump(mode="json")}
         shape = base.model.model_dump(mode="json", exclude={"seq_length", "num_layers"})
         budgets = {"search_seconds", "trial_seconds"}
         return own | {"model": shape} | {k: v for k, v in asdict(self).items() if k not in budgets}
 
     def request(self, base: ExplorationRequest, seq_length: int) -> ExplorationRequest:
-        """The request for one length: layouts and sizes are what may vary, beside recomputation.
+        """Return the request for one length. Layouts, sizes and recomputation may vary.
 
         Raises:
-            ValueError: sequences of this length cannot be shared so.
+            ValueError: sequences of this length cannot be shared in this way.
         """
         model = base.model.model_dump() | {"seq_length": seq_length, "num_layers": self.num_layers}
         budget = base.budget.model_dump() | {
@@ -85,9 +85,9 @@ class Setup:
 
 
 class Bench:
-    """Fills `cells`, a JSON object for every length; one that is there already is continued.
+    """Fills `cells`, which has a JSON object for every length. An object that exists is continued.
 
-    Nothing is begun that is expected to end after `deadline`, a moment of time.monotonic().
+    Nothing is started that is expected to end after `deadline`, a value of time.monotonic().
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Bench:
         self._measure = SharedComponents(profiler.measure)
 
     def run_round(self, length: int, turn: int) -> Iterator[str]:
-        """Run every layout that round number `turn` lacks; a line for each run.
+        """Run every layout that round number `turn` lacks, and yield a line for each run.
 
-        A run that is out of memory moves its size to the next policy, of which this round and those before it then
-        lack everything.
+        If a run is out of memory, its size moves to the next policy. All runs of that policy are then missing in this
+        round and in the earlier ones.
         """
         cell = self._cell(length)
         while (candidate := self._next(cell, turn)) is not None and self._has_time(self._expected(cell, candidate)):
@@ -122,9 +122,9 @@ class Bench:
             yield f"S={length} round {turn}: {candidate.describe()}: {found}"
 
     def search(self, length: int) -> Iterator[str]:
-        """Let the explorer choose among the sizes and layouts, and run its choice whole if no round has; a line each.
+        """Let the explorer choose among sizes and layouts, and run its choice whole if no round has. Yields lines.
 
-        It is asked when the first round is complete.
+        It runs when the first round is complete.
         """
         cell = self._cell(length)
         if self._lacks_search(cell) and self._next(cell, 0) is None and self._has_time(self._setup.search_seconds):
@@ -140,7 +140,7 @@ class Bench:
             yield f"S={length}: ran {chosen.describe()}"
 
     def left_out(self, rounds: int, *, search: bool) -> list[str]:
-        """What there was no time for."""
+        """The runs that there was no time for."""
         found = []
         cells = {cell["seq_length"]: cell for cell in self._cells}
         for length in self.requests:
@@ -158,7 +158,7 @@ class Bench:
         return cell["search"] is None and (bool(cell["layouts"]) or self._next(cell, 0) is not None)
 
     def _cell(self, length: int) -> Row:
-        """The cell of a length; a new one asks the device what serves the model."""
+        """Return the cell of a length. A new cell asks the device which back ends serve the model."""
         for cell in self._cells:
             if cell["seq_length"] == length:
                 return cell
@@ -183,9 +183,9 @@ class Bench:
         return time.monotonic() + seconds <= self._deadline
 
     def _expected(self, cell: Row, candidate: Candidate) -> float:
-        """What a run takes at most, by the latest of its layout: it grows with the square of the length; 0 if unknown.
+        """Return the most seconds that a run may take, from the latest run of its layout; 0 if that is not known.
 
-        Building the model does not, and what is shorter may be repeated more often.
+        The time grows with the square of the length, except for building the model. Shorter steps may be repeated more.
         """
         layout = candidate.context_parallel_size, candidate.context_parallel_layout
         known = [
@@ -208,7 +208,7 @@ class Bench:
         return self._begun[1]
 
     def _fitting(self, cell: Row, size: int, report: DeviceReport) -> list[Recompute]:
-        """From the cheapest policy on that is predicted to fit with all layouts of a size."""
+        """Return the policies from the cheapest one on that is predicted to fit with all layouts of a size."""
         request = self.requests[cell["seq_length"]]
         allowed = [policy for policy in POLICIES if policy in request.recompute_policies]
         sharings = [sharing for sharing in request.sharings if sharing.size == size]
@@ -220,7 +220,7 @@ class Bench:
         return []
 
     def _next(self, cell: Row, turn: int) -> Candidate | None:
-        """What round number `turn`, or an earlier one, lacks."""
+        """Return the runs that round number `turn`, or an earlier one, lacks."""
         request = self.requests[cell["seq_length"]]
         for earlier in range(turn + 1):
             sharings = request.sharings if earlier % 2 == 0 else request.sharings[::-1]
@@ -279,7 +279,7 @@ class Bench:
         return run
 
     def _search(self, cell: Row) -> Row:
-        """Of the sizes and layouts, each with a policy that a size was run with."""
+        """The candidates of all sizes and layouts, each with a policy with which its size was run."""
         request, report = self.requests[cell["seq_length"]], self._begin(cell["seq_length"])
         policies = {row["recompute"] for row in cell["layouts"]}
         narrowed = request.model_copy(
@@ -293,7 +293,7 @@ class Bench:
 
 
 def _attention(request: ExplorationRequest, report: DeviceReport) -> str:
-    """The one that is asked for, or torch's own choice, or else the first that serves shared sequences.
+    """Return the requested back end, or torch's own choice, or else the first that serves shared sequences.
 
     Raises:
         UnservedError: none of these does.
@@ -320,7 +320,7 @@ def _candidate(cell: Row, request: ExplorationRequest, sharing: Sharing, policy:
 
 
 def _policy(cell: Row, size: int) -> Recompute | None:
-    """The cheapest policy of a size under which no layout ran out of memory; null if there is none."""
+    """Return the cheapest policy of a size with which no layout ran out of memory; null if there is none."""
     exhausted = {
         run["recompute"] for run in cell["runs"] if run["size"] == size and run["outcome"] == Outcome.OUT_OF_MEMORY
     }

@@ -1,4 +1,4 @@
-"""What benchmarks/context_parallel.py times: attention over several devices, forward and backward in one call."""
+"""The contenders of benchmarks/context_parallel.py: attention over several devices, forward and backward in a call."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 Pass = Callable[[], list[Tensor]]
-"""Forward and backward: output and gradients of q, k and v, the sequence in axis 2."""
+"""Runs forward and backward; returns the output and the gradients of q, k and v. Axis 2 is the sequence."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One sequence of S tokens: q, k and v (1, heads, S, D) and the output's gradient, whole, on every rank."""
+    """One sequence of S tokens: q, k and v (1, heads, S, D) and the output's gradient. Every rank has all of it."""
 
     q: Tensor
     k: Tensor
@@ -40,12 +40,12 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Of causal attention, forward and backward: two and five products of half a square."""
+        """FLOPs of causal attention, forward and backward: two and five products of half a square."""
         return 7 * self.seq_length**2 * self.q.shape[1] * self.q.shape[3]
 
 
 def draw(seq_length: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Problem:
-    """The same numbers on all ranks, laid out as an attention block lays them out."""
+    """Make the same numbers on all ranks, in the layout of an attention block."""
     generator = torch.Generator(device).manual_seed(seq_length)
     num_heads, num_groups, head_size = heads
     q, k, v, gradient = (
@@ -56,7 +56,7 @@ def draw(seq_length: int, heads: tuple[int, int, int], dtype: torch.dtype, devic
 
 
 def differentiate(attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list[Tensor], gradient: Tensor) -> Pass:
-    """Forward and backward of `attend` on q, k and v."""
+    """Return a call of forward and backward of `attend` on q, k and v."""
     q, k, v = (x.detach().requires_grad_() for x in parts)
 
     def run() -> list[Tensor]:
@@ -82,13 +82,13 @@ def ours(problem: Problem, context: ContextParallel, backend: str) -> Iterator[P
 
 @contextlib.contextmanager
 def alone(problem: Problem, backend: str) -> Iterator[Pass]:
-    """The same kernel on the whole sequence, on each device for itself."""
+    """The same kernel on the whole sequence, on each device alone."""
     yield differentiate(attention_backend(backend).run, [problem.q, problem.k, problem.v], problem.gradient)
 
 
 @functools.cache
 def device_mesh(device_type: str, num_ranks: int) -> DeviceMesh:
-    """All ranks in a row; made once, since every mesh may bring communicators of its own."""
+    """A mesh of all ranks in one dimension. It is made once, because every mesh may make its own communicators."""
     return init_device_mesh(device_type, (num_ranks,))
 
 
@@ -108,7 +108,7 @@ def torchs(problem: Problem, zigzag: ContextParallel, backend: str, method: str,
 
     _attention.set_rotate_method(method)
     mesh = device_mesh(problem.q.device.type, zigzag.size)
-    tokens = torch.zeros(1, problem.seq_length, device=problem.q.device)  # it wants something to cut up
+    tokens = torch.zeros(1, problem.seq_length, device=problem.q.device)  # because it needs a buffer to split
     with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]), torch.enable_grad():
         yield differentiate(attend, *shards(problem, zigzag))
 

@@ -1,4 +1,4 @@
-"""What the cells of benchmarks/context_parallel.py come to: margins over the ring and over other implementations.
+"""Summarises the cells of benchmarks/context_parallel.py: margins over the ring and over other implementations.
 
 Every contender is compared with the back end that is fastest for it. Rounds of one contender differ; the spread is the
 distance between its fastest and its slowest round. A margin that is no larger than the larger spread of the two reads
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def summarize(cells: list[Row]) -> Row:
-    """By length: striped over ring, and the fastest layout of ours over the fastest other implementation."""
+    """Return, by length, striped over ring, and our fastest layout over the fastest other implementation."""
     lengths = sorted({cell["seq_length"] for cell in cells})
     peers = {name for cell in cells for name in cell["timed"]} - {*LAYOUTS, ALONE}
     return {
@@ -29,7 +29,7 @@ def summarize(cells: list[Row]) -> Row:
 
 
 def fastest(cells: Iterable[Row], length: int, names: Iterable[str]) -> Row | None:
-    """The fastest run of these contenders at a length, on any back end; null if there is none."""
+    """Return the fastest run of these contenders at a length, on any back end; null if there is none."""
     wanted = frozenset(names)
     found = [
         run | {"name": name, "backend": cell["backend"], "rounds": cell.get("rounds")}

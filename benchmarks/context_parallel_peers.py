@@ -1,15 +1,15 @@
-"""A public ring implementation as contender: zhuzilin's ring-flash-attention.
+"""A public ring implementation as a contender: zhuzilin's ring-flash-attention.
 
     pip install ring-flash-attn   # or a checkout of https://github.com/zhuzilin/ring-flash-attention in PYTHONPATH
 
-Its ring, stripe and zigzag variants call two functions of `flash_attn` for each block. Where that package is not
-installed, they get them from here, over the same block attention that our layouts run on: what differs then is all
-that is around the kernel, which is the exchange, the merging and the buffers. One thing is added to theirs: flash_attn
-writes a block's gradients where it is told, torch's operators return them, and they are copied there. It is made for
-half precision: in float32 it takes a buffer for its converted copy, and its gradients come out wrong.
+Its ring, stripe and zigzag variants call two functions of `flash_attn` for each block. If that package is not
+installed, this module provides the two functions, over the same block attention that our layouts use. Then everything
+around the kernel differs: the exchange, the merging and the buffers. One copy is added: flash_attn writes a block's
+gradients into given buffers, while torch's operators return them. The package is made for half precision. In float32 it
+mistakes a buffer for its converted copy, and its gradients are wrong.
 
-Only the modules that have these variants are imported: the package as a whole wants transformers and the kernels for
-packed sequences too. `sys.modules` is as before when that is done.
+Only the modules with these variants are imported, because the whole package also needs transformers and the kernels for
+packed sequences. Afterwards `sys.modules` is as before.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ RingAttention = Callable[..., Tensor]
 
 
 class PeerMissingError(Exception):
-    """The package is not installed, or its kernels are not those that are asked for."""
+    """The package is not installed, or its kernels are not the requested ones."""
 
 
 def peer_attention(layout: str, backend: str) -> RingAttention:
     """The variant for one of our layouts, on the block attention called `backend`.
 
     Raises:
-        PeerMissingError: it cannot be had here; the message says why.
+        PeerMissingError: it is not available here; the message says why.
     """
     return _load(backend)[layout]
 
 
 def describe_peer() -> dict[str, Any]:
-    """Its version, and whose kernels it runs on; or why it is left out."""
+    """Return its version and the kernels that it runs on, or why it is left out."""
     if importlib.util.find_spec(PACKAGE) is None:
         return {"reason": f"{PACKAGE} is not installed"}
     kernels = f"flash_attn {_version('flash-attn') or ''}".rstrip() if _has_kernels() else "torch's, as our layouts"
@@ -85,7 +85,7 @@ def _load(backend: str) -> dict[str, RingAttention]:
 
 
 def flash_interface(backend: str) -> ModuleType:
-    """What ring-flash-attention calls of `flash_attn.flash_attn_interface`, over one of our block attentions.
+    """The functions of `flash_attn.flash_attn_interface` that ring-flash-attention calls, over our block attention.
 
     Tensors are (B, S, heads, D), the log-sum-exp is (B, H, S). The parameters are those of flash_attn 2.7 and later;
     the caller reads them, to set what it knows of.

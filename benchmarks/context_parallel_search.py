@@ -1,4 +1,4 @@
-"""What the explorer chooses among layouts and sizes, with the devices of benchmarks/context_parallel_step.py."""
+"""The explorer's choice among layouts and sizes, on the devices of benchmarks/context_parallel_step.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from explorer.spec.request import ExplorationRequest
 
 
 class SharedComponents:
-    """A `Measure` that has run once what is the same for all sequence lengths of a model: the optimizer, for one."""
+    """A `Measure` that runs components that are equal for all sequence lengths, such as the optimizer, only once."""
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
         self._known: dict[Component, ComponentMeasurement] = {}
 
     def __call__(self, plan: TrialPlan) -> Measurement:
-        """Run what of the plan is not known; what an earlier trial was to measure again is measured again."""
+        """Run the components of the plan that are not known, and those that the plan asks to repeat."""
         if plan.kind is TrialKind.WHOLE_MODEL:
             return self._measure(plan)
         known = {} if plan.again else {c: self._known[c] for c in plan.components if c in self._known}
@@ -31,13 +31,13 @@ class SharedComponents:
         else:
             found = Measurement(candidate=plan.candidate, outcome=Outcome.OK)
         for measured in found.components:
-            if measured.component.micro_batch_size == 0 and measured.contamination is None:  # it knows no sequences
+            if measured.component.micro_batch_size == 0 and measured.contamination is None:  # no sequences
                 self._known[measured.component] = measured
         return found.model_copy(update={"components": (*known.values(), *found.components)})
 
 
 def search(request: ExplorationRequest, report: DeviceReport, measure: Measure) -> dict[str, Any]:
-    """The recommended candidate, null if there is none, and how it was found."""
+    """Return the recommended candidate, null if there is none, and how it was found."""
     started = time.monotonic()
     trials: list[Trial] = []
     messages: list[str] = []

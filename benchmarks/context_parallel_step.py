@@ -1,16 +1,16 @@
-"""Whole training steps whose sequences several devices share: by length and layout, and what the explorer chooses.
+"""Whole training steps on sequences that several devices share, by length and layout, and the explorer's choice.
 
     python -m benchmarks.context_parallel_step examples/llama-3.2-1b.yaml --num-devices 4 \\
         --out benchmarks/results/NAME.json
 
-Every sequence is shared by all devices (or by `--sizes` of them), micro-batch 1. For each length, every layout is run
-whole (all layers, embedding, loss, optimizer, exchange of gradients) by the profiler behind `bexp worker --group`, with
-the cheapest recomputation that is predicted to fit with all layouts; one that runs out of memory moves them all to the
-next. Rounds go through the layouts in turn, every other round backwards, so that drift favours none. Then the explorer
-searches the same space by components, and what it chooses is compared with the fastest by their whole steps.
+All devices (or `--sizes` of them) share every sequence, at micro-batch 1. For each length, the profiler behind
+`bexp worker --group` runs every layout whole: all layers, embedding, loss, optimizer, exchange of gradients. It uses
+the cheapest recomputation that is predicted to fit with all layouts. If one layout runs out of memory, all move to the
+next policy. Rounds go through the layouts in turn, every other round backwards, so that drift favours none. Then the
+explorer searches the same space by components, and the whole step of its choice is compared with the fastest.
 
-The seconds of a step are those of the batch: one sequence where all devices share it, else one for each group of the
-smallest size. A file that exists is continued: what it has is not run again.
+A step processes one sequence if all devices share it, else one for each group of the smallest size. If the file exists,
+the run continues it: what it has is not run again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _steps(bench: Bench, rounds: int, *, search: bool) -> Iterator[str]:
-    """A first round and a search for every length, then the other rounds; what each step found, in a line."""
+    """Run a first round and a search for every length, then the other rounds; yield a line for each result."""
     for length in bench.requests:
         yield from bench.run_round(length, 0)
         if search:
@@ -103,12 +103,12 @@ def _steps(bench: Bench, rounds: int, *, search: bool) -> Iterator[str]:
 
 
 def _failed(cell: dict[str, Any]) -> bool:
-    """Whether nothing ran, for another reason than time."""
+    """Whether nothing ran, for a reason other than time."""
     return not cell["layouts"] and (bool(cell["runs"]) or not any(cell["policies"].values()))
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """A line a length and layout, and below them what the explorer chose."""
+    """Print a line per length and layout, and below them the explorer's choice."""
     setup = found["setup"]
     print(f"\n{found['config']}, {setup['num_devices']} devices, {setup['batch_size']} sequences a step")
     for cell in found["cells"]:

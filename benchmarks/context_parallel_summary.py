@@ -1,4 +1,4 @@
-"""What the runs of one cell of benchmarks/context_parallel_step.py come to."""
+"""Summarises the runs of one cell of benchmarks/context_parallel_step.py."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from explorer.spec.candidate import Candidate
 
 RAN = frozenset({"ok", "contaminated"})
-"""Outcomes with a time; contaminated ones count only where there is nothing else."""
+"""Outcomes that have a time. Contaminated runs count only if there are no others."""
 
 Row = dict[str, Any]
 
 
 def key_of(row: Row) -> tuple[int, str | None, str]:
-    """Size, layout and recomputation: what tells the runs of a cell apart."""
+    """Return size, layout and recomputation, which identify a run within a cell."""
     return row["size"], row["layout"], row["recompute"]
 
 
 def key_of_candidate(candidate: Candidate) -> tuple[int, str | None, str]:
-    """The same of a candidate."""
+    """Return the same for a candidate."""
     return candidate.context_parallel_size, candidate.context_parallel_layout, candidate.recompute.value
 
 
 def seconds_once_a_step(whole: Row) -> float:
-    """The optimizer's of a whole model, and those of communication that passes once a step, if it tells them apart."""
+    """Return a whole model's optimizer seconds, plus those of communication once a step, if they are separate."""
     return float(whole["optimizer_seconds"] + (whole.get("communication_seconds") or 0.0))
 
 
@@ -60,7 +60,7 @@ def _row(key: tuple[int, str | None, str], runs: list[Row]) -> Row:
 
 
 def _choice(cell: Row, rows: dict[tuple[int, str | None, str], Row]) -> Row:
-    """What the explorer chose beside the fastest that was run whole."""
+    """Compare the explorer's choice with the fastest candidate that was run whole."""
     found = cell["search"]
     fastest = max(rows.values(), key=lambda row: row["tokens_per_second"], default=None)
     choice: Row = {

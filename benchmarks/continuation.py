@@ -1,4 +1,4 @@
-"""A run that takes longer than one command may: what its file already has is kept, and the rest is measured."""
+"""Continues a run that takes longer than one command may: results in its file are kept, and the rest is measured."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "nvidia-cudnn-cu13")
-"""Those that times depend on; the others may differ."""
+"""The packages that times depend on. Others may differ."""
 HARDWARE = ("device_kind", "device_name", "memory_bytes", "versions")
-"""What tells devices apart; their measured peaks vary a little from run to run."""
+"""The fields that identify a device. Its measured peaks vary a little from run to run."""
 
 
 def begin(path: Path, fresh: dict[str, Any], *, same: Iterable[str]) -> dict[str, Any]:
-    """`fresh`, the results of a run that has measured nothing yet, or what `path` already has of the same run.
+    """Return `fresh`, the results of a run that has measured nothing yet, or the results in `path` of the same run.
 
-    The same means the same packages, device and values of the fields `same`, as far as the file has them: what an
-    earlier version did not write down is taken from `fresh`. The day is added to the file's `continued`.
+    The same run has the same packages, device and values of the fields `same`. Fields that an earlier version did not
+    write are taken from `fresh`. The day is added to the file's `continued`.
 
     Raises:
         ValueError: the file is of another run, or no results.
@@ -35,10 +35,10 @@ def begin(path: Path, fresh: dict[str, Any], *, same: Iterable[str]) -> dict[str
 
 
 def load_similar(path: Path, fresh: dict[str, Any], *, same: Iterable[str], other: Iterable[str]) -> dict[str, Any]:
-    """The results of another run that is the same as `fresh` but for the fields `other`, such as `shape.attention`.
+    """Return the results of a run that differs from `fresh` only in the fields `other`, such as `shape.attention`.
 
     Raises:
-        ValueError: it differs in more than those, or is no results.
+        ValueError: it differs in more than those, or is not a file of results.
     """
     recorded = _load(path)
     found = _all_differences(recorded, fresh, same)
@@ -59,7 +59,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _identity(results: dict[str, Any], same: Iterable[str]) -> dict[str, Any]:
-    """What must agree, as JSON has it."""
+    """Return what must agree, as it is in JSON."""
     packages = results["environment"].get("packages", {})
     found = {"packages": {name: packages.get(name) for name in PACKAGES}}
     found |= {name: results[name] for name in same if name in results}

@@ -1,4 +1,4 @@
-"""Curves of throughput over micro-batch, relative to their smallest, and how far they lie from each other."""
+"""Curves of throughput over micro-batch, relative to the smallest micro-batch, and the distance between them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SIDES = (REFERENCE, "whole", "composed")
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By configuration: relative throughput, standard errors and best micro-batch of each side, and the comparison.
+    """Return, by configuration, relative throughput, standard errors and best micro-batch of each side, compared.
 
-    Only micro-batches that every side of the configuration ran are on its curves. `max_deviation` is the largest of
-    |relative / transformers' relative - 1|, `loss_at_best` what transformers' model loses where it is trained at the
-    side's best micro-batch and not at its own, `speed` the side's tokens/s over transformers' at each micro-batch.
+    The curves have only micro-batches that every side ran. `max_deviation` is the largest
+    |relative / transformers' relative - 1|. `loss_at_best` is what transformers' model loses if it is trained at the
+    side's best micro-batch instead of its own. `speed` is the side's tokens/s over transformers' at each micro-batch.
     """
     found = {}
     for name in dict.fromkeys(str(row["name"]) for row in rows):
@@ -58,12 +58,12 @@ def _compare(by_side: Mapping[str, Mapping[int, Mapping[str, Any]]], sizes: Sequ
 
 
 def _relative_error(rows: Mapping[int, Mapping[str, Any]], size: int, base: int) -> float:
-    """Of a point of a curve: of two independent timings, or none where it is 1 by definition."""
+    """Return the standard error of a point: that of two independent timings, or 0 if the point is 1 by definition."""
     if size == base:
         return 0.0
     return math.hypot(*(rows[m]["standard_error_seconds"] / rows[m]["micro_step_seconds"] for m in (size, base)))
 
 
 def _named(curve: Mapping[int, float]) -> dict[str, float]:
-    """With keys as JSON has them."""
+    """Return `data` with keys as they are in JSON."""
     return {str(size): value for size, value in curve.items()}

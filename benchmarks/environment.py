@@ -1,4 +1,4 @@
-"""What a result was measured with, and how it is written down."""
+"""The environment of a result, and how a result is written to a file."""
 
 from __future__ import annotations
 

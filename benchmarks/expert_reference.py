@@ -1,4 +1,4 @@
-"""An expert FFN as plainly as it can be written for large shapes: one expert after the other, in the inputs' format."""
+"""A plain expert FFN for large shapes: one expert after the other, in the inputs' dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F
 def expert_ffn(
     x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
 ) -> Tensor:
-    """As `ExpertFFN`; in float64 it is what the back ends are checked against."""
+    """Do what `ExpertFFN` does. In float64 this is the reference for the back ends."""
     hidden_size = w_out.shape[1]
     out = torch.zeros_like(x_TD)
     for expert in range(w_in.shape[0]):
@@ -32,7 +32,7 @@ def expert_ffn(
 
 
 def relative_error(actual: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; infinite for NaN."""
+    """Return the norm of the difference over the norm of the expected value; infinity for NaN."""
     difference = (actual.detach().double() - wanted.detach().double()).norm()
     error = float(difference / wanted.detach().double().norm().clamp(min=1e-30))
     return math.inf if math.isnan(error) else error

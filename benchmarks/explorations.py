@@ -2,9 +2,9 @@
 
     python -m benchmarks.explorations examples/olmoe-1b-7b.yaml ... --device cuda:0 --out results/NAME.json
 
-Starts the API and one worker on a fresh SQLite database, submits each configuration when the one before has ended, and
-follows the event stream as any client does. The worker keeps a profiler process ready for the next job, as it does in
-service; `process_start` and `queue` say what a job had to wait for.
+Starts the API and one worker on a new SQLite database, submits each configuration when the one before has ended, and
+follows the event stream as any client does. The worker keeps a profiler process ready for the next job, as it does in a
+service. `process_start` and `queue` say how long a job had to wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from explorer.spec.request import ExplorationRequest
 
 COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90
-"""A confidence that runs with different targets can be compared at."""
+"""A confidence at which runs with different confidence targets can be compared."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def explore(service: EmbeddedService, client: Client, name: str, request: ExplorationRequest) -> dict[str, Any]:
-    """Submit, follow to the end, and collect everything that the service says of the job."""
+    """Submit, follow to the end, and collect everything that the service says about the job."""
     started = time.perf_counter()
     job = client.submit(request)
     service.adopt(job.id)
@@ -103,7 +103,7 @@ def explore(service: EmbeddedService, client: Client, name: str, request: Explor
 
 
 def comparisons(found: Recommendation | None) -> dict[str, Any] | None:
-    """What the recommended candidate gains over each alternative, and whether a part of that is predicted."""
+    """Return the gain of the recommended candidate over each alternative, and whether a part of it is predicted."""
     if found is None:
         return None
     alternatives = {name: getattr(found, name) for name in COMPARED}
@@ -111,7 +111,7 @@ def comparisons(found: Recommendation | None) -> dict[str, Any] | None:
 
 
 def overheads(job: Job, result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
-    """Seconds that are not measuring: suggest, storage and messages a trial, idle profiler, process starts."""
+    """Return the seconds beside measuring: suggest, storage and messages per trial, idle profiler, process starts."""
     timings = result.answer.timings if result and result.answer else {}
     components = [t for t in trials if t.kind is TrialKind.COMPONENTS]
     found: dict[str, Any] = {

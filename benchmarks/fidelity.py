@@ -1,11 +1,11 @@
-"""Composed steps against whole models: how far the sum of components is from the model that they make up.
+"""Composed steps against whole models: the error of a sum of components.
 
     python -m benchmarks.fidelity examples/llama-3.2-1b.yaml ... --device cuda:0 --out results/NAME.json
 
 For each configuration, candidates over micro-batch, tile and recomputation are measured by component, composed, and
-then run whole: all layers, embedding, loss, accumulated micro-steps, what devices exchange, and the optimizer. Errors
-are (composed - whole) / whole. On several devices (`--device cuda:0-3`) plain candidates are checked with every level
-of sharding, or with those of `--sharding`.
+then run whole: all layers, embedding, loss, accumulated micro-steps, communication, and the optimizer. Errors are
+(composed - whole) / whole. On several devices (`--device cuda:0-3`) plain candidates are checked with every level of
+sharding, or with those that `--sharding` names.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def candidates(request: ExplorationRequest, report: DeviceReport, micro_batch_sizes: list[int]) -> list[Candidate]:
-    """Each micro-batch plain, with every level of sharding.
+    """Return each micro-batch plain, with every level of sharding.
 
-    Where there is one level the largest is also tiled, with selective, partial and full recomputation.
+    If there is only one level, the largest is also returned tiled, and with selective, partial and full recomputation.
     """
     model = request.model
     plain = {
@@ -100,7 +100,7 @@ def check(
     rows = []
     for row, candidate in enumerate(chosen):
         missing = table.missing(row, state.surrogate.known_K)
-        together = tuple(c for c in missing if c in table.communications)  # by themselves, as in an exploration
+        together = tuple(c for c in missing if c in table.communications)  # separate trials, as in an exploration
         for components in (together, tuple(c for c in missing if c not in together)):
             if components:
                 state.learn([profiler.measure(_plan(row, candidate, components, request, report))])
@@ -139,7 +139,7 @@ def _plan(
     request: ExplorationRequest,
     report: DeviceReport,
 ) -> TrialPlan:
-    """Of components, or of the whole model where there are none."""
+    """Measure these components, or the whole model if there are none."""
     kind = TrialKind.WHOLE_MODEL if components is None else TrialKind.COMPONENTS
     return TrialPlan(
         number=number,
@@ -153,7 +153,7 @@ def _plan(
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Median and largest error."""
+    """Print the median and the largest error."""
     checked = [row["check"] for row in rows if row["outcome"] == Outcome.OK]
     for what in ("step_error", "peak_error"):
         errors = [abs(found[what]) for found in checked]

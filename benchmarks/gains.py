@@ -1,10 +1,10 @@
-"""What the best candidate gains over what people would train with instead, on tables that hold the whole truth.
+"""The gain of the best candidate over what people would train with instead, on tables that are measured in full.
 
     python -m benchmarks.gains benchmarks/results/tables/*.jsonl --out benchmarks/results/h200-gains.json
 
 Each table holds the measured throughput of every legal candidate, so nothing here is predicted. The best is compared
-with the largest micro-batch that fits without tiling and recomputation, with the largest that fits in any way (also at
-its fastest), and with the best that needs none of our kernels and no tiling.
+with three alternatives: the largest micro-batch that fits without tiling and recomputation, the largest that fits with
+any settings (each with its fastest settings), and the best that needs neither our kernels nor tiling.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def gains(truth: GroundTruth) -> dict[str, Any]:
-    """The best candidate of a table, and its throughput relative to each alternative; null where there is none."""
+    """Return the best candidate of a table and its throughput relative to each alternative; null if there is none."""
     hardware = truth.report
 
     def is_plain(c: Candidate) -> bool:
@@ -59,7 +59,7 @@ def gains(truth: GroundTruth) -> dict[str, Any]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For each alternative: on how many tables it exists, on how many the best gains nothing, median and largest."""
+    """Return, for each alternative, how many tables have it, on how many nothing is gained, median and largest gain."""
     found = {}
     for what in ("over_largest_without_recompute", "over_largest", "over_stock"):
         ratios = [row[what]["gain"] for row in rows if row[what] is not None]
@@ -73,7 +73,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _over(truth: GroundTruth, allowed: Callable[[Candidate], bool], *, largest: bool) -> dict[str, Any] | None:
-    """The best's gain over the fastest feasible candidate that is allowed, of the largest micro-batch or of any."""
+    """Return the gain over the fastest allowed feasible candidate, of the largest micro-batch or of any."""
     fits = [(c, float(t)) for c, t in zip(truth.table.candidates, truth.tokens_C, strict=True) if t > 0 and allowed(c)]
     if largest:
         size = max((c.micro_batch_size for c, _ in fits), default=0)

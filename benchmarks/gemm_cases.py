@@ -1,8 +1,8 @@
 """The cases of the variable-sized GEMM table: how many rows each expert has, and how large its matrix is.
 
 A case is (num_sequences, sequence_length, hidden_size, num_experts, top_k) with an FFN of four times the hidden size,
-as in reports on variable-sized batched GEMMs for mixtures of experts. Multiplied is the first projection, hidden_size
-to 4 * hidden_size, for rows that are sorted by expert; its backward has the products of the way back.
+as in reports on variable-sized batched GEMMs for mixtures of experts. The product is the first projection, hidden_size
+to 4 * hidden_size, for rows that are sorted by expert. Its backward computes both gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 Load = Literal["random", "even", "uneven"]
 UNEVEN = (130_759, 78_925, 35_368, 90_425, 1_433, 120_455, 64_589, 2_134)
-"""A distribution that was reported to be faster than the even split; taken as it is."""
+"""A distribution that was reported to be faster than the even split."""
 _WIDTH = 32
 """Sizes stay multiples of this when cases are made smaller."""
 _MAX_DRAWS = 10_000
@@ -54,19 +54,19 @@ class Case:
         uneven = tuple(count // self.shrink for count in UNEVEN)
         if self.load == "uneven":
             return uneven
-        if self.load == "even":  # of as many rows as the uneven one
+        if self.load == "even":  # with as many rows as the uneven one
             return split_evenly(sum(uneven), len(uneven))
         rows = max(1, self.num_sequences * self.sequence_length * self.top_k // self.shrink)
         return split_at_random(rows, self.num_experts, self.top_k)
 
     def operand_bytes(self, itemsize: int, *, training: bool) -> int:
-        """What every implementation must hold: x, w and the product; in training also its gradient and theirs."""
+        """Bytes that every implementation must hold: x, w and the product; in training also their gradients."""
         rows = sum(self.counts)
         forward = rows * (self.k + self.n) + self.num_experts * self.k * self.n
         return itemsize * (2 if training else 1) * forward
 
     def flops(self, *, training: bool) -> int:
-        """Of the product, and in training of its two gradients."""
+        """FLOPs of the product, and in training of its two gradients."""
         return (6 if training else 2) * sum(self.counts) * self.k * self.n
 
     def shrunk(self, shrink: int) -> Case:
@@ -89,15 +89,15 @@ OTHERS = (
 
 
 def split_evenly(rows: int, num_experts: int) -> tuple[int, ...]:
-    """As even as whole rows allow."""
+    """Return the most even split into whole rows."""
     return tuple(rows // num_experts + (expert < rows % num_experts) for expert in range(num_experts))
 
 
 def split_at_random(rows: int, num_experts: int, top_k: int) -> tuple[int, ...]:
     """Shares drawn uniformly from all that sum to one (a flat Dirichlet distribution); the same ones each time.
 
-    A token goes to top_k distinct experts, so that no expert gets more than 1 / top_k of the rows: draws with a larger
-    share are drawn again, and with top_k equal to num_experts only the even split is left.
+    A token goes to top_k distinct experts, so no expert can get more than 1 / top_k of the rows. Draws with a larger
+    share are repeated. If top_k equals num_experts, only the even split is possible.
     """
     if top_k == num_experts:
         return split_evenly(rows, num_experts)

@@ -1,8 +1,8 @@
-"""Grouped GEMMs that are timed against each other, each with the operands in the layout that it works on.
+"""Grouped GEMMs that are timed against each other. Each gets the operands in the layout that it needs.
 
-What a contender needs on the host is part of its time: the loop, cuBLAS and the block-sparse products read the experts'
-bounds from the device first, as they must in a layer. Padding the rows is not (bmm, block_sparse): in a layer the
-gather of the tokens writes them to any place.
+A contender's work on the host is part of its time: the loop, cuBLAS and the block-sparse products first read the
+experts' bounds from the device, as they must in a layer. Padding the rows (bmm, block_sparse) is not part of it,
+because in a layer the gather of the tokens can write them to any place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Operands:
 
 
 class GemmPasses:
-    """A forward and a backward as the profiler's timers run them; nothing is written before a pass, caches are cold."""
+    """A forward and a backward as the profiler's timers run them. Nothing is written before a pass: caches are cold."""
 
     training = True
     is_chainable = False

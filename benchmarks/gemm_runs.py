@@ -1,4 +1,4 @@
-"""One contender on one case of the variable-sized GEMM table: checked, then timed; failing is an outcome."""
+"""Checks and times one contender on one case of the variable-sized GEMM table. A failure is an outcome."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from workers.targets.reference.shapes import torch_dtype
 TOLERANCES = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 1e-5}
 """Largest relative error in norm; float16's is bfloat16's times the ratio of their rounding errors, rounded up."""
 WRONG, TOO_LARGE = "wrong", "operands_exceed_limit"
-"""Outcomes beside those of a trial: a result that is not right, and operands that fit for nobody."""
+"""Outcomes beside those of a trial: a wrong result, and operands that are too large for every contender."""
 SLOW_SECONDS = 0.5
 """A pass that takes longer is timed once."""
 
 
 class RunTimer(CudaTimer):
-    """Little time a case: there are hundreds."""
+    """The time per case is short, because there are hundreds."""
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=30, seconds=0.15)
     MAX_WARM_UP_SECONDS = 0.1
@@ -52,7 +52,7 @@ class HostRunTimer(HostTimer):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is to be done. `limit_bytes` is the memory of the card that is stood in for; null for all there is."""
+    """A run. `limit_bytes` is the memory of the smaller card that is imitated; null for all of the memory."""
 
     case: Case
     dtype: DType
@@ -64,7 +64,7 @@ class Run:
 
 
 class ForwardOnly(GemmPasses):
-    """A forward without a graph and without a gradient's buffer."""
+    """A forward without a graph and without a buffer for gradients."""
 
     training = False
 
@@ -85,7 +85,7 @@ def device_hardware(device: str) -> dict[str, Any]:
 
 
 def run(task: Run) -> dict[str, Any] | Spoilt:
-    """The outcomes of `forward` and of `training` (forward, dX and dW); spoilt where the device no longer answers."""
+    """Return the outcomes of `forward` and `training` (forward, dX and dW), as `Spoilt` if the device is unusable."""
     device = torch.device(task.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -111,7 +111,7 @@ def run(task: Run) -> dict[str, Any] | Spoilt:
 
 @functools.lru_cache(maxsize=64)
 def unsupported_reason(contender: str, case: Case, dtype: DType, device: torch.device) -> str | None:
-    """What the expert back end of this name says about experts of these sizes; null for a contender that is none."""
+    """Return why the expert back end of this name refuses these sizes; null if it does not, or is no back end."""
     shape = ExpertsShape(
         hidden_size=case.k,
         ffn_hidden_size=case.n,
@@ -138,14 +138,14 @@ def _attempt(task: Run, device: torch.device, *, training: bool) -> dict[str, An
     finally:
         _release(device)
     if outcome is Outcome.CRASHED and not is_poisoned(device):
-        outcome = Outcome.UNSUPPORTED  # it refused, and the device goes on
+        outcome = Outcome.UNSUPPORTED  # it refused, and the device still works
     return {"outcome": outcome.value, "reason": reason}
 
 
 def _checked_and_timed(task: Run, device: torch.device, *, training: bool) -> dict[str, Any]:
     wanted, timer = _reference(task.case, task.dtype, device), _timer(device)
     operands = contenders()[task.contender](_problem(task.case, task.dtype, device))
-    if not training:  # a forward has no gradient: what holds it must not count
+    if not training:  # a forward has no gradient, so its buffer must not count
         operands = replace(operands, grad=operands.grad.new_empty(0))
     _release(device)
     on_cuda, own = device.type == "cuda", _bytes(operands)
@@ -209,7 +209,7 @@ def _timed(passes: GemmPasses, timer: BlockTimer, device: torch.device, flops: i
 
 @contextmanager
 def memory_limit(task: Run, device: torch.device, outside_bytes: int) -> Iterator[None]:
-    """Let torch's allocator reserve no more than the limit, less the device's context, and plus what only we hold."""
+    """Limit torch's allocator to `limit` minus the device's context plus what only the benchmark holds."""
     if task.limit_bytes is None or device.type != "cuda":
         yield
         return
@@ -230,7 +230,7 @@ def _bytes(operands: Operands) -> int:
 
 
 def _problem(case: Case, dtype: DType, device: torch.device) -> Problem:
-    """The same numbers for every contender, made anew: one with a layout of its own must not hold them twice."""
+    """Make the same numbers for every contender again, so that one with its own layout does not hold them twice."""
     torch.manual_seed(0)
     return problem(case.counts, case.k, case.n, torch_dtype(dtype), device)
 

@@ -1,4 +1,4 @@
-"""What the cells of benchmarks/kernels.py come to: ours against the others, on the device alone and with the host."""
+"""Summarises the cells of benchmarks/kernels.py: ours against the others, on the device alone and with the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from benchmarks.gemm_contenders import BASELINES, OURS
 
 ROOFLINE_SECONDS = 2e-4
-"""A cell below this is launches and latency; its share of the roofline says little."""
+"""Below this, a cell is dominated by launches and latency, and its share of the roofline says little."""
 ROOFLINE_GOALS = {0: 0.7, 512: 0.85}
-"""Share of the roofline, by the least tokens an expert from which it is the goal."""
+"""The goal for the share of the roofline, by the least number of tokens per expert."""
 NUM_ERRORS = 2.0
-"""A ratio that lies within so many standard errors of 1 is level."""
+"""A ratio within this many standard errors of 1 is level."""
 
 Run = dict[str, Any]
 
@@ -29,7 +29,7 @@ def wall_seconds(run: Run) -> float:
 
 
 def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Write the ratios and the share of the roofline into each cell, and return what all cells come to.
+    """Write the ratios and the share of the roofline into each cell, and return the summary of all cells.
 
     A ratio is the fastest baseline's time over that of the fastest of ours: `ratio` on the device, `ratio_with_host`
     by wall-clock. `verdict` compares `ratio` with its standard error.
@@ -71,14 +71,14 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def verdict(ratio: float, spread: float) -> str:
-    """`faster`, `slower`, or `level` where the ratio is within the spread of 1."""
+    """Return `faster`, `slower`, or, if the ratio is within the spread of 1, `level`."""
     if abs(ratio - 1) <= spread:
         return "level"
     return "faster" if ratio > 1 else "slower"
 
 
 def geometric_mean(ratios: Iterable[float]) -> float | None:
-    """The geometric mean, null of nothing."""
+    """Return the geometric mean; null for an empty list."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs)) if logs else None
 

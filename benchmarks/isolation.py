@@ -18,7 +18,7 @@ _END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A call that did not come back: the process ended in it, or was ended because it took too long."""
+    """A call without a result: the process ended in it, or was ended because it took too long."""
 
     timed_out: bool
     reason: str
@@ -26,7 +26,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Spoilt:
-    """Returned by a called function: its value, from a process that must not be used again."""
+    """Returned by a called function: its value, and the sign that the process must not be used again."""
 
     value: Any
 
@@ -101,7 +101,7 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         if not gc.get_freeze_count():
-            gc.freeze()  # what the imports made lives as long as the process: collections need not look at it
+            gc.freeze()  # objects made by imports live as long as the process, so garbage collections can skip them
         try:
             answer = (True, function(*arguments))
         except Exception as error:  # noqa: BLE001 - raised again where the call was made

@@ -2,14 +2,15 @@
 
     python -m benchmarks.kernels --out results/NAME.json [--quick] [--variants]
 
-(K, N) = (2048, 1024) in bfloat16, over experts, tokens an expert, and even and Zipf(1) loads. Times are medians of the
-profiler's own timer: device events, the second-level cache overwritten before each pass, the device under load before
-and between the repeats, and launches queued ahead where the host is slower than the device. Forward and backward are
-timed apart and added. Every contender's results are compared with float64 in the same run.
+(K, N) = (2048, 1024) in bfloat16, over numbers of experts, tokens per expert, and even and Zipf(1) loads. Times are
+medians of the profiler's own timer: device events, the second-level cache overwritten before each pass, the device
+under load before and between the repeats, and launches queued ahead if the host is slower than the device. Forward and
+backward are timed separately and added. Every contender's results are compared with float64 in the same run.
 
-The roofline of a product is max(FLOPs / matmul peak, bytes / bandwidth), every operand moved once, summed over forward,
-dX and dW; peak and bandwidth are measured in the same run, before and after, and the faster of each counts. That peak
-is one of an instant, before the power limit acts; a second roofline takes what the card sustains, as the cells do.
+The roofline of a product is max(FLOPs / matmul peak, bytes / bandwidth) with every operand moved once, summed over
+forward, dX and dW. Peak and bandwidth are measured before and after in the same run, and the higher of each counts.
+This peak lasts only until the power limit acts. A second roofline uses the rate that the card sustains, as the cells
+do.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ VARIANTS_LOADS = (
 )
 TOLERANCE = 1e-2
 FULL_SECONDS, QUICK_SECONDS, VARIANTS_SECONDS = 330.0, 80.0, 240.0
-"""No case starts after these; what was left out is named in the results."""
+"""No case starts after these seconds. The results name what was left out."""
 SLOWEST_PASS_SECONDS = 1.0
 """A contender whose warm-up takes longer is not timed."""
 
@@ -141,14 +142,14 @@ def time_contender(name: str, given: Problem, timer: KernelTimer) -> dict[str, A
         passes = GemmPasses((BASELINES | OURS)[name](given))
         with poisoned():
             run["errors"] = errors(passes, given)
-        if not all(error <= TOLERANCE for error in run["errors"].values()):  # NaN is wrong too
+        if not all(error <= TOLERANCE for error in run["errors"].values()):  # NaN is wrong, too
             return run | {"outcome": "wrong"}
         started = time.perf_counter()
         timer.warm_up(passes)
         if time.perf_counter() - started > SLOWEST_PASS_SECONDS:
             return run | {"outcome": "too_slow"}
         timing = timer.time(passes)
-    except Exception as error:  # whatever a back end raises is its outcome, unless no other can run any more
+    except Exception as error:  # any exception of a back end is its outcome, unless the device is unusable afterwards
         if is_poisoned(given.x.device):
             raise
         outcome, reason = classify(error)
@@ -190,7 +191,7 @@ def peaks(*measured: HardwareSpec) -> tuple[float, float]:
 
 
 def roofline_seconds(counts: tuple[int, ...], peak: float, bandwidth: float) -> float:
-    """Of forward, dX and dW: an expert without rows is not read, but its gradient is written."""
+    """Return the bytes of forward, dX and dW. An expert without rows is not read, but its gradient is written."""
     rows, used = sum(counts), sum(count > 0 for count in counts)
     operands = rows * K + rows * N
     sizes = (operands + used * K * N, operands + used * K * N, operands + len(counts) * K * N)

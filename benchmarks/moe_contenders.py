@@ -1,4 +1,4 @@
-"""What the MoE layer benchmark times: expert FFNs and layers on every back end, and their dense counterparts."""
+"""The contenders of the MoE layer benchmark: expert FFNs and layers on every back end, and dense counterparts."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _liger(
     x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
 ) -> Tensor:
     """liger-kernel's fused MoE, whose weights are stored as (E, 2H, D) and (E, D, H)."""
-    assert activation == "silu", "it knows no other"
+    assert activation == "silu", "it supports only silu"
     function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     out: Tensor = function.apply(x_TD, w_in, w_out, routes_TK.to(torch.int32), weights_TK)
     return out

@@ -2,12 +2,12 @@
 
     python -m benchmarks.moe_layer --out results/NAME.json [--quick]
 
-Experts of 2048 x 1408 (gated), sequences of 2048 tokens, uniform routing, bfloat16. A layer is norm, router, top-k,
-experts, combination and residual sum, forward and backward; gradients of the weights are written, not added to earlier
-ones, in dense layers too. Times are those of `CudaTimer`: device events, medians, a cold second-level cache, sustained
-clocks. Every back end is first checked against float64 in the same process.
+The experts are 2048 x 1408 (gated), with sequences of 2048 tokens, uniform routing and bfloat16. A layer is norm,
+router, top-k, experts, combination and residual sum, forward and backward. Gradients of the weights are written and not
+added to earlier ones, in dense layers, too. Times are those of `CudaTimer`: device events, medians, a cold second-level
+cache, sustained clocks. Every back end is first checked against float64 in the same process.
 
-A file that exists is continued: what was timed is kept, and what is left out is timed.
+If the file exists, the run continues it: its rows are kept, and the missing ones are timed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from bexp.measure.timing import TimingBudget
 SEQ_LENGTH = 2048
 TOLERANCE = 1e-2
 COMPILED_MICRO_BATCHES = (16, 64)
-"""Where dense, and the layer on the fastest back end, are compiled too, which takes seconds a shape."""
+"""The cells whose dense layer and fastest back end are also compiled, which takes seconds per shape."""
 HOPELESS = 4.0
 """A back end this many times slower than the fastest at a smaller micro-batch is not timed at larger ones."""
 
 
 class ShortTimer(CudaTimer):
-    """Less time a cell, since there are many."""
+    """The time per cell is short, because there are many."""
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=20, seconds=0.25)
     MAX_WARM_UP_SECONDS = 0.3

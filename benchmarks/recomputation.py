@@ -1,12 +1,12 @@
-"""What each recomputation policy frees, and what it costs, model by model.
+"""The memory that each recomputation policy frees, and the time that it costs, model by model.
 
     python -m benchmarks.recomputation examples/llama-3.2-1b.yaml examples/olmoe-1b-7b.yaml --device cuda:0 \\
         --micro-batch-size 4 --experts grouped_mm fused --out benchmarks/results/NAME.json
 
-Every block of a model is timed and weighed under each of its settings, once, and composed: bytes that a layer keeps
-between its forward and its backward pass, on average over the layers, and the seconds of a micro-step, both relative
-to no recomputation with the same kernels. Batch tiling on attention stands beside the policies, since it recomputes
-too. The optimizer is not in the time, whether the composed step would fit the device is not asked.
+The time and the memory of every block are measured once under each of its settings, and composed. The results are the
+bytes that a layer keeps between forward and backward, averaged over the layers, and the seconds of a micro-step. Both
+are relative to no recomputation with the same kernels. Batch tiling on attention is listed with the policies, because
+it recomputes as well. The optimizer is not in the time. Whether the composed step would fit the device is not checked.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def experts_of(request: ExplorationRequest, report: DeviceReport, asked: Sequence[str] | None) -> list[str | None]:
-    """The expert back ends to compare; those that do not serve the model are said and left out."""
+    """Return the expert back ends to compare. Those that do not serve the model are left out, with a message."""
     if request.model.moe is None:
         return [None]
     reasons = {support.name: support.reason for support in report.expert_backends}
     for name in asked or ():
-        if reasons.get(name, "there is none of this name") is not None:
+        if reasons.get(name, "there is no back end of this name") is not None:
             print(f"{name}: {reasons.get(name, 'there is none of this name')}", flush=True)
     usable = [support.name for support in report.expert_backends if support.usable]
     wanted = tuple(asked) if asked else (report.default_experts,)
@@ -88,7 +88,7 @@ def experts_of(request: ExplorationRequest, report: DeviceReport, asked: Sequenc
 def candidates(
     request: ExplorationRequest, micro_batch_size: int, tiles: Sequence[int], attention: str, experts: str | None
 ) -> list[Candidate]:
-    """Every policy untiled, the plain one first; then each tile with every policy that it admits."""
+    """Return every policy untiled, the plain one first, then each tile with every policy that it allows."""
     return [
         Candidate(
             micro_batch_size=micro_batch_size,
@@ -109,7 +109,7 @@ def measure(
     measured: dict[Component, ComponentMeasurement],
     failed: dict[Component, str],
 ) -> None:
-    """Time and measure_memory the blocks of a micro-step that are in neither `measured` nor `failed`."""
+    """Measure time and memory of the blocks of a micro-step that are in neither `measured` nor `failed`."""
     for component in table.components:
         if component in measured or component in failed or component.kind is ComponentKind.OPTIMIZER:
             continue
@@ -132,7 +132,7 @@ def measure(
 def compose(
     table: SpaceTable, measured: dict[Component, ComponentMeasurement], failed: dict[Component, str]
 ) -> list[dict[str, Any]]:
-    """One row a candidate, relative to the first, which recomputes nothing."""
+    """Return one row per candidate, relative to the first, which recomputes nothing."""
 
     def figures(name: str) -> np.ndarray:
         return np.array([float(getattr(measured[c], name)) if c in measured else np.nan for c in table.components])
@@ -160,7 +160,7 @@ def compose(
 
 
 def layer_bytes(parts: Decomposition, measured: dict[Component, ComponentMeasurement], table: SpaceTable) -> float:
-    """What a layer keeps for backward, on average; a layer that is recomputed as a whole keeps its output."""
+    """Return the bytes that a layer keeps for backward, on average. A layer recomputed as a whole keeps its output."""
     model = table.model
     assert parts.embedding is not None
     output = parts.embedding.micro_batch_size * model.seq_length * output_bytes_per_token(model)
@@ -185,7 +185,7 @@ def blocks(parts: Decomposition, measured: dict[Component, ComponentMeasurement]
 
 
 def print_table(name: str, rows: list[dict[str, Any]]) -> None:
-    """A line a policy: bytes of a layer, their share, and the step's cost."""
+    """Print a line per policy: bytes of a layer, their share, and the cost of the step."""
     first = Candidate.model_validate(rows[0]["candidate"])
     experts = f" experts={first.expert_backend}" if first.expert_backend else ""
     print(f"{name} micro_batch_size={first.micro_batch_size} attention={first.attention_backend}{experts}")

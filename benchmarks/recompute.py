@@ -1,9 +1,9 @@
-"""Computes the summaries of stored results again from their raw rows, where their definition has changed.
+"""Computes the summaries of stored results again from their raw rows, after their definition has changed.
 
     python -m benchmarks.recompute            # rewrites benchmarks/results/*.json
     python -m benchmarks.recompute --check    # fails if a stored summary is not what its rows say
 
-Nothing is measured and nothing is invented: a figure that the raw rows do not hold stays as it was recorded.
+Nothing is measured. A figure that the raw rows do not hold stays as it was recorded.
 Explorations are given their own stored trials as history, so that today's comparisons (with the largest micro-batch
 that fits, and with the best of stock back ends) are computed from what was measured then; `--check` leaves them out.
 """
@@ -42,7 +42,7 @@ BACK_ENDS_OF = {
 
 
 class NotStoredError(RuntimeError):
-    """A search wanted a measurement that its stored trials do not hold."""
+    """A search asked for a measurement that its stored trials do not hold."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,13 +88,13 @@ def steps(results: Results) -> None:
 
 
 def explorations(results: Results) -> None:
-    """Today's comparisons from the stored trials of each run."""
+    """Compute today's comparisons from the stored trials of each run."""
     for run in results["runs"]:
         run["comparisons"] = from_trials(run)
 
 
 def from_trials(run: Results) -> dict[str, Any] | None:
-    """What today's search says of the stored trials of a run.
+    """Return what today's search says about the stored trials of a run.
 
     Raises:
         NotStoredError: it cannot say anything without measuring.

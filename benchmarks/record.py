@@ -1,14 +1,14 @@
-"""Records what a device measures of every candidate of a request, once, so that searches can be replayed on it.
+"""Records the measurements of every candidate of a request on a device, so that searches can be replayed on them.
 
     python -m benchmarks.record examples/olmoe-1b-7b.yaml --out tables/olmoe.jsonl --device cuda:0 --seconds 120
 
-Components go through the same profiler as in the service, one a trial, each once in ascending micro-batch size; then
-whole models of a share of the candidates (or all); then every component again, in random order, until `--runs` of each
-exist, so that the noise between runs is known. A larger component than one that ran out of memory is inferred to do
-so, and the row says that. What was timed on a shared or throttled device is recorded as contaminated and measured
-again, up to twice. The file is appended to: a second start continues where the first ended, by itself, by its budget
-or by a signal. With several configurations `--out` is the folder of their tables. `--plan` only counts. `--reuse`
-takes over the component runs of tables of the same model on the same device, which differ in limits or choices alone.
+The profiler is that of the service, with one component per trial. First each component is measured once, in ascending
+micro-batch size. Then whole models of a share of the candidates (or all) are run. Then every component is measured
+again, in random order, until there are `--runs` of each, so that the noise between runs is known. If a component ran
+out of memory, larger ones are inferred to do so as well, and their rows say that. A timing on a shared or throttled
+device is recorded as contaminated and repeated, up to twice. A second start continues the file where the first one
+ended. With several configurations, `--out` is the folder of their tables. `--plan` only counts. `--reuse` takes over
+the component runs of tables of the same model on the same device that differ only in limits or choices.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Recorder:
         return row.outcome is not Outcome.CONTAMINATED
 
     def _attempts(self, plan: TrialPlan) -> Iterator[tuple[Measurement, bool]]:
-        """Measurements until one is not contaminated, and whether each cost the profiler its process."""
+        """Yield measurements until one is not contaminated, and whether each one ended the profiler's process."""
         for _ in range(CONTAMINATED_ATTEMPTS):
             restarts = self._profiler.restarts
             measurement = judge(self._profiler.measure(plan))
@@ -175,7 +175,7 @@ class Recorder:
         return done
 
     def _choose(self, table: SpaceTable, whole: str, number: int) -> list[int]:
-        """Rows that fit as composed and have no whole model yet, in random order; of a share, half near the best."""
+        """Return rows that fit as composed and have no whole model yet, in random order; half of them near the best."""
         figures = compose(self._recording, table)
         rows = fitting_rows(table, figures, self._recording.header.report.hardware)
         order = list(self._rng.permutation(rows))
@@ -200,7 +200,7 @@ class Recorder:
 
 
 def estimate_seconds(table: SpaceTable, hardware: HardwareSpec) -> float:
-    """What one run of every component will roughly take."""
+    """Estimate the seconds that one run of every component takes."""
     request = table.request
     expected = [predict_component_seconds(c, table.model, request, hardware).device for c in table.components]
     return TRIAL_SECONDS * len(expected) + PASSES / EFFICIENCY * sum(expected)

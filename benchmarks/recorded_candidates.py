@@ -1,4 +1,4 @@
-"""What the components of a recorded table compose to: seconds and bytes of every candidate, from all runs."""
+"""Composes the components of a recorded table to the seconds and bytes of every candidate, from all runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class ComponentArrays:
-    """Figures of a table's components, in its order, of shape (K,); zero where not `known`.
+    """Figures of a table's components, in its order, of shape (K,). Components that are not `known` have zeros.
 
     `sizes`, of shape (3, K), are saved, forward-peak and backward-peak bytes.
     """
@@ -73,7 +73,7 @@ def compose(recording: Recording, table: SpaceTable) -> ComponentArrays:
 
 
 def composed_tokens_per_second(table: SpaceTable, figures: ComponentArrays, rows: Ints | slice = slice(None)) -> Floats:
-    """Tokens/s of candidates, shape (C,); meaningless where a component is unknown."""
+    """Return tokens/s of candidates, shape (C,). A candidate with an unknown component has no meaningful value."""
     with np.errstate(divide="ignore"):
         return np.asarray(table.tokens_per_second(figures.device_seconds[None, :], figures.host_seconds, rows)[0])
 

@@ -1,4 +1,4 @@
-"""Recorded tables of devices that exist only in arithmetic, for working on the search where there is no GPU.
+"""Recorded tables of simulated devices, for work on the search without a GPU.
 
     python -m benchmarks.simulated_tables examples/olmoe-1b-7b.yaml ... --out DIRECTORY [--seed N] [--device KIND]
 

@@ -1,4 +1,4 @@
-"""What a card multiplies without a rest: at its power limit, which a measurement of an instant misses."""
+"""The matmul rate that a card sustains at its power limit, which a short measurement does not show."""
 
 from __future__ import annotations
 

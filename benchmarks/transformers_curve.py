@@ -3,16 +3,16 @@
     python -m benchmarks.transformers_curve --device cuda:0 --out benchmarks/results/NAME.json \\
         [--seconds S] [examples/llama-3.2-1b.yaml examples/olmoe-1b-7b.yaml]
 
-The best micro-batch is found with layers of this product, so their throughput must depend on the micro-batch as that of
-the model that a user trains does. At each micro-batch, a step of two accumulated micro-steps (forward, loss over full
-logits, backward) and torch's fused AdamW without master weights is timed with LlamaForCausalLM or OlmoeForCausalLM
-(SDPA, no cache, `grouped_mm` experts where the version has them) in a process of its own, then with the product's
-default back ends, by component and whole. Curves are tokens/s over the whole effective batch, relative to the smallest
-micro-batch. Parameters are counted on both sides and must agree. Routers run on both sides, and both send tokens where
-the request's routing says: what transformers' random routers would do stands beside the times.
+The best micro-batch is found with this product's layers, so their throughput must depend on the micro-batch in the same
+way as that of the user's model. A step has two accumulated micro-steps (forward, loss over full logits, backward) and
+torch's fused AdamW without master weights. At each micro-batch it is timed with LlamaForCausalLM or OlmoeForCausalLM
+(SDPA, no cache, `grouped_mm` experts if the version has them) in a process of its own, then with the product's default
+back ends, by component and whole. Curves are tokens/s over the whole effective batch, relative to the smallest
+micro-batch. The parameter counts of both sides must agree. Routers run on both sides, and tokens go where the request's
+routing says. The imbalance of transformers' random routers stands beside the times.
 
-Needs transformers (4.57 or 5), which the product itself does not: `pip install transformers`. An existing `--out` of
-the same device and versions is continued; after `--seconds` no further case is begun.
+This needs transformers (4.57 or 5), which the product itself does not: `pip install transformers`. A run continues an
+existing `--out` of the same device and versions. No further case starts after `--seconds`.
 """
 
 from __future__ import annotations

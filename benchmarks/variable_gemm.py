@@ -2,19 +2,22 @@
 
     python -m benchmarks.variable_gemm --out results/NAME.json [--quick] [--seconds S]
 
-Multiplied is the first projection of an expert FFN, hidden_size to 4 * hidden_size, for rows sorted by expert: alone,
-and with both gradients. Rows are split over the experts at random, or as a case says. bfloat16, float16, and float32
-without TF32. In the same run every result is compared with float64 (relative error in norm, see `projected_errors`),
-the outputs filled with NaN beforehand. Times are those of the profiler's timer, as in `benchmarks.kernels`.
+The product is the first projection of an expert FFN, hidden_size to 4 * hidden_size, for rows sorted by expert: alone,
+and with both gradients. Rows are split over the experts at random, or as a case says. The dtypes are bfloat16, float16,
+and float32 without TF32. In the same run every result is compared with float64 (relative error in norm, see
+`projected_errors`); outputs are filled with NaN beforehand. Times are those of the profiler's timer, as in
+`benchmarks.kernels`.
 
-Within 16 GiB means that torch's allocator may reserve no more than that, less what the device's context takes, and
-that a contender's operands, products, gradients and scratch are counted, but nothing that only the benchmark holds.
-Such runs are checked and not timed: the kernels are the same. Operands that alone are larger are so for everyone.
+"Within 16 GiB" means that torch's allocator may reserve at most 16 GiB minus the device's context. This counts a
+contender's operands, products, gradients and temporary buffers, but nothing that only the benchmark holds. Such runs
+are checked and not timed, because the kernels are the same. If the operands alone are larger, they are so for every
+contender.
 
 Each contender runs in a process that is replaced if it crashes or hangs. The uneven distribution and the even split of
-as many rows are timed in the order even, uneven, uneven, even; one counts as faster if both its times are.
+the same number of rows are timed in the order even, uneven, uneven, even. One counts as faster if both of its times
+are.
 
-A file that exists is continued: its runs are kept, but for comparisons that are incomplete.
+If the file exists, the run continues it: its runs are kept, except those of incomplete comparisons.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ SECONDS, QUICK_SECONDS = 150.0, 60.0
 RUN_SECONDS, START_SECONDS = 60.0, 180.0
 DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
 FIRST = ("bmm", *OURS)
-"""Whose outcomes make a cell count: whether ours pass, and where padding runs out of memory."""
+"""The contenders that a cell must have to count: ours, and the padded one."""
 LEFT_OUT = "left_out"
 SAME = ("options", "limit_bytes", "tf32", "tolerances", "contenders", "cases")
 
@@ -119,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tasks(*, quick: bool, limited: bool, shrink: int = 1) -> Iterator[tuple[tuple[Cell, str], ...]]:
-    """What is run, the most telling first: a cell by one contender, or the four times of a comparison."""
+    """The runs, the most informative first: a cell by one contender, or the four times of a comparison."""
     dtypes = DTYPES[:1] if quick else DTYPES
     names = tuple(contenders())
     pair = [case.shrunk(shrink) for case in PAIR]

@@ -1,4 +1,4 @@
-"""What runs in a training process: kernels, measuring, and what sets a model up as recommended.
+"""The library for a training process: kernels, measuring, and the functions that set a model up as recommended.
 
 The names below are loaded when they are first asked for, so that `import bexp` imports nothing else.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Recommendation", "Settings", "TrainerCallback", "apply", "explore", "restore", "training_arguments"]
 
-_MODULES = {  # none is called like what it holds: a loaded module would stand where the function should
+_MODULES = {  # No module has the name of a function here, because a loaded module would hide the function.
     "Recommendation": "bexp.recommendation",
     "Settings": "bexp.transformers.settings",
     "TrainerCallback": "bexp.callback",

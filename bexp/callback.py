@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer: what a run reaches beside what was promised."""
+"""A callback for transformers' Trainer that compares a run with the recommendation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run reached on this device, without its first steps. Bytes are null on a device that counts none."""
+    """What a run reached on this device, without its first steps. Bytes are null if the device does not count them."""
 
     tokens_per_second: float
     peak_bytes: int | None
@@ -37,12 +37,13 @@ class RunReport:
 
 
 class TrainerCallback(_Callback):
-    """Compares tokens/s and the peak of memory with the recommendation, and logs both when training ends.
+    """Compares tokens/s and peak memory with the recommendation, and logs both when training ends.
 
-    Tokens are counted from the Trainer's batches: `seq_length` tokens a sequence, or the recommendation's. The first
-    three steps are left out, since kernels are built in them, and so are evaluations and checkpoints. With a `service`
-    (its URL) the report is posted to `POST /v1/explorations/{id}/run-reports`; a service that does not answer costs
-    five seconds and no more, and its failure is a line in the log. Only the first process reports.
+    Tokens are counted from the Trainer's batches, with `seq_length` tokens per sequence (default: the
+    recommendation's). The first three steps are left out because kernels are built in them. Evaluations and
+    checkpoints are left out as well. If `service` is set (its URL), the report is posted to
+    `POST /v1/explorations/{id}/run-reports`. A service that does not answer costs at most five seconds, and the
+    failure is logged. Only the first process reports.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class TrainerCallback(_Callback):
         self._interrupted = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin counting anew."""
+        """Start counting from zero."""
         self._steps = self._counted = 0
         self._paused, self._begun, self._interrupted = 0.0, None, False
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave an evaluation or a checkpoint since the last step out of the seconds."""
+        """Leave the time of an evaluation or a checkpoint since the last step out."""
         if self._begun is not None and self._interrupted:
             self._paused += time.monotonic() - self._last_end
         self._interrupted = False
@@ -99,7 +100,7 @@ class TrainerCallback(_Callback):
         self._interrupted = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log, and post, what the run reached."""
+        """Log what the run reached, and post it if there is a service."""
         if self._begun is None or not self._counted or not self._seq_length:
             _LOGGER.info("the run was too short to compare with the recommendation")
             return
@@ -124,11 +125,11 @@ class TrainerCallback(_Callback):
             self._post(self.report)
 
     def comparison(self) -> str:
-        """What was reached beside what was promised, in one line."""
+        """Return one line that compares what was reached with what was promised."""
         if self.report is None:
             return "nothing was measured"
         reached, told = self.report, self.recommendation
-        text = f"{reached.tokens_per_second:,.0f} tokens/s a device"
+        text = f"{reached.tokens_per_second:,.0f} tokens/s per device"
         if told.tokens_per_second:
             share = reached.tokens_per_second / told.tokens_per_second
             text += f" of {told.tokens_per_second:,.0f} promised ({share:.0%})"
@@ -145,7 +146,7 @@ class TrainerCallback(_Callback):
             return
         url = f"{self._service}/v1/explorations/{self._exploration_id}/run-reports"
         if not url.startswith(("http://", "https://")):
-            _LOGGER.warning("the run report was not sent: %s is no address of a service", self._service)
+            _LOGGER.warning("the run report was not sent: %s is not the URL of a service", self._service)
             return
         sender = threading.Thread(target=_send, args=(url, self._token, asdict(report)), daemon=True)
         sender.start()

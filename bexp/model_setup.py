@@ -1,4 +1,4 @@
-"""Setting a model up as recommended, and taking that back."""
+"""Sets a model up as recommended, and takes that back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _APPLIED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictiona
 
 @dataclass(frozen=True)
 class Report:
-    """What `apply` did: the recommendation, what was set on the model, and what the user should know."""
+    """What `apply` did: the recommendation, the settings of the model, and warnings for the user."""
 
     recommendation: Recommendation
     applied: Applied
@@ -40,12 +40,12 @@ class Report:
 def apply(
     model: nn.Module, recommendation: Source | Recommendation, *, seq_length: int | None = None, strict: bool = False
 ) -> Report:
-    """Set a model of transformers up as recommended, by the code that measured it; `restore` takes it back.
+    """Set a transformers model up as recommended, by the same code that measured it. `restore` takes it back.
 
-    `recommendation` is a path, a JSON text or a JSON object, as `bexp best ID --json` prints it. `seq_length` is that
-    of the training data, compared with the measured one if given. Call it before the model is wrapped (DDP,
-    `fully_shard`, a Trainer) and before CUDA starts, since the allocator is part of what was measured. A model
-    that was set up before is restored first. What was done is logged, and returned.
+    `recommendation` is a path, a JSON text or a JSON object, as `bexp best ID --json` prints it. `seq_length`, if
+    given, is the length of the training sequences; it is compared with the measured length. Call this before the model
+    is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator is part of what was
+    measured. A model that was set up before is restored first. What was done is logged and returned.
 
     Another device, version or sequence length is a warning; with `strict` it raises.
     Raises RecommendationError for another architecture, SettingsError if the model cannot have a setting.
@@ -67,7 +67,7 @@ def apply(
 
 
 def restore(model: nn.Module) -> bool:
-    """Take back what `apply` set on a model; false if nothing was set. The allocator's setting stays."""
+    """Take back what `apply` set on a model; return false if nothing was set. The allocator's setting stays."""
     report = _APPLIED.pop(_inner(model), None)
     if report is None:
         return False
@@ -76,17 +76,17 @@ def restore(model: nn.Module) -> bool:
 
 
 def applied_to(model: nn.Module) -> Report | None:
-    """What `apply` did to a model; null if nothing."""
+    """Return what `apply` did to a model; null if nothing."""
     return _APPLIED.get(_inner(model))
 
 
 def device_name() -> str:
-    """The accelerator that this process would train on."""
+    """Return the name of the accelerator that this process would train on."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def versions() -> dict[str, str]:
-    """The versions that a measurement depends on."""
+    """Return the versions that a measurement depends on."""
     found = {"torch": str(torch.__version__)}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model inside of DDP or a compiled wrapper."""
+    """Return the model inside DDP or a compiled wrapper."""
     while True:
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module) or hasattr(model, "config"):
@@ -109,20 +109,20 @@ def _inner(model: nn.Module) -> nn.Module:
 def _refuse_another_architecture(model: nn.Module, told: Recommendation) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
-        raise RecommendationError(f"{type(model).__name__} is no model of transformers: it has no configuration")
+        raise RecommendationError(f"{type(model).__name__} is not a transformers model: it has no configuration")
     differing = told.mismatches(config)
     if differing:
         raise RecommendationError(f"the recommendation is for another model: {'; '.join(differing)}")
 
 
 def _differences(told: Recommendation, seq_length: int | None, model: nn.Module) -> list[str]:
-    """What was otherwise when the recommendation was measured, in words."""
+    """Return, in words, what was different when the recommendation was measured."""
     found = []
     parameter = next(model.parameters(), None)
     on_accelerator = torch.cuda.is_initialized() or (parameter is not None and parameter.is_cuda)
     # Asking for the device's name starts CUDA, after which the allocator is fixed: only ask if it has started.
     if told.device_name and on_accelerator and device_name() != told.device_name:
-        found.append(f"it was measured on {told.device_name}, and this is {device_name()}")
+        found.append(f"it was measured on {told.device_name}, but this is {device_name()}")
     if told.seq_length and seq_length and seq_length != told.seq_length:
         found.append(f"it was measured with sequences of {told.seq_length} tokens, not {seq_length}")
     here = versions()

@@ -19,7 +19,7 @@ _EXPERTS = {
     "triton_grouped": "bexp_triton_grouped",
     "hopper_grouped": "bexp_hopper_grouped",
 }
-"""What the expert back ends of our reference layers are called on a transformers model."""
+"""The experts setting of a transformers model for each expert back end of our reference layers."""
 _SDPA = ("flash", "cudnn", "efficient", "math")
 _SIZES = {
     "model_type": ("model_type",),
@@ -29,19 +29,19 @@ _SIZES = {
     "vocab_size": ("vocab_size",),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
-"""What an architecture is compared by, and where configurations keep it."""
+"""The sizes by which architectures are compared, and their names in configurations."""
 
 
 class RecommendationError(ValueError):
-    """A recommendation that cannot be read, or that is of another model; the message says which."""
+    """The recommendation cannot be read, or is for another model; the message says which."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What a recommendation says, as far as a trainer needs it.
+    """The part of a recommendation that a trainer needs.
 
-    `architecture` holds the sizes of the model that was measured, `effective_batch_size` the sequences of a whole step
-    on `num_devices` devices. What was measured is of one device; null where it is not known.
+    `architecture` holds the sizes of the model that was measured. `effective_batch_size` is the number of sequences in
+    a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are null.
     """
 
     settings: Settings
@@ -62,17 +62,17 @@ class Recommendation:
     def read(cls, source: Source | Recommendation) -> Recommendation:
         """Read a path, a JSON text or object, or a recommendation that was read before.
 
-        Raises RecommendationError if it is none, or if nothing is recommended.
+        Raises RecommendationError if it is not a recommendation, or if nothing is recommended.
         """
         if isinstance(source, Recommendation):
             return source
         document = _document(source)
         found = document.get("recommendation", document)
         if not isinstance(found, Mapping):
-            raise RecommendationError("nothing is recommended there (yet)")
+            raise RecommendationError("it recommends nothing (yet)")
         candidate = found.get("candidate", found)
         if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
-            raise RecommendationError("this is no recommendation: it names no micro_batch_size")
+            raise RecommendationError("this is not a recommendation: it names no micro_batch_size")
         request = _request(document)
         try:
             settings = _settings(found, candidate, request)
@@ -103,7 +103,7 @@ class Recommendation:
         return steps
 
     def mismatches(self, config: Any) -> list[str]:
-        """What differs between the model that was measured and a configuration of transformers."""
+        """Return how a transformers configuration differs from the model that was measured."""
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         found = _sizes({**_plain(config), **_plain(text)})
         return [
@@ -135,7 +135,7 @@ def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: Mapping[str, Any]) -> Settings:
-    """The settings as they are written, or what the candidate's back ends are on a model of transformers."""
+    """Return the settings in the document, or translate the candidate's back ends to those of a transformers model."""
     written = found.get("settings")
     if isinstance(written, Mapping):
         return Settings.from_json(dict(written))
@@ -159,7 +159,7 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
 
 
 def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the recommendation comes from and what it promises."""
+    """Return where the recommendation comes from and what it promises."""
     job = document.get("job")
     job = job if isinstance(job, Mapping) else {}
     hardware = found.get("hardware") or document.get("hardware") or job.get("hardware") or {}

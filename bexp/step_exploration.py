@@ -1,7 +1,7 @@
-"""Which micro-batch size is best for a training step of any kind, measured in the process that trains.
+"""Finds the best micro-batch size for any training step, by measuring it in the training process itself.
 
-Sizes are measured in ascending order, each in a state that earlier ones cannot have spoilt. What trains afterwards
-finds its gradients and its random numbers as it left them.
+Sizes are measured in ascending order. Each starts from the same state, whatever the earlier ones did. Afterwards
+the gradients and the random state are as they were before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bexp.step_outcomes import Failure, Outcome, agree, attempt, release, slowes
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TOLERANCE = 0.01
-"""How far below the best a size may be and still count as good."""
+"""A size counts as good if its throughput is below the best by at most this share."""
 _DRAWS = 4096
 _WARM_UPS = 2
 _UNKNOWN_SPREAD = 0.1
@@ -31,7 +31,7 @@ _LEAST_SPREAD = 0.001
 
 @dataclass(frozen=True)
 class SizeResult:
-    """One micro-batch size. `seconds` are those of a micro-batch, forward and backward, one for each repeat."""
+    """One micro-batch size. `seconds` holds the time of forward and backward of one micro-batch, for each repeat."""
 
     micro_batch_size: int
     outcome: str
@@ -49,8 +49,8 @@ class SizeResult:
 class StepRecommendation:
     """The best size, and what is known of all that were tried.
 
-    `confidence` is the probability, floored to 0..99, that the size's sequences a second are within 1% of the best of
-    the sizes asked for; the error of the measurements is in it. Null fields: nothing fits.
+    `confidence` is the probability, rounded down to 0..99, that the throughput of the size is within 1% of the best of
+    all requested sizes, measurement errors included. Fields are null if nothing fits.
     """
 
     micro_batch_size: int | None
@@ -62,7 +62,7 @@ class StepRecommendation:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object, which `bexp.training_arguments` reads."""
+        """Return a JSON object, which `bexp.training_arguments` reads."""
         return {**asdict(self), "candidate": {"micro_batch_size": self.micro_batch_size}}
 
 
@@ -81,19 +81,19 @@ def explore(
 ) -> StepRecommendation:
     """Measure a step at each size and recommend the best one.
 
-    `batch(m)` makes a micro-batch of m sequences; `step(batch)` runs forward and backward and may return the loss.
-    `parameters` are what is trained: their gradients are put aside and come back. `optimizer(parameters)` makes an
-    optimizer like that of the training; it takes steps of size zero here, and its state is thrown away. The sequences
-    of a whole step, over all processes, are `effective_batch_size`: only sizes that divide a process's share of it
-    are tried, and the optimizer's time is spread over the micro-batches.
+    `batch(m)` makes a micro-batch of m sequences. `step(batch)` runs forward and backward and may return the loss.
+    `parameters` are the trained parameters; their gradients are saved and restored. `optimizer(parameters)` makes an
+    optimizer like the one used in training. It takes steps of size zero here, and its state is discarded.
+    `effective_batch_size` is the number of sequences in a whole step over all processes. Only sizes that divide a
+    process's share of it are tried, and the optimizer's time is spread over the micro-batches.
 
-    A step that runs out of memory, fails, returns a loss that is not finite, or takes longer than `deadline_seconds`
-    is an outcome of its size. After a size that runs out of memory no larger one is tried. After `max_seconds` nothing
-    new is begun.
+    If a step runs out of memory, fails, returns a loss that is not finite, or takes longer than `deadline_seconds`,
+    that is the outcome of its size. No larger size is tried after one that runs out of memory. Nothing new is started
+    after `max_seconds`.
 
-    Several processes call this together, with the same arguments, and get the same answer: what one of them meets
-    counts for all. Each size is tried within `no_sync()` first (DDP's `model.no_sync`), so that a process that
-    runs out of memory alone does so before the others wait for its gradients.
+    If there are several processes, all of them must call this with the same arguments. They get the same answer,
+    because the outcome of one counts for all. Each size first runs within `no_sync()` (DDP's `model.no_sync`). If only
+    one process runs out of memory, this happens before the others wait for its gradients.
 
     Raises ValueError if no size is left to try.
     """
@@ -106,7 +106,7 @@ def explore(
         begun = time.monotonic()
         for size in asked:
             if agree(_late(begun, max_seconds), device) is not None:
-                notes.append(f"sizes from {size} on were not tried: {max_seconds:g} s were over")
+                notes.append(f"sizes from {size} on were not tried: the {max_seconds:g} s were used up")
                 break
             results.append(_measure(size, step, batch, no_sync, trained, device, repeats, deadline_seconds))
             if results[-1].outcome == Outcome.OUT_OF_MEMORY.name.lower():
@@ -167,7 +167,7 @@ def _optimizer_state(
     device: torch.device,
     deadline_seconds: float,
 ) -> tuple[Any, float, list[str]]:
-    """The state of an optimizer after steps of size zero, the seconds of one, and what went wrong."""
+    """The state of an optimizer after steps of size zero, the seconds of one step, and why it failed if it did."""
     if optimizer is None or not trained:
         return None, 0.0, []
     made: list[torch.optim.Optimizer] = []
@@ -224,9 +224,10 @@ def _recommend(
 
 
 def _confidence(rates: list[float], spreads: list[float], best: int, *, complete: bool) -> int:
-    """The share of draws from the measured means and their errors in which `best` is within the tolerance of the best.
+    """Return the share of random draws in which `best` is within the tolerance of the fastest size.
 
-    Sizes that were not tried count as one more, as fast as the best but for 10% either way.
+    Means are drawn from the measured means and their errors. All sizes that were not tried count as one more size,
+    which is as fast as the best, give or take 10%.
     """
     means = torch.tensor([*rates, *([] if complete else [rates[best]])], dtype=torch.float64)
     errors = torch.tensor([*spreads, *([] if complete else [_UNKNOWN_SPREAD])], dtype=torch.float64)
@@ -248,12 +249,12 @@ def _sizes(sizes: Iterable[int], effective_batch_size: int | None) -> tuple[int,
     share = _share(effective_batch_size)
     found = tuple(sorted({size for size in sizes if size > 0 and (share is None or share % size == 0)}))
     if not found:
-        raise ValueError(f"no micro-batch size divides the {share} sequences that each process gets of a step")
+        raise ValueError(f"no micro-batch size divides the {share} sequences that each process has in a step")
     return found
 
 
 def _share(effective_batch_size: int | None) -> int | None:
-    """Sequences of a whole step on each process."""
+    """Return the number of sequences that each process has in a whole step."""
     if effective_batch_size is None:
         return None
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -264,12 +265,12 @@ def _share(effective_batch_size: int | None) -> int | None:
 
 
 def _late(begun: float, max_seconds: float) -> Failure | None:
-    return Failure(Outcome.TIMED_OUT, "the time is over") if time.monotonic() - begun > max_seconds else None
+    return Failure(Outcome.TIMED_OUT, "the time is used up") if time.monotonic() - begun > max_seconds else None
 
 
 @contextlib.contextmanager
 def _left_alone(trained: Sequence[nn.Parameter], device: torch.device) -> Iterator[None]:
-    """Put gradients and random states aside, and bring them back."""
+    """Save gradients and random states, and restore them at the end."""
     gradients = [parameter.grad for parameter in trained]
     states = (torch.get_rng_state(), random.getstate())
     cuda = torch.cuda.get_rng_state_all() if device.type == "cuda" else None

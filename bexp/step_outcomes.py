@@ -1,4 +1,4 @@
-"""What happened when a training step ran: its outcome, its deadline, and what several processes agree on."""
+"""Runs a training step under a deadline, and has several processes agree on its outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 class Outcome(IntEnum):
-    """How a size ended; where processes differ, the highest counts for all."""
+    """How a size ended. If processes differ, the highest value counts for all."""
 
     OK = 0
     NOT_FINITE = 1
@@ -36,14 +36,14 @@ class Failure:
 
 
 class _DeadlineError(BaseException):
-    """Raised inside a step; no `except Exception` of the step catches it."""
+    """Raised inside a step. It is a BaseException, so an `except Exception` in the step does not catch it."""
 
 
 def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
-    """Run something that may fail in any way; null if it did not.
+    """Run `function`; return why it failed, or null if it did not.
 
-    What it returns, if that is a tensor, must be finite. The deadline works in the main thread, for a step that returns
-    to Python now and then.
+    If it returns a tensor, that must be finite. The deadline works only in the main thread, and only if the step
+    returns to Python now and then.
     """
     try:
         with _deadline(deadline_seconds):
@@ -64,7 +64,7 @@ def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
 
 
 def agree(failure: Failure | None, device: torch.device) -> Failure | None:
-    """The worst outcome among all processes; every process must call this equally often."""
+    """Return the worst outcome among all processes. Every process must call this equally often."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return failure
     mine = Outcome.OK if failure is None else failure.outcome
@@ -78,7 +78,7 @@ def agree(failure: Failure | None, device: torch.device) -> Failure | None:
 
 
 def slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Each repeat's seconds on the process that was slowest."""
+    """Return the seconds of each repeat on the slowest process."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return seconds
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -88,7 +88,7 @@ def slowest(seconds: list[float], device: torch.device) -> list[float]:
 
 
 def release(device: torch.device) -> None:
-    """Give back what a failed step left behind."""
+    """Free the memory that a failed step left behind."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -11,11 +11,11 @@ _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def training_arguments(recommendation: Source | Recommendation, *, world_size: int | None = None) -> dict[str, Any]:
-    """The fields for `TrainingArguments(**fields, ...)`; `bexp.apply` sets what belongs to the model.
+    """Return the fields for `TrainingArguments(**fields, ...)`; `bexp.apply` sets what belongs to the model.
 
-    The effective batch stays what was asked for: the accumulation steps make up for the number of devices. `world_size`
-    is that of the environment (WORLD_SIZE) unless given. Layers are recomputed by the Trainer only if all of them are;
-    any other policy, tiles, kernels and compiled layers are set by `apply`, so `torch_compile` stays off.
+    The effective batch stays as requested, because the accumulation steps follow from the number of devices.
+    `world_size` defaults to the environment's WORLD_SIZE. The Trainer recomputes layers only if all of them are
+    recomputed. `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off.
 
     Raises RecommendationError if the micro-batch does not divide the effective batch on so many devices.
     """

@@ -1,4 +1,4 @@
-"""Train a model of transformers as `bexp` recommends: `python train_with_bexp.py MODEL TEXT_FILE best.json`.
+"""Train a transformers model as `bexp` recommends: `python train_with_bexp.py MODEL TEXT_FILE best.json`.
 
 `bexp best ID --json > best.json` writes the recommendation.
 """
@@ -15,7 +15,7 @@ def main(name: str, text_file: str, best: str) -> None:
     """Train `name` on a text file."""
     told = bexp.Recommendation.read(best)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=told.dtype)
-    # Before CUDA starts, since the allocator is part of the recommendation.
+    # This comes before CUDA starts, because the allocator is part of the recommendation.
     print(bexp.apply(model, told))  # noqa: T201
 
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -1,1 +1,1 @@
-"""The search core: what may vary, what it is predicted to cost, what to measure next. No torch, no SQL, no web."""
+"""The search core: the search space, predicted costs, and what to measure next. No torch, no SQL, no web."""

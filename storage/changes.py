@@ -1,4 +1,4 @@
-"""Changes of a job's row: its version, its events, and the fence of a lease, in one statement."""
+"""Changes a job's row: its version, its events, and the check of a lease, in one statement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def change_job(
     drafts: Sequence[EventDraft] = (),
     **values: Any,
 ) -> bool:
-    """Change the one job that meets `conditions` and append `drafts` to its log; false if none does."""
+    """Change the one job that meets `conditions` and append `drafts` to its log; return false if there is none."""
     change = (
         sa.update(jobs)
         .where(*conditions)

@@ -154,7 +154,7 @@ def job_from_row(row: sa.Row[Any]) -> Job:
 
 
 def describe_unreadable(name: str, error: ValidationError) -> str:
-    """Say why a stored document cannot be read: name its first field that breaks a rule, and the rule."""
+    """Return why a stored document cannot be read: its first field that breaks a rule, and the rule."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
     return f"another version stored what this one cannot read: {field}: {first['msg']}"

@@ -30,7 +30,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatStatus:
-    """What a heartbeat tells the worker."""
+    """The result of a heartbeat, by which a worker goes on or stops."""
 
     cancel_requested: bool
 

@@ -45,7 +45,7 @@ class IdempotencyConflictError(ValueError):
 
 
 class Queue:
-    """Takes jobs in, hands them out, and stores what workers report."""
+    """Accepts jobs, gives them to workers, and stores what workers report."""
 
     def __init__(
         self, database: Database, *, lease: timedelta = DEFAULT_LEASE, max_attempts: int = DEFAULT_MAX_ATTEMPTS
@@ -238,7 +238,7 @@ class Queue:
         events: Sequence[EventDraft] = (),
         last: Progress | None = None,
     ) -> None:
-        """End a job, and store with it the `last` step of its exploration and further `events`.
+        """End a job, and store the `last` step of its exploration and further `events` with it.
 
         The log ends with exactly one event that says so. If neither holds one, it is made from `state` and `error`.
 

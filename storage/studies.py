@@ -107,7 +107,7 @@ class StudyCopy:
 
 @dataclass(frozen=True, slots=True)
 class StudyLocation:
-    """Where Optuna finds the studies of a job: the storage URL without its password, and the studies' names."""
+    """The place of a job's studies for Optuna: the storage URL without its password, and the studies' names."""
 
     url: str
     names: tuple[str, ...]

@@ -19,7 +19,7 @@ class UTCDateTime(TypeDecorator[datetime]):
     def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: D102
         if value is None:
             return None
-        assert value.tzinfo is not None, "a naive datetime has no place in the database"
+        assert value.tzinfo is not None, "a datetime without a time zone cannot be stored"
         return value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: D102

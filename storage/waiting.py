@@ -1,4 +1,4 @@
-"""What a job waits for when no live worker can run it."""
+"""The reason why a job waits if no live worker can run it."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def _describe_pinned(report: Any) -> str:
     try:
         return DeviceReport.model_validate(report).hardware.describe()
     except ValidationError:
-        return "another version described it in a way that this one cannot read"
+        return "another version stored a description that this one cannot read"

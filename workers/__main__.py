@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m workers", description="Claim explorations and run them.")
     commands = parser.add_subparsers(dest="command", metavar="doctor")
-    doctor = commands.add_parser("doctor", help="tell which devices and back ends are usable, and why others are not")
+    doctor = commands.add_parser("doctor", help="show which devices and back ends can be used, and why others cannot")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--device",
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--group",
         action="store_true",
         help="one worker for all of the devices (cuda:0-3, or cpu,cpu for two processes on the CPU), for jobs whose "
-        "devices share sequences; without --device all GPUs; default: one worker a device",
+        "devices share sequences; without --device all GPUs; default: one worker per device",
     )
     parser.add_argument(
         "--num-devices",
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs-from-stdin",
         action="store_true",
-        help="run only the jobs whose ids come on standard input, one a line; end when standard input is closed",
+        help="run only the jobs whose ids come on standard input, one per line; end when standard input is closed",
     )
     options = parser.parse_args(arguments)
     if options.max_jobs is not None and options.max_jobs < 1:
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"this file cannot be opened: {error.strerror}: {error.filename}")
+        parser.error(f"a file cannot be opened: {error.strerror}: {error.filename}")
     try:
         upgrade(database)
         return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)

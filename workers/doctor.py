@@ -1,4 +1,4 @@
-"""`bexp doctor`: the devices and back ends that are usable here, and the reason for each that is not."""
+"""`bexp doctor`: which devices and back ends can be used here, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str,
     peaks = hardware.matmul_flops_per_second.items()
     yield "matmul", ", ".join(f"{dtype} {peak / 1e12:.3g} TFLOP/s" for dtype, peak in peaks)
     yield "memory bandwidth", f"{hardware.memory_bandwidth_bytes_per_second / 1e9:.4g} GB/s (read + write)"
-    yield "launch", f"{hardware.launch_seconds * 1e6:.2g} us an operation"
+    yield "launch", f"{hardware.launch_seconds * 1e6:.2g} us per operation"
     yield "memory limit", f"{hardware.memory_limit_bytes / 2**30:.1f} of {hardware.memory_bytes / 2**30:.1f} GiB"
     for label, backends in (("attention", report.attention_backends), ("experts", report.expert_backends)):
         default = report.default_attention if label == "attention" else report.default_experts

@@ -17,8 +17,8 @@ app = typer.Typer(
     name="bexp",
     cls=GuardedGroup,
     epilog=(
-        "Exit codes: 0 answer, 1 no answer (nothing fits, or cancelled), 2 wrong usage, 3 the service failed. "
-        "Environment: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN."
+        "Exit codes: 0 there is an answer, 1 there is none (nothing fits, or cancelled), 2 wrong usage, "
+        "3 the service failed. Environment: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN."
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -54,12 +54,12 @@ def options(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line."""
     try:
         app()
     except Exception as error:  # noqa: BLE001 - a defect: the user gets a line, the developers get the traceback
         with tempfile.NamedTemporaryFile("w", prefix="bexp-", suffix=".traceback", delete=False) as file:
             traceback.print_exc(file=file)
         say(f"bexp: unexpected {type(error).__name__}: {error}")
-        say(f"  this is a defect of bexp; {file.name} holds what its developers need to know")
+        say(f"  this is a defect of bexp; {file.name} holds the traceback for its developers")
         sys.exit(ExitCode.SERVICE)

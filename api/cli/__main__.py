@@ -1,4 +1,4 @@
-"""`python -m api.cli` is `bexp`."""
+"""`python -m api.cli` runs `bexp`."""
 
 from api.cli import main
 

@@ -16,8 +16,8 @@ from api.cli.results import print_json
 if TYPE_CHECKING:
     from storage.database import Database
 
-token_commands = typer.Typer(help="Bearer tokens of the service at this database.", no_args_is_help=True)
-database_commands = typer.Typer(help="Maintenance of the database.", no_args_is_help=True)
+token_commands = typer.Typer(help="Create, list and revoke the bearer tokens of the service.", no_args_is_help=True)
+database_commands = typer.Typer(help="Maintain the database.", no_args_is_help=True)
 
 TokenName = Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")]
 
@@ -73,7 +73,7 @@ def upgrade() -> None:
 def study(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
 ) -> None:
-    """Say where the Optuna study of an exploration is, for optuna-dashboard and other tools of Optuna."""
+    """Show where the Optuna study of an exploration is stored, for optuna-dashboard and other Optuna tools."""
     from storage.studies import locate_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:

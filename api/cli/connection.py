@@ -37,7 +37,7 @@ def connect() -> Iterator[Client]:
 
 @contextmanager
 def connect_or_embed() -> Iterator[Client]:
-    """Connect likewise, but if nothing answers at the default address, start an API on the same database."""
+    """Connect as `connect` does, but if nothing answers at the default address, start an API on the same database."""
     told = environment()
     if told.api_url != DEFAULT_API_URL:
         with connect() as client:

@@ -1,4 +1,4 @@
-"""The ways in which a command ends: exit codes, and messages for known failures."""
+"""How a command ends: exit codes, and messages for known failures."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class GuardedGroup(TyperGroup):
 
 
 def say(text: str) -> None:
-    """Print to stderr what is not the result."""
+    """Print lines to stderr, because stdout holds the result alone."""
     typer.echo(text, err=True)
 
 

@@ -83,10 +83,10 @@ def _explore(request: ExplorationRequest, device: str | None, *, as_json: bool) 
 
 
 def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
-    """Return the numbers of devices that a worker can use for a request, ascending; others would leave some idle.
+    """Return the numbers of devices that a worker can use for a request, ascending. Other numbers leave devices idle.
 
-    A worker with all of `num_devices` measures what they exchange. One with as many as share a sequence measures
-    context parallelism. One with fewer uses a single device.
+    A worker with all of `num_devices` measures their communication. A worker with as many as share a sequence measures
+    context parallelism. A worker with fewer devices uses a single one.
     """
     steps = (1, *request.context_parallel_sizes, request.num_devices)
     return tuple(sorted({request.devices_needed(available) for available in steps}))

@@ -74,7 +74,7 @@ def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
 
 
 def best(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """Print the best known micro_batch_size, and what real runs of it have reached."""
+    """Print the best micro_batch_size so far, and what real runs with it have reached."""
     with connect_or_embed() as client:
         job = client.get(job_id)
         result = client.recommendation(job_id)

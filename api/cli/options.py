@@ -29,14 +29,14 @@ class Execution(StrEnum):
 
 
 Config = Annotated[
-    Path, typer.Argument(help="A YAML or JSON request, a Hugging Face config.json or a Cerebras YAML; - for stdin.")
+    Path, typer.Argument(help="A request (YAML or JSON), a Hugging Face config.json or a Cerebras YAML; - reads stdin.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 MicroBatchSize = Annotated[
     str | None,
-    typer.Option(metavar="explore|auto|MIN-MAX|N", help="Micro-batch sizes to consider; MIN-MAX bounds them."),
+    typer.Option(metavar="explore|auto|MIN-MAX|N", help="Micro-batch sizes to consider; MIN-MAX limits the range."),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="The effective batch size over all devices.")]
+BatchSize = Annotated[int | None, typer.Option(help="The effective batch size, over all devices.")]
 NumDevices = Annotated[int | None, typer.Option(help="The number of devices that share the batch.")]
 SeqLength = Annotated[int | None, typer.Option(help="The number of tokens in a sequence.")]
 MemoryLimitGiB = Annotated[
@@ -48,10 +48,10 @@ TargetOption = Annotated[
     str | None,
     typer.Option(metavar="bexp|transformers|NAME", help="The code whose training step is measured."),
 ]
-MaxSeconds = Annotated[float | None, typer.Option(help="End after this time in trials, summed if several run at once.")]
-MaxTrials = Annotated[int | None, typer.Option(help="End after this many trials.")]
-ConfidenceTarget = Annotated[int | None, typer.Option(help="End when the confidence score reaches this (1 to 99).")]
-Seed = Annotated[int | None, typer.Option(help="The seed of everything random.")]
+MaxSeconds = Annotated[float | None, typer.Option(help="Stop when trials have taken this time, added up over all.")]
+MaxTrials = Annotated[int | None, typer.Option(help="Stop after this many trials.")]
+ConfidenceTarget = Annotated[int | None, typer.Option(help="Stop when the confidence reaches this (1 to 99).")]
+Seed = Annotated[int | None, typer.Option(help="Seed for everything that is random.")]
 
 FIELDS = {
     "seq_length": "model.seq_length",
@@ -83,7 +83,7 @@ def parse_micro_batch_size(text: str | None) -> Any:
 
 
 def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
-    """Return the kind of device that a job must name for a worker on `device` to take it."""
+    """Return the device kind that a job must name so that a worker on `device` takes it."""
     if device is None:
         return None
     kind = device.replace(",", ":").partition(":")[0]

@@ -19,7 +19,7 @@ from api.settings import ServiceSettings
 
 def serve(
     host: Annotated[
-        str | None, typer.Option(help="Address to bind; tokens are required unless it is loopback.")
+        str | None, typer.Option(help="Address to bind; requests need a token unless it is a loopback address.")
     ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to bind.")] = None,
     require_token: Annotated[
@@ -54,12 +54,13 @@ def worker(
     ] = None,
     group: Annotated[
         bool,
-        typer.Option("--group", help="Use one worker for all of the devices, for jobs whose devices share sequences."),
+        typer.Option("--group", help="Start one worker that owns all devices, for jobs that use several at once."),
     ] = False,
     ray: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDRESS", help="Run trials on a Ray cluster (auto: this host's); --device is what a trial needs."
+            metavar="ADDRESS",
+            help="Run trials on a Ray cluster (auto: this host's); --device then says what a trial needs.",
         ),
     ] = None,
 ) -> None:
@@ -71,11 +72,11 @@ def worker(
 
 
 def doctor(as_json: options.AsJson = False) -> None:
-    """Show which devices and back ends are usable here, and why others are not."""
+    """Show which devices and back ends can be used here, and why the others cannot."""
     _become_workers("doctor", *(["--json"] if as_json else []))
 
 
 def _become_workers(*arguments: str) -> NoReturn:
-    """Replace this process by the worker, so that signals and exit codes are the worker's."""
+    """Replace this process by the worker, so that the worker gets the signals and sets the exit code."""
     command = module_command("workers", *arguments)
     os.execve(sys.executable, command, child_environment(environment().database_url))  # noqa: S606

@@ -1,1 +1,1 @@
-"""The routes, by what they are about."""
+"""The routes, one module for each subject."""

@@ -24,7 +24,7 @@ _ETAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
 def job_id_of(exploration_id: str) -> str:
-    """Dependency: return an id that an exploration can have; anything else is an unknown exploration.
+    """Return the id in the path if an exploration can have it. Routes depend on this.
 
     Raises:
         JobNotFoundError: no exploration can have this id.
@@ -108,7 +108,9 @@ def submit_exploration(
 )
 def list_explorations(
     service: ServiceDep,
-    state: Annotated[JobState | None, Query(description="Only those in this state.", examples=["running"])] = None,
+    state: Annotated[
+        JobState | None, Query(description="List only explorations in this state.", examples=["running"])
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
@@ -126,7 +128,11 @@ def list_explorations(
     summary="One exploration",
     responses={
         200: examples.example(examples.EXPLORATION)
-        | {"headers": {"ETag": {"description": "Changes with it.", "schema": {"type": "string"}}}},
+        | {
+            "headers": {
+                "ETag": {"description": "Changes whenever the exploration changes.", "schema": {"type": "string"}}
+            }
+        },
         304: {"description": "Unchanged since the ETag in If-None-Match"},
         **examples.problems(_ONE, HTTPStatus.NOT_FOUND),
     },
@@ -134,7 +140,7 @@ def list_explorations(
 def get_exploration(
     job: JobDep,
     response: Response,
-    if_none_match: Annotated[str | None, Header(description="ETags that are known.", examples=['"7"'])] = None,
+    if_none_match: Annotated[str | None, Header(description="ETags that the client knows.", examples=['"7"'])] = None,
 ) -> Exploration | Response:
     """The state of an exploration, with its request and its results."""
     etag = f'"{job.version}"'

@@ -1,4 +1,4 @@
-"""What happens in an exploration: as server-sent events, as pages of JSON, as BEXP lines."""
+"""The events of an exploration, as server-sent events, as pages of JSON, and as BEXP lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ONE = exploration_path(examples.JOB_ID)
 _LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _MAX_SEQ = (1 << 31) - 1
 
-After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="Only events with a greater seq.", examples=[17])]
+After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="Return only events with a greater seq.", examples=[17])]
 
 
 @router.get(
@@ -38,7 +38,7 @@ After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="Only events with a 
     summary="The events, streamed or by page",
     responses={
         200: {
-            "description": "Server-sent events to the exploration's end; with Accept: application/json, one page",
+            "description": "Server-sent events until the exploration ends; with Accept: application/json, one page",
             "content": {
                 EVENT_STREAM: {"schema": {"type": "string"}, "example": examples.EVENT_STREAM},
                 JSON: {"example": examples.EVENTS},
@@ -55,15 +55,15 @@ async def follow_events(
     job_id: JobIdDep,
     service: ServiceDep,
     after: After = 0,
-    limit: Annotated[int, Query(ge=1, le=500, description="Of a page of JSON.", examples=[100])] = 500,
+    limit: Annotated[int, Query(ge=1, le=500, description="The most events on a page of JSON.", examples=[100])] = 500,
     last_event_id: Annotated[
-        str | None, Header(description="Resume after this event; it wins over `after`.", examples=["17"])
+        str | None, Header(description="Resume after this event; it takes precedence over `after`.", examples=["17"])
     ] = None,
 ) -> Response:
     """The log of an exploration.
 
-    As server-sent events, each has its seq as id, the name of its code as event, and itself in JSON as data; the
-    stream ends with the exploration.
+    A server-sent event has the seq as its id, the name of the code as its event, and the event's JSON as its data.
+    The stream ends with the exploration.
     """
     media_type = choose_media_type(request, (EVENT_STREAM, JSON))
     if last_event_id:

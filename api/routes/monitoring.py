@@ -1,4 +1,4 @@
-"""What those who run the service ask: is it alive, is it ready, what does it count."""
+"""Health checks and metrics, for those who run the service."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def list_trials(
     """The trials in the order of storing, with outcome, measurement, and predicted and measured peak.
 
     A trial is stored when it ends, so a higher `number` may come first. To follow a running exploration, pass the
-    `end_cursor` of the last page, and not a number: then no trial is missed or repeated.
+    `end_cursor` of the last page and not a number. Then no trial is missed or repeated.
     """
     after = -1 if cursor is None else cursor
     stored = read_trials(service.database, job.id, after=after, limit=limit + 1)

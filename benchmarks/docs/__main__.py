@@ -1,7 +1,7 @@
 """Rewrites the generated sections of README.md and docs/.
 
 python -m benchmarks.docs            # rewrites them
-python -m benchmarks.docs --check    # fails if a page says something else
+python -m benchmarks.docs --check    # fails if a page is not current
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.check:
                 page.write_text(new)
     if options.check and stale:
-        print(f"not what benchmarks/results/ and the schema say: {', '.join(stale)}. Run python -m benchmarks.docs")
+        print(f"not current with benchmarks/results/ and the schema: {', '.join(stale)}. Run python -m benchmarks.docs")
     return int(options.check and bool(stale))
 
 

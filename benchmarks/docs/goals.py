@@ -1,4 +1,4 @@
-"""What recommendations are held to, beside what was measured."""
+"""The goals for recommendations, beside what was measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DETERMINISM = "tests/workers/replay/test_search.py"
 
 
 def goals() -> str:
-    """A line a goal that was measured; nothing where no results exist."""
+    """Return a line for each goal that was measured; goals without results are left out."""
     sources: tuple[tuple[str, Callable[[Row], Iterator[Goal]]], ...] = (
         ("h200-replay", of_replay),
         ("h200-explorations", of_explorations),
@@ -35,7 +35,7 @@ def goals() -> str:
 
 
 def in_short() -> str:
-    """The figures that a person who has one minute reads."""
+    """Return the few figures for a reader who has one minute."""
     replay, gains, runs = find("h200-replay"), find("h200-gains"), find("h200-explorations")
     if replay is None or gains is None or runs is None:
         return ""

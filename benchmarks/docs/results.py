@@ -1,4 +1,4 @@
-"""Raw results, the one table renderer, and how figures are written."""
+"""Raw results, the table renderer, and the format of figures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def facts(rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def goal_table(rows: Iterable[tuple[str, str, bool, str]]) -> str:
-    """What was aimed at, whether it was reached, and what was measured."""
+    """A goal, whether it was reached, and what was measured."""
     return table(
         rows,
         {

@@ -1,4 +1,4 @@
-"""Which marked section of README.md and docs/ shows what."""
+"""The marked sections of README.md and docs/, each with the function that fills it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.docs import attention, context_parallel, fields, goals, kernels, models, mutation, results, search
+from benchmarks.docs import (
+    attention,
+    context_parallel,
+    fields,
+    goals,
+    kernels,
+    models,
+    mutation,
+    results,
+    search,
+    trainers,
+)
 from benchmarks.docs.results import ROOT, Row
 
 MARKER = re.compile(r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<old>.*?)<!-- /(?P=name) -->", re.DOTALL)
@@ -15,7 +26,7 @@ CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
 
 
 def of_result(render: Callable[[Row], str], *names: str) -> str:
-    """What all of these results that exist say; nothing if none does."""
+    """Return the tables of those results that exist; an empty text if there are none."""
     return "\n".join(render(found) for name in names if (found := results.find(name)) is not None)
 
 
@@ -29,6 +40,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gains": partial(of_result, models.gains, "h200-gains"),
     "fidelity": partial(of_result, models.fidelity, "h200-fidelity"),
     "transformers": partial(of_result, models.transformers, "h200-transformers"),
+    "compositions": partial(of_result, trainers.compositions, "h100-real-trainers"),
+    "real-trainers": partial(of_result, trainers.trainers, "h100-real-trainers"),
     "strategies": partial(of_result, search.strategies, "h200-replay"),
     "rivals": partial(of_result, search.rivals, "h200-replay"),
     "reliability": partial(of_result, search.reliability, "h200-replay"),
@@ -59,7 +72,7 @@ def pages() -> list[Path]:
 
 
 def fill(text: str) -> str:
-    """`text` with every marked section written anew.
+    """Return `text` with every marked section filled again.
 
     Raises:
         ValueError: a marker has no partner, or names a section that nothing fills.

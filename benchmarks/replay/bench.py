@@ -1,4 +1,4 @@
-"""One strategy's view of a recorded device: it tries candidates, and pays for the components that are new to it."""
+"""One strategy's view of a recorded device: it tries candidates, and is charged for components that are new to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrialBench:
         return row if row is not None and self.truth.legal_C[row] else None
 
     def refuse(self) -> None:
-        """Note a try that no prediction admits: it would have run out of memory. It costs no seconds here."""
+        """Count a try that would have run out of memory by prediction. It costs no seconds here."""
         self.tries.append(Try(None, None, self.clock()))
 
     def run(self, row: int) -> float | None:

@@ -1,8 +1,8 @@
-"""Whether a confidence means what it says: reliability, expected calibration error, Brier score.
+"""Whether confidences are right: reliability, expected calibration error, Brier score.
 
-A line with confidence c forecasts the probability (c + 0.5) / 100, since it is floored. The constant forecaster always
-says the share that came true, known in hindsight: no constant does better. Intervals are bootstrapped over tables, as
-the lines of one table are not independent.
+A line with confidence c forecasts the probability (c + 0.5) / 100, because c is rounded down. The constant forecaster
+always forecasts the share that came true, known in hindsight; no constant does better. Intervals are bootstrapped over
+tables, because the lines of one table are not independent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Sums:
 
 
 def calibrate(lines_by_table: Mapping[str, Sequence[Line]], *, seed: int = 0) -> dict[str, Any] | None:
-    """Everything about the lines of all tables; null if there are none."""
+    """Return the calibration of the lines of all tables; null if there are none."""
     sums = [_Sums.of(lines) for lines in lines_by_table.values() if lines]
     if not sums:
         return None

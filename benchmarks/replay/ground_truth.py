@@ -1,4 +1,4 @@
-"""What is true of a recorded table: the throughput of every candidate, and what it costs to try them all."""
+"""The ground truth of a recorded table: the throughput of every candidate, and the cost of trying them all."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from workers.replay.recording import Recording, RecordingError
 class GroundTruth:
     """A recorded table with its answers. Axes: C candidates, in the order of `table`.
 
-    The truth of a candidate is its whole model where that was timed, else its components composed from all their runs
-    and multiplied by the median ratio of whole to composed throughput, so that both are on one scale. A candidate is
-    feasible if its composed bytes are within the limit and its whole model, where it was run, did not fail.
+    The truth of a candidate is its whole model if that was timed. Otherwise it is composed from all runs of its
+    components and multiplied by the median ratio of whole to composed throughput, so that both are on one scale. A
+    candidate is feasible if its composed bytes are within the limit and its whole model did not fail, if it was run.
     """
 
     name: str
@@ -117,7 +117,7 @@ class GroundTruth:
         return 1.0 - float(self.tokens_C[self.table.row[candidate]]) / self.best
 
     def is_within_tolerance(self, candidate: Candidate) -> bool:
-        """What a confidence is the probability of."""
+        """Whether a candidate is within the tolerance of the best, whose probability a confidence states."""
         return self.regret(candidate) <= self.request.tolerance
 
     def describe(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The product's search with several trials in flight against itself with one, in virtual time."""
+"""Compares the product's search with several trials in flight and with one, in virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.replay.runs import Run, read_truth, run_search
 
 ELAPSED_SHARE = 0.4
 """Of the time with one trial in flight: the goal for four."""
-REGRET_ROOM = 0.0005  # what a mean regret may be larger by, to count as the same: a twentieth of a tolerance of 1%
+REGRET_ROOM = 0.0005  # mean regrets that differ by at most this count as the same: a twentieth of a tolerance of 1%
 
 
 def compare_in_flight(paths: Sequence[Path], in_flight: int, seeds: int, processes: int) -> dict[str, Any]:

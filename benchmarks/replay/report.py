@@ -1,4 +1,4 @@
-"""The comparison as a person reads it."""
+"""Prints the comparison for a person."""
 
 from __future__ import annotations
 

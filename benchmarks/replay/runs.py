@@ -27,7 +27,7 @@ from workers.replay.devices import RecordedDevices
 
 OURS = "bexp"
 SAMPLERS = (OURS, *STOCK_SAMPLERS)
-"""What a request can name as its sampler: all of them run through the product's search."""
+"""The samplers that a request can name. All of them run through the product's search."""
 STRATEGIES: Mapping[str, Strategy] = {
     "powers of two": strategies.powers_of_two,
     "backing off from the top": strategies.backing_off_from_the_top,
@@ -42,7 +42,7 @@ NUM_SEEDLESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A BEXP202 line: what it claimed, whether that was so, and after how many device seconds."""
+    """A BEXP202 line: its confidence, whether it was right, and after how many device seconds it came."""
 
     confidence: int
     within_tolerance: bool
@@ -124,7 +124,7 @@ def run_search(truth: GroundTruth, seed: int, in_flight: int = 1, sampler: str =
 
 
 def run_strategy(truth: GroundTruth, name: str, seed: int) -> Run:
-    """One of the others."""
+    """Run one of the other strategies."""
     bench = TrialBench(truth, seed)
     started = time.perf_counter()
     chosen = STRATEGIES[name](bench, seed)

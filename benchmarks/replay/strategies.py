@@ -1,8 +1,8 @@
-"""What people do instead of a search: sizes in a row, from the top, by bisection, a few of them, or all candidates.
+"""What people do instead of a search: try sizes upwards, from the top, by bisection, a few of them, or all candidates.
 
-Each works on the plain candidate of a micro-batch size (torch's default attention, the default expert back end, no
-tiling, no recomputation), as the tools do that it is named after. A size that the product would leave out as predicted
-not to fit counts as an out-of-memory here, at no cost.
+Each strategy uses the plain candidate of a micro-batch size (torch's default attention, the default expert back end, no
+tiling, no recomputation), as does the tool that it is named after. A size that the product would leave out, because it
+is predicted not to fit, counts as an out-of-memory error that costs nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _sizes(truth: GroundTruth) -> tuple[int, ...]:
 
 
 def _plain(truth: GroundTruth, size: int) -> Candidate:
-    """The least that the request allows beside the size."""
+    """Return the plainest settings that the request allows."""
     request, report = truth.request, truth.report
     policies = request.recompute_policies
     attention = request.attention_backends

@@ -17,11 +17,11 @@ Activation = Literal["silu", "gelu", "relu"]
 
 
 def activate(x: Tensor, activation: Activation, *, gated: bool, row_weights: Tensor | None = None) -> Tensor:
-    """`act(x)`, or `act(gate) * up` where x is (..., 2H) with the gate in front (Shazeer, 2020, arXiv:2002.05202).
+    """Return `act(x)`, or `act(gate) * up` if x is (..., 2H) with the gate in front (Shazeer, 2020, arXiv:2002.05202).
 
-    `row_weights` (rows,) multiplies the rows of a two-dimensional result. Gated or weighted, only x and the row weights
-    are kept for backward, which computes the activation again and writes both halves of the gradient in place. The
-    result is recomputable, but for a plain relu's, which is what its own backward keeps.
+    `row_weights` (rows,) multiplies the rows of a two-dimensional result. If the activation is gated or weighted, only
+    x and the row weights are kept for backward, which computes the activation again and writes both halves of the
+    gradient in place. The result is recomputable, except that of a plain relu, whose own backward keeps it.
     """
     if not gated and row_weights is None:
         plain = partial(_forward, activation=activation)

@@ -1,7 +1,7 @@
-"""Back ends of causal attention. Each is pinned: none silently falls back to another.
+"""Back ends of causal attention. None of them falls back to another one silently.
 
-The fused ones call the operators that `scaled_dot_product_attention` dispatches to, because entering `sdpa_kernel` for
-every call costs the host as much as two kernel launches.
+The fused back ends call the operators that `scaled_dot_product_attention` dispatches to, because entering
+`sdpa_kernel` for every call costs the host as much as two kernel launches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROBE_TOKENS = 64
 class AttentionBackend:
     """One implementation of causal attention.
 
-    `run` takes q (B, H, S, D) and k, v (B, G, S, D), G a divisor of H, in any strides with a dense last axis, and
+    `run` takes q (B, H, S, D) and k, v (B, G, S, D), where G divides H. Any strides with a dense last axis will do. It
     returns (B, H, S, D). `unsupported_reason` returns why the back end cannot serve a shape on a device, or null.
     """
 
@@ -39,14 +39,14 @@ class AttentionBackend:
 
 
 def attention_backend(name: str) -> AttentionBackend:
-    """The back end called `name`; ValueError if there is none."""
+    """Return the back end called `name`. Raises ValueError if there is none."""
     if name not in _BACKENDS:
         raise ValueError(f"unknown attention back end '{name}'; there are {', '.join(_BACKENDS)}")
     return _BACKENDS[name]
 
 
 def attention_support(shape: AttentionShape, device: torch.device) -> tuple[Support, ...]:
-    """Whether each back end serves `shape` on `device`, and why not."""
+    """Return whether each back end serves `shape` on `device`, and why not."""
     return tuple(
         Support(backend.name, backend.unsupported_reason(shape, device), backend.stock)
         for backend in _BACKENDS.values()
@@ -54,7 +54,7 @@ def attention_support(shape: AttentionShape, device: torch.device) -> tuple[Supp
 
 
 def default_attention_backend(shape: AttentionShape, device: torch.device) -> str:
-    """The back end that torch's scaled_dot_product_attention picks unasked.
+    """Return the back end that torch's scaled_dot_product_attention picks by itself.
 
     If torch does not say, or picks one that does not serve the shape, the first usable one in torch's order is
     returned.
@@ -101,7 +101,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Memory-efficient attention (Rabe and Staats, 2021, arXiv:2112.05682), from xFormers.
 
-    It has no grouped heads: keys and values are expanded to one for each query head, which takes memory.
+    It does not support grouped heads, so keys and values are expanded to one for each query head. This takes memory.
     """
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -111,13 +111,13 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain matmul, softmax, matmul, with the whole (S, S) score matrix in memory; torch expands groups itself."""
+    """Plain matmul, softmax, matmul. The whole (S, S) score matrix is in memory. torch expands the groups itself."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _expand(q: Tensor, k: Tensor) -> Tensor:
-    """Keys or values repeated to one for each query head."""
+    """Repeat keys or values to one for each query head."""
     group = q.shape[1] // k.shape[1]
     return k if group == 1 else recomputable(lambda x: x.repeat_interleave(group, dim=1), k)
 
@@ -163,7 +163,7 @@ def _try(run: Callable[[Tensor, Tensor, Tensor], Tensor], shape: AttentionShape,
 
 
 def _example(shape: AttentionShape, device: torch.device, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one sequence, laid out as an attention block lays them out."""
+    """Return queries, keys and values of one sequence, in the layout of an attention block."""
     heads, groups = shape.num_heads, shape.num_query_groups
     size = (1, num_tokens, heads + 2 * groups, shape.head_size)
     qkv = torch.randn(size, dtype=shape.dtype, device=device, requires_grad=True)

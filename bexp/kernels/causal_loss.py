@@ -1,7 +1,7 @@
-"""Cross entropy of next tokens, with the projection to the vocabulary inside, chunk by chunk.
+"""Cross entropy of next tokens that includes the projection to the vocabulary and works chunk by chunk.
 
-As `loss.chunked_cross_entropy`, for models as they are trained: some targets are ignored, the sum is divided by a
-number that the caller may give, and the logits may be scaled or capped before the softmax.
+It does what `loss.chunked_cross_entropy` does, and more: some targets are ignored, the caller may give the number that
+the sum is divided by, and the logits may be scaled or capped before the softmax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Pointwise = Callable[[Tensor], Tensor]
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Tokens of a chunk: what 1 GiB of float32 logits holds, between 256 and `CHUNK_TOKENS`."""
+    """Return the tokens of a chunk: as many as 1 GiB of float32 logits holds, but 256 to `CHUNK_TOKENS`."""
     return max(256, min(CHUNK_TOKENS, _MOST_BYTES // (4 * vocab_size)))
 
 
@@ -36,10 +36,10 @@ def causal_cross_entropy(
     ignore_index: int = -100,
     chunk: int | None = None,
 ) -> Tensor:
-    """The summed cross entropy of the targets that are not `ignore_index`, in float32.
+    """Return the sum, in float32, of the cross entropies of all targets that are not `ignore_index`.
 
-    `transform` is applied to the logits (pointwise). The gradients are computed beside the loss and kept until
-    backward: (T, D) in the format of h and that of the weight in float32, if there are several chunks.
+    The pointwise function `transform` is applied to the logits. The gradients are computed together with the loss and
+    kept until backward: (T, D) in the dtype of h for h, and in float32 for the weight if there are several chunks.
     """
     size = chunk or chunk_tokens(weight_VD.shape[0])
     loss: Tensor = _CausalCrossEntropy.apply(  # type: ignore[no-untyped-call]  # untyped in torch
@@ -72,7 +72,7 @@ class _CausalCrossEntropy(Function):
             part = slice(start, min(num_tokens, start + chunk))
             logits = F.linear(h_TD[part], weight_VD, bias_V)
             losses, grad_logits = _losses(logits, targets_T[part], transform, ignore_index, gradient=any(needs))
-            del logits  # before the next chunk's come into being
+            del logits  # before those of the next chunk are made
             total += losses
             if grad_logits is None:
                 continue
@@ -91,7 +91,7 @@ class _CausalCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("backward through the chunked loss a second time: its gradients have been handed over")
+            raise RuntimeError("backward ran twice through the chunked loss, which keeps its gradients only for one")
         grad_h, grad_weight, grad_bias = ctx.gradients
         ctx.gradients = None
         for gradient in (grad_h, grad_weight, grad_bias):
@@ -105,7 +105,7 @@ class _CausalCrossEntropy(Function):
 def _losses(
     logits: Tensor, targets: Tensor, transform: Pointwise | None, ignore_index: int, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's summed loss, and its gradient by the logits in their format; overwrites the logits if it can."""
+    """Return a chunk's summed loss and the gradient of its logits in their dtype; overwrites the logits if possible."""
     leaf = logits
     scores = logits
     if transform is not None:
@@ -128,7 +128,7 @@ def _losses(
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, h: Tensor) -> None:
-    """total (V, D) += grad_logits^T (V, T) h (T, D), summed in float32 where `total` is wider than the factors."""
+    """Compute total (V, D) += grad_logits^T (V, T) h (T, D), summed in float32 if `total` is wider than the factors."""
     if total.dtype is h.dtype:
         total.addmm_(grad_logits.t(), h)
     elif h.device.type == "cuda":

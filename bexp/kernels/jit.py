@@ -9,10 +9,10 @@ import triton
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`: `kernel[grid](...)` launches, and kernels call each other as functions."""
+    """Apply `triton.jit`: `kernel[grid](...)` launches, and kernels call each other as functions."""
     return triton.jit(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`triton.jit` for what is launched: numbers that change with the batch recompile nothing."""
+    """Apply `triton.jit` to a kernel that is launched. It is not recompiled for numbers that change with the batch."""
     return triton.jit(function, do_not_specialize=("num_pairs", "num_blocks"))

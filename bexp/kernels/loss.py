@@ -12,19 +12,19 @@ from torch.autograd.function import once_differentiable
 
 
 def full_cross_entropy(h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor) -> Tensor:
-    """Mean cross entropy with all logits (T, V) in memory, in float32, as a plain call keeps them."""
+    """Return the mean cross entropy. All logits (T, V) are in memory, in float32, as in a plain call."""
     return F.cross_entropy(F.linear(h_TD, weight_VD, bias_V).float(), targets_T)
 
 
 def chunked_cross_entropy(
     h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, chunk_tokens: int
 ) -> Tensor:
-    """The same mean, with the logits of `chunk_tokens` tokens in memory at a time.
+    """Return the same mean, with only the logits of `chunk_tokens` tokens in memory at a time.
 
-    If gradients are enabled, each chunk's gradients are computed right after its logits, while these exist, and kept
-    until backward: (T, D) for the hidden states and one accumulated gradient of the projection (as Liger Kernel's
-    fused linear cross entropy does, Hsu et al., 2024, arXiv:2410.10989). Backward only scales them. Without
-    gradients only the loss is computed.
+    If gradients are enabled, each chunk's gradients are computed while its logits exist, and kept until backward:
+    (T, D) for the hidden states, and one accumulated gradient of the projection. Backward only scales them. Liger
+    Kernel's fused linear cross entropy works in the same way (Hsu et al., 2024, arXiv:2410.10989). If gradients are
+    disabled, only the loss is computed.
     """
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         h_TD, weight_VD, bias_V, targets_T, chunk_tokens, torch.is_grad_enabled()
@@ -69,7 +69,7 @@ class _ChunkedCrossEntropy(Function):
                 grad_weight.addmm_(grad_logits.t(), h)
             if grad_bias is not None:
                 grad_bias += probabilities.sum(dim=0)
-            del logits, grad_logits, log_probabilities, probabilities  # before the next chunk's come into being
+            del logits, grad_logits, log_probabilities, probabilities  # before those of the next chunk are made
         ctx.num_tokens = num_tokens
         ctx.gradients = (grad_h, grad_weight, None if grad_bias is None or bias_V is None else grad_bias)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
@@ -79,7 +79,7 @@ class _ChunkedCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         if ctx.gradients is None:
-            raise RuntimeError("backward through the chunked loss a second time: its gradients have been handed over")
+            raise RuntimeError("backward ran twice through the chunked loss, which keeps its gradients only for one")
         grad_h, grad_weight, grad_bias = ctx.gradients
         ctx.gradients = None
         scale = grad / ctx.num_tokens

@@ -1,4 +1,4 @@
-"""Finds out whether a kernel runs by running it."""
+"""Finds out whether a kernel works on this device, by running it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def failure_of(run: Callable[[], torch.Tensor], device: torch.device) -> str | None:
-    """Run a small forward and backward; null if both work, else why not, in one line.
+    """Run a small forward and backward; return null if both work, else the reason in one line.
 
-    torch warns of every reason for which it refuses a fused kernel, and the last warning says more than the error.
+    torch issues a warning for every reason to refuse a fused kernel. The last warning says more than the error.
     """
     with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
         warnings.simplefilter("always")

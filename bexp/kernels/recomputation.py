@@ -1,4 +1,4 @@
-"""Computing activations again in backward instead of keeping them (Chen et al., 2016, arXiv:1604.06174)."""
+"""Recomputes activations in backward instead of keeping them (Chen et al., 2016, arXiv:1604.06174)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor, early_stop: bool = True) -> Tensor:
-    """`function(*inputs)`, keeping only the inputs; without gradients it is a plain call.
+    """Return `function(*inputs)` and keep only the inputs for backward. Without gradients this is a plain call.
 
-    The recomputation stops at the last tensor that backward needs. If `early_stop` is false it runs to its end, as all
-    but the last block of a layer do if the layer is recomputed as a whole.
+    The recomputation stops at the last tensor that backward needs. If `early_stop` is false, it runs to the end, as
+    every block but the last one does in a layer that is recomputed as a whole.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)

@@ -1,7 +1,7 @@
-"""Router scores become routes and routing weights: softmax, top-k and gather, in one kernel if Triton runs here.
+"""Turns router scores into routes and routing weights (softmax, top-k, gather), in one kernel if Triton runs here.
 
-In plain torch these are eight kernels, forward and backward, and each reads or writes a float for every token and
-expert. If there are many experts and few of them a token, that costs more than the activation of the experts.
+In plain torch this takes eight kernels, forward and backward together. Each reads or writes a float for every token
+and expert. If there are many experts and a small top_k, this costs more than the activation functions of the experts.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.autograd.function import once_differentiable
 from bexp.kernels.triton_support import triton_reason
 
 _MAX_EXPERTS = 1024
-_MAX_TOP_K = 16  # the kernel finds one maximum after the other
+_MAX_TOP_K = 16  # because the kernel finds one maximum after the other
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def route(
     scores_TE: Tensor, forced_TK: Tensor, *, norm_topk_prob: bool, dtype: torch.dtype, fused: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Routes (T, K) int64 and their weights (T, K) in `dtype`, which carry the gradient to the scores.
+    """Return routes (T, K) int64 and their weights (T, K) in `dtype`, through which the scores get their gradient.
 
-    A weight is the softmax over all experts, in float32, of the score of one of the top K, divided by the sum of the K
-    with `norm_topk_prob`. The scores of `forced_TK` (T, K) are raised above all others for the choice alone. The order
-    of a token's routes is left open. `fused` asks for the one kernel or for torch; by default the kernel runs on CUDA,
-    where Triton is installed and for up to 16 of up to 1024 experts.
+    The weights are the K largest values of the softmax over all experts, in float32. If `norm_topk_prob` is set, they
+    are divided by their sum. `forced_TK` (T, K) names experts that are chosen whatever their scores. The order of a
+    token's routes is not defined. `fused` chooses between the kernel and plain torch. By default the kernel is used on
+    CUDA if Triton is installed, for a top_k of up to 16 and up to 1024 experts.
     """
     if fused is None:
         fused = _is_fusible(scores_TE, forced_TK.shape[1])
@@ -51,10 +51,10 @@ def route(
 
 
 def score(h_TD: Tensor, w_router: Tensor) -> tuple[Tensor, Tensor]:
-    """The router's scores (T, E) for hidden states (T, D) and its matrix (E, D), and the hidden states again.
+    """Return the router's scores (T, E) for hidden states (T, D) and its matrix (E, D), and the hidden states again.
 
-    What the experts take must be the second result: its gradient is then added to the router's within the product that
-    makes the latter, and not in one more pass over memory. Within torch.compile the compiler sees to it.
+    Give the second result to the experts. Its gradient is then added within the product that computes the router's
+    gradient, which saves one pass over memory. In a compiled graph, the compiler does this by itself.
     """
     if torch.compiler.is_compiling():
         return F.linear(h_TD, w_router), h_TD
@@ -75,7 +75,7 @@ class _Score(Function):
         needs_h, needs_w = ctx.needs_input_grad
         grad_h = None
         if needs_h:
-            # In place: experts make a gradient of their own. What only passes another's on is a view or expanded.
+            # In place, because the experts' gradient is their own tensor. A shared one would be a view or expanded.
             is_own = grad_TD.is_contiguous() and not grad_TD._is_view()
             grad_h = grad_TD.addmm_(grad_TE, w_router) if is_own else torch.addmm(grad_TD, grad_TE, w_router)
         return grad_h, grad_TE.t() @ h_TD if needs_w else None

@@ -1,4 +1,4 @@
-"""The router's kernels: a program takes some tokens, with the scores of all experts in registers."""
+"""The router's kernels. Each program takes some tokens and holds the scores of all experts in registers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ELEMENTS = 4096  # scores a program holds
 def route(
     scores_TE: Tensor, forced_TK: Tensor, norm_topk_prob: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Routes, weights, and a token's logarithm of what its exponentials were divided by with the sum of its weights."""
+    """Return routes, weights, and each token's log-sum-exp and sum of the chosen probabilities, shape (2, T)."""
     num_tokens, num_experts = scores_TE.shape
     top_k = forced_TK.shape[1]
     routes = torch.empty_like(forced_TK)
@@ -41,7 +41,7 @@ def route(
 
 @launched_where_it_lies
 def route_backward(scores_TE: Tensor, routes_TK: Tensor, normalizers: Tensor, grad_TK: Tensor) -> Tensor:
-    """The gradient of the scores."""
+    """Return the gradient of the scores."""
     num_tokens, num_experts = scores_TE.shape
     grad_scores = torch.empty_like(scores_TE)
     bins, block = _blocks(num_experts)
@@ -130,12 +130,12 @@ def _route_backward(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The backward of the softmax: p (g - sum(p g)), where g is the gradient of a token's probabilities p.
+    """Write the backward of the softmax: p (g - sum(p g)), where g is the gradient of a token's probabilities p.
 
     g is zero except for the token's routes.
 
-    A share of 0 means that the weights are the probabilities themselves. Else they were divided by it, and g is what
-    the quotient makes of the gradient of the weights: less its mean over the weights, over the share.
+    A share of 0 means that the weights are the probabilities themselves. Otherwise the weights are the probabilities
+    divided by the share, and g = (grad - sum(weights * grad)) / share, where grad is the gradient of the weights.
     """
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = tokens < num_pairs

@@ -1,4 +1,4 @@
-"""The router's kernels as operators of torch, through which torch.compile builds one graph instead of breaking it."""
+"""The router's kernels as torch operators, so that torch.compile does not break the graph at them."""
 
 from __future__ import annotations
 

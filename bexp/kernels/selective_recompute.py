@@ -1,8 +1,8 @@
-"""Selective recomputation: forward discards some results after their last use, and backward computes them again.
+"""Selective recomputation: forward discards some results after their last use, and backward recomputes them.
 
-What an operation keeps for backward passes through `torch.autograd.graph.saved_tensors_hooks`. If a result was
-announced as recomputable, the hook keeps a recipe instead: the function, and the tensors or recipes that it starts
-from. Megatron-Core's output-discarding recomputation has the same effect; this one is built on autograd's hooks.
+Every tensor that an operation saves for backward passes through `torch.autograd.graph.saved_tensors_hooks`. If a
+result was marked as recomputable, the hook saves a recipe instead: the function, and the tensors or recipes that it
+starts from. Megatron-Core's output-discarding recomputation has the same effect; this one is built on autograd's hooks.
 
 torch's selective checkpointing (`create_selective_checkpoint_contexts`) does not serve here. It asks a policy in Python
 at every dispatched operator in both passes, which costs the host several times what the hooks cost. It sees no operator
@@ -28,11 +28,11 @@ Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 @contextmanager
 def selective_recompute(*, products: bool) -> Iterator[None]:
-    """Within the context, results of `recomputable` are not kept for backward; matrix products only if `products`.
+    """Within the context, results of `recomputable` are not kept for backward. Matrix products are, unless `products`.
 
-    A result that was changed in place since it was announced is kept after all; a change to what a recipe starts from
-    is an error in backward, as it is for what autograd keeps. Gradients are those of the same kernels on the same
-    numbers. The graph can be run through again if it is retained, but not differentiated twice.
+    A result that was changed in place after it was marked is kept after all. If a tensor that a recipe starts from is
+    changed in place, backward raises an error, as autograd does for its saved tensors. Gradients come from the same
+    kernels on the same numbers. Backward can run again if the graph is retained, but there are no second derivatives.
     """
     announced = _Announced(products)
     token = _ANNOUNCED.set(announced)
@@ -44,10 +44,10 @@ def selective_recompute(*, products: bool) -> Iterator[None]:
 
 
 def recomputable(function: Callable[..., Results], *inputs: Tensor, product: bool = False) -> Results:
-    """`function(*inputs)`, which backward may compute again; a `product` is a matrix product, or made from one.
+    """Return `function(*inputs)`, which backward may recompute. `product` marks matrix products and their results.
 
-    The function must not depend on what changes between the passes, and its operations must not keep their own result
-    for backward. Outside `selective_recompute` this is a plain call.
+    The function must not depend on anything that changes between forward and backward, and its operations must not save
+    their own results for backward. Outside `selective_recompute` this is a plain call.
     """
     results = function(*inputs)
     announce(results, function, *inputs, product=product)
@@ -60,11 +60,11 @@ def announce(
     *inputs: Tensor,
     product: bool = False,
 ) -> None:
-    """As `recomputable`, for results that exist already: `function(*inputs)` without gradients must equal them.
+    """Mark results that exist already as recomputable: `function(*inputs)` without gradients must equal them.
 
     If several results share a storage, the first of them stands for it.
     """
-    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep
+    if torch.compiler.is_compiling():  # the compiler itself chooses what to keep
         return
     announced = _ANNOUNCED.get()
     if announced is not None and (announced.products or not product):
@@ -72,7 +72,7 @@ def announce(
 
 
 class _Recipe:
-    """How to compute results again. They are held from the first request until every saved tensor has been fetched."""
+    """How to recompute results. They are held from the first request until every saved tensor has been fetched."""
 
     def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: tuple[_Packed, ...]) -> None:
         self._function = function
@@ -83,17 +83,17 @@ class _Recipe:
         self._results: tuple[Tensor, ...] | None = None
 
     def count(self) -> None:
-        """One more saved tensor is a result of this."""
+        """Count one more saved tensor that is a result of this recipe."""
         self._num_saved += 1
         self._num_left += 1
 
     def results(self) -> tuple[Tensor, ...]:
-        """All results; they are computed unless they are held."""
+        """Return all results, computed unless they are held."""
         if self._results is not None:
             return self._results
         for packed, version in zip(self._inputs, self._versions, strict=True):
             if isinstance(packed, Tensor) and packed._version != version:
-                raise RuntimeError("a tensor that backward recomputes from has been modified by an inplace operation")
+                raise RuntimeError("a tensor needed to recompute in backward has been modified by an inplace operation")
         with torch.no_grad():
             found = self._function(*(_view(packed) for packed in self._inputs))
         results = found if isinstance(found, tuple) else (found,)
@@ -102,7 +102,7 @@ class _Recipe:
         return results
 
     def fetch(self) -> None:
-        """One saved tensor has been fetched; after the last one the results are let go."""
+        """Count a saved tensor that has been fetched; free the results after the last one."""
         self._num_left -= 1
         if self._num_left == 0:
             self._results, self._num_left = None, self._num_saved
@@ -123,7 +123,7 @@ _Packed = Tensor | _Discarded
 
 
 class _Announced:
-    """The recipes by storage. A recipe is valid as long as its storage lives, because an address may be reused."""
+    """The recipes by storage. A recipe is valid only while its storage lives, because an address may be reused."""
 
     def __init__(self, products: bool) -> None:
         self.products = products
@@ -135,7 +135,7 @@ class _Announced:
         function: Callable[..., Tensor | tuple[Tensor, ...]],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Remember how to compute `results` again."""
+        """Remember how to recompute `results`."""
         recipe = _Recipe(function, tuple(self._packed(x) for x in inputs))
         fresh = set()
         for i, result in enumerate(results):
@@ -146,7 +146,7 @@ class _Announced:
                 fresh.add(key)
 
     def pack(self, tensor: Tensor) -> _Packed:
-        """The hook: a recipe in place of an announced tensor."""
+        """The hook: return a recipe in place of a marked tensor."""
         packed = self._packed(tensor)
         if isinstance(packed, _Discarded):
             packed.recipe.count()

@@ -1,4 +1,4 @@
-"""What a kernel must know of a model before it can say whether it serves it."""
+"""The shapes from which a kernel decides whether it supports a model."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class ExpertsShape:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Whether a back end serves a shape on a device: `reason` is null if it does, and else says why not.
+    """Whether a back end serves a shape on a device. `reason` is null if it does, otherwise it says why not.
 
-    `stock` marks back ends that an ordinary framework has. `only_when_named` marks those that a search leaves out
-    unless somebody asks for them by name: they exist to be compared with.
+    `stock` marks back ends that torch itself has. `only_when_named` marks back ends for comparison, which a search
+    leaves out unless they are named.
     """
 
     name: str

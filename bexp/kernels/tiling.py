@@ -1,7 +1,7 @@
-"""BTA (batch tiling on attention): a block runs tile by tile over the batch, and each tile runs again in backward.
+"""BTA (batch tiling on attention): a block runs over the batch tile by tile, and each tile runs again in backward.
 
-Attention mixes the tokens of a sequence but never two sequences. Tiling the batch therefore changes neither the output
-nor the gradients, while the activations of the block exist for one tile at a time.
+Attention mixes the tokens of a sequence but never two sequences. So tiling the batch changes neither the output nor the
+gradients, and the activations of the block exist for only one tile at a time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from bexp.kernels.recomputation import recomputed
 def tiled(
     function: Callable[[Tensor], Tensor], x_BSD: Tensor, tile: int | None, *, keep_inputs_only: bool = True
 ) -> Tensor:
-    """`function(x)` in tiles of `tile` sequences, which divides the batch; null runs the batch whole.
+    """Return `function(x)`, computed in tiles of `tile` sequences. `tile` divides the batch; null means no tiling.
 
-    If `keep_inputs_only`, all that is kept of a tile for backward is its input, a view of x; a tile as large as the
-    batch is one recomputed block. If not, nothing will be differentiated, and the tiles run forward only.
+    If `keep_inputs_only` is set, only the input of each tile, a view of x, is kept for backward. A tile as large as the
+    batch is one recomputed block. If it is not set, nothing is differentiated, and the tiles only run forward.
     """
     if tile is None:
         return function(x_BSD)

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run on a device, and why not. Triton itself is optional: a machine without a GPU has none."""
+"""Finds out whether Triton kernels run on a device. Triton is optional, because machines without a GPU have none."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _BULK_COPY_BYTES = 16
 
 @functools.cache
 def triton_reason(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on `device`, found without compiling one; null if nothing is known against it."""
+    """Return why no Triton kernel can run on `device`; null if no reason is known. Nothing is compiled for this."""
     if device.type != "cuda":
-        return "its Triton kernels need a CUDA device"
+        return "Triton kernels need a CUDA device"
     if find_spec("triton") is None:
         return "Triton is not installed"
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST_CAPABILITY:
-        return f"its Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
+        return f"Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
     return None
 
 
 def triton_failure(run: Callable[[], torch.Tensor], device: torch.device) -> str | None:
-    """Compile and run a small forward and backward; null if both work, else why not, in one line."""
+    """Compile and run a small forward and backward; return null if both work, else the reason in one line."""
     from triton.errors import TritonError  # noqa: PLC0415 - optional
 
     try:
@@ -46,7 +46,7 @@ def triton_failure(run: Callable[[], torch.Tensor], device: torch.device) -> str
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """The multiprocessors of a CUDA device; 1 for the CPU, where Triton's interpreter runs."""
+    """Return the number of multiprocessors of a CUDA device; 1 for the CPU, where Triton's interpreter runs."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
@@ -57,7 +57,7 @@ def has_bulk_copies(device: torch.device) -> bool:
 
 
 def fits_bulk_copies(*tensors: torch.Tensor) -> bool:
-    """Whether descriptors can be made: contiguous, the base and the rows of each a multiple of 16 bytes."""
+    """Whether tensor descriptors can be made: tensors are contiguous, and base and rows are multiples of 16 bytes."""
     return all(
         tensor.is_contiguous()
         and tensor.numel() > 0
@@ -68,20 +68,20 @@ def fits_bulk_copies(*tensors: torch.Tensor) -> bool:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous from a multiple of 16 bytes on, as descriptors want it; a slice of a flat parameter may not be."""
+    """Return `x` contiguous and aligned to 16 bytes, as descriptors need it. A slice of a flat parameter may not be."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % _BULK_COPY_BYTES == 0 else tensor.clone()
 
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: make it this one."""
+    """Make `device` the current device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def launched_where_it_lies(
     function: Callable[Concatenate[torch.Tensor, P], R],
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
-    """`function`, whose kernels run on the device of its first tensor, whichever device is the current one."""
+    """Wrap `function` so that its kernels run on the device of its first tensor, whichever device is current."""
 
     @functools.wraps(function)
     def launch(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:

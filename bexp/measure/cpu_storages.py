@@ -1,4 +1,4 @@
-"""How many bytes tensors hold on the CPU, where no allocator counts them."""
+"""Counts the bytes that tensors hold on the CPU, where no allocator counts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the storages that operations create under it until each is freed, in backward as well.
+    """Counts the storages that operations create within its context until each is freed, in backward as well.
 
     Storages that exist before are not counted if their tensors are given as `ignore`. Buffers that live within one
     operation are not seen. The counts depend on shapes alone, so they repeat exactly.

@@ -23,7 +23,7 @@ from bexp.measure.timing import (
 MAX_QUEUED_LAUNCHES = 800
 """The driver blocks the host at about 1024 queued launches; a batch stays below that."""
 FASTEST_LAUNCH_SECONDS = 2.5e-6
-"""No host issues an eager operation faster. Issue seconds divided by this bound the number of launches."""
+"""The least host seconds of one eager operation. Issue seconds divided by this bound the number of launches."""
 SLEEP_MARGIN = 1.5
 DEVICE_BOUND = 1.2
 """If the device takes this many times as long as the issue, the host stays ahead by itself."""
@@ -39,7 +39,7 @@ longer. One of 16 agrees with what a further layer adds to a model (benchmarks/L
 """
 HOST_REPEATS = 5
 BLOCKED_SHARE = 0.9
-"""If issuing a repeat took the host this share of the device's sleep, the host was waiting for the device."""
+"""If the host takes this share of the device's sleep to issue a repeat, it was waiting for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +171,12 @@ class CudaTimer:
         return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
 
     def _run_once(self, passes: Passes, *, sleep_seconds: float) -> PassSample:
-        """One repeat, as slow as on the slowest device of all processes: they decide on it what comes next."""
+        """One repeat with the times of the slowest process. All processes decide by it what to do next."""
         (own,) = self._run(passes, repeats=1, sleep_seconds=sleep_seconds)
         return PassSample(*self.reducer.all_reduce_max(own.forward, own.backward, own.host))
 
     def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
-        """Issue `repeats` repeats after a sleep of the device, then wait for all of them."""
+        """Put the device to sleep, issue `repeats` repeats, and wait for all of them."""
         torch.cuda.synchronize(self._device)
         if sleep_seconds > 0:
             torch.cuda._sleep(int(sleep_seconds * self._cycles_per_second))
@@ -211,7 +211,7 @@ class CudaTimer:
         return events, host
 
     def _measure_clock(self) -> float:
-        """How many cycles of `torch.cuda._sleep` the device passes in a second."""
+        """Return how many cycles of `torch.cuda._sleep` the device runs in a second."""
         cycles = 2_000_000
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(cycles)

@@ -23,13 +23,13 @@ CALM_POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DeviceConditions:
-    """What was read off a device during the timed repeats; null is what it does not tell.
+    """The state of a device during the timed repeats; a field is null if the device does not report it.
 
-    Clocks (MHz), of the multiprocessors unless they say memory, and power (watts) are medians; `sm_clock_min_mhz` is
-    the lowest clock seen, `sm_clock_max_mhz` the highest that the device has, `temperature_celsius` the highest seen.
-    `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and `foreign_bytes`
-    count other processes, and memory of others, that appeared since the job began. `foreign_busy_share` is the share
-    (0..1) of the device's time, `host_busy_share` that of the host's CPU time, that others used.
+    `sm_clock_mhz` and `memory_clock_mhz` (MHz) and `power_watts` are medians. `sm_clock_min_mhz` is the lowest clock
+    that was seen, `sm_clock_max_mhz` the highest that the device has, and `temperature_celsius` the highest value seen.
+    `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and `foreign_bytes` are
+    other processes, and their memory, that appeared since the job began. `foreign_busy_share` is the share (0..1) of
+    the device's time that others used, `host_busy_share` the share of the host's CPU time.
     """
 
     sm_clock_mhz: float | None = None
@@ -46,7 +46,7 @@ class DeviceConditions:
 
 
 class DeviceMonitor:
-    """Watches the device around the trials of a process; without a `gpu` it looks at the host alone."""
+    """Watches the device during the trials of a process. If there is no `gpu`, it watches only the host."""
 
     def __init__(self, gpu: Gpu | None = None, foreign_processes: GpuProcessMonitor | None = None) -> None:
         self._gpu = gpu
@@ -85,7 +85,7 @@ class _Samples:
 
 
 class Watch:
-    """Entered around the timed repeats, once or several times; `poll` is called within.
+    """A context around the timed repeats, entered once or several times. The timer calls `poll` within it.
 
     There is no thread beside the timing: it would take the interpreter's lock from the host that is being timed, and
     NVML locks in the driver that launches wait for. The timer calls `poll` itself when it has issued its repeats
@@ -159,7 +159,7 @@ class Watch:
 
 
 def _host_seconds() -> tuple[float, float]:
-    """Seconds that all CPUs of the host have had, and those that other processes used, also within a container."""
+    """Return the CPU seconds of the whole host, and those that other processes used; works in a container, too."""
     times, own = psutil.cpu_times(), time.process_time()
     idle = times.idle + getattr(times, "iowait", 0.0)
     busy = times.user + times.system + times.nice + getattr(times, "steal", 0.0)

@@ -11,17 +11,20 @@ import psutil
 from bexp.measure.nvml import Gpu
 
 APPEARED_BYTES = 256 << 20
-"""If memory outside our allocator grows by more than this within a timing, somebody else took it.
+"""If memory outside our allocator grows by more than this during a timing, another process took it.
 
 A CUDA context takes more than this; our own kernels and libraries, once warm, take nothing more.
 """
 OWN_GROWTH_BYTES = 2 << 30
-"""What our own loaded modules and the local memory of kernels may take, outside the allocator, between two timings."""
+"""What our own loaded modules and kernels may take outside the allocator between two timings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignProcesses:
-    """What others have taken of the device since the job began; `busy_share` (0..1) of its time is null if unknown."""
+    """What other processes have taken of the device since the job began.
+
+    `busy_share` (0..1) is their share of the device's time, null if it is not known.
+    """
 
     processes: int = 0
     held_bytes: int = 0
@@ -34,10 +37,10 @@ class ForeignProcesses:
 class GpuProcessMonitor:
     """Notices processes that come to the device while a job runs.
 
-    It looks at two things, because a container need not show the processes of another: process ids that were not there
-    when the job began, and memory in use beyond what this process's allocator holds. That memory also contains the
-    runtime's context, loaded kernels and whoever was there before, which are known at the beginning. Kernels that this
-    process loads later are told from another process by when, and by how much, the memory grows.
+    A container may hide the processes of another container, so this looks at two things: process ids that were not
+    there when the job began, and memory in use beyond what this process's allocator holds. That memory also contains
+    the runtime's context, loaded kernels, and the memory of processes that were there before. Their size is known at
+    the beginning. The time and the size of a growth tell a new process from kernels that this process loads later.
 
     Args:
         gpu: the device.
@@ -69,7 +72,7 @@ class GpuProcessMonitor:
         """A job begins; returns the bytes that others hold now, null if unknown.
 
         A profiler process that replaces another within a job passes on what that one returned (`others_bytes`), so that
-        whoever came since counts as foreign.
+        processes that came since count as foreign.
         """
         level = self._level()
         self._known, self._accounted, self._grown = self._gpu.processes() or frozenset(), level, 0
@@ -84,7 +87,7 @@ class GpuProcessMonitor:
         return others_bytes
 
     def start(self) -> None:
-        """A timing starts: what grew since the last one may be our own."""
+        """Call this when a timing starts: memory that grew since the last timing may be our own."""
         self._since = int(time.time() * 1e6)
         self._look(tolerated=OWN_GROWTH_BYTES)
         level = self._level()
@@ -92,23 +95,23 @@ class GpuProcessMonitor:
             self._accounted = level
 
     def look(self) -> None:
-        """Look within a timing: what grows now belongs to another process."""
+        """Call this during a timing: memory that grows now belongs to another process."""
         self._look(tolerated=APPEARED_BYTES)
 
     def find(self) -> ForeignProcesses:
-        """Who has come, and their share of the device's time since `start`."""
+        """Return the other processes that came, and their share of the device's time since `start`."""
         self.look()
         present = self._gpu.processes() or frozenset()
         came = present - self._known - self._own
         if came:
             came -= {child.pid for child in psutil.Process().children(recursive=True)}
         shares = self._gpu.busy_shares(self._since) if self._own and self._since else None
-        others = present - self._own  # drivers also tell of processes that are gone
+        others = present - self._own  # drivers also list processes that have ended
         foreign = None if shares is None else min(1.0, sum(shares.get(pid, 0.0) for pid in others))
         return ForeignProcesses(len(came), self._grown, foreign)
 
     def _look(self, *, tolerated: int) -> None:
-        """Follow others' memory: somebody came if it grew too much, and left when most of the growth is free again."""
+        """Detect other processes by memory: one came if it grew too much, and left if most of that is free again."""
         level = self._level()
         if level is None or self._accounted is None:
             return

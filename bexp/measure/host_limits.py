@@ -1,4 +1,4 @@
-"""The host of a profiler: its cores, its memory, and the limit that a job may use of that memory."""
+"""The host of a profiler: its cores, its memory, and the memory limit of a job."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 MEMORY_SHARE = 0.6
-"""The share of the memory available when the profiler starts that a job on the CPU may use by default."""
+"""The default limit of a job on the CPU, as a share of the memory that is available when the profiler starts."""
 DATA_SLACK_BYTES = 64 << 20
-"""What the interpreter itself may take on top of a job's limit."""
+"""Bytes that the interpreter itself may take on top of a job's limit."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")

@@ -1,4 +1,4 @@
-"""How many bytes a module's forward leaves alive, and how many its passes need at the most."""
+"""Measures the bytes that a module's forward saves for backward, and the peak of its passes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bexp.measure.passes import MeteredPasses, join_gradients
 class ActivationBytes:
     """Bytes over the level before the forward.
 
-    `saved` includes the output, which is the next layer's input and is not counted there again. Parameters, their
-    gradients, the inputs and the incoming gradients belong to others and are not counted; the gradients of the inputs
-    are. In eval mode `saved` is the output alone and `backward_peak` is 0.
+    `saved` includes the output, which is the next layer's input and is not counted there again. The gradients of the
+    inputs are counted. Parameters, their gradients, the inputs and the incoming gradients are not, because they belong
+    to others. In eval mode `saved` is the output alone and `backward_peak` is 0.
     """
 
     saved: int
@@ -28,7 +28,7 @@ class ActivationBytes:
 def measure_memory(passes: MeteredPasses, device: torch.device) -> ActivationBytes:
     """Run one forward and backward under a meter, without recomputation of the whole module.
 
-    On CUDA, run the passes once before, so that the libraries' workspaces exist already.
+    On CUDA, the caller must have run the passes once before, so that the libraries' workspaces exist already.
     """
     gc.collect()
     passes.release()

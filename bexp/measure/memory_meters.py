@@ -1,4 +1,4 @@
-"""How many bytes tensors hold on a device, and the most they held."""
+"""Meters of the bytes that tensors hold on a device, and of their peak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ByteMeter(Protocol):
         """Bytes allocated now."""
 
     def peak(self) -> int:
-        """Most bytes allocated at a time since `reset_peak`."""
+        """The most bytes that were allocated at one time since `reset_peak`."""
 
     def reset_peak(self) -> None:
         """Begin a new peak."""
@@ -62,8 +62,8 @@ class CudaMeter:
 class HostMeter:
     """Counts the storages that operations create, but not those that exist already.
 
-    Everything runs eagerly within the context: compiled code allocates without telling, and torch never again compiles
-    what it has once met under a dispatch mode. The meter does not see what the compiler saves by fusing.
+    Everything runs eagerly within the context, for two reasons: the meter cannot see the allocations of compiled code,
+    and torch never compiles code that once ran under a dispatch mode. So the meter does not see what fusing saves.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:

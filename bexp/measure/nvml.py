@@ -56,7 +56,7 @@ class Gpu:
         return _ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_MEM)))
 
     def power_watts(self) -> float | None:
-        """The power that the board draws."""
+        """The power that the board draws, in watts."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3)
 
     def temperature_celsius(self) -> int | None:
@@ -71,18 +71,18 @@ class Gpu:
         return tuple(name for bit, name in CLOCK_REASONS.items() if (bits or 0) & bit)
 
     def used_bytes(self) -> int | None:
-        """Memory in use, by whomever."""
+        """Bytes of memory in use by all processes."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used))
 
     def processes(self) -> frozenset[int] | None:
-        """Ids of the processes with a context, in whatever process namespace the driver shows.
+        """Ids of the processes with a context, in the process namespace that the driver shows.
 
         Within a container these may be all processes, the container's own, or none.
         """
         return _ask(lambda: frozenset(int(p.pid) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
 
     def busy_shares(self, since_microseconds: int) -> dict[int, float] | None:
-        """The share (0..1) of the device's time of each process: the mean of the driver's samples since that moment."""
+        """Return each process's share (0..1) of the device's time: the mean of the driver's samples since then."""
 
         def query() -> dict[int, float]:
             shares: dict[int, list[float]] = {}

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Passes(Protocol):
-    """What a timer runs: a forward and, in training, a backward, each with its untimed preparation.
+    """What a timer runs: a forward and, in training, a backward. Each has an untimed preparation.
 
-    `is_chainable` tells whether `run_chain` works. A timer calls the four methods in their order here, those of
-    backward only if `training`.
+    `is_chainable` tells whether `run_chain` works. A timer calls the four methods in the order in which they stand
+    here, and those of backward only if `training` is set.
     """
 
     training: bool
@@ -38,7 +38,7 @@ class Passes(Protocol):
 
 
 class MeteredPasses(Protocol):
-    """What the measurement of memory runs: a forward whose outputs it takes over, and what exists without it."""
+    """What the measurement of memory runs: a forward that hands over its outputs, and the tensors alive before it."""
 
     training: bool
 
@@ -52,10 +52,10 @@ class MeteredPasses(Protocol):
         """All tensors that are alive before the forward: parameters, buffers, gradients, inputs."""
 
     def without_recomputation(self) -> AbstractContextManager[None]:
-        """Within the context, the module is not recomputed as a whole; what it recomputes inside stays so."""
+        """Within the context, the module is not recomputed as a whole. Recomputation inside it is not changed."""
 
     def metered_forward(self) -> list[Tensor]:
-        """The tensors that the forward returns; in training those of them that a backward can start from."""
+        """Run the forward and return its tensors; in training only those that a backward can start from."""
 
 
 class ModulePasses:
@@ -117,11 +117,11 @@ class ModulePasses:
         return [*state, *gradients, *self._main_gradients]
 
     def without_recomputation(self) -> AbstractContextManager[None]:
-        """Nothing to do: this class does not know how its module recomputes."""
+        """Does nothing, because this class does not know how its module recomputes."""
         return nullcontext()
 
     def prepare_forward(self) -> None:
-        """Leave the hidden states where the previous layer's output would be: just written."""
+        """Write the hidden states once more, as the previous layer would just have done."""
         self._output = None
         self._outputs = []
         for x in self._inputs:
@@ -143,7 +143,7 @@ class ModulePasses:
             self._output = self.module(*self._arguments, **self._keywords)
 
     def prepare_backward(self) -> None:
-        """Leave the incoming gradients where the next layer's backward would have them: just written."""
+        """Write the incoming gradients once more, as the next layer's backward would just have done."""
         self._outputs = _differentiable(self._output)
         self._output = None
         assert self._outputs, "backward follows a forward whose output requires grad"
@@ -180,7 +180,7 @@ class ModulePasses:
             torch.autograd.backward(x, torch.ones_like(x))
 
     def metered_forward(self) -> list[Tensor]:
-        """Run the module; the caller owns the output."""
+        """Run the module; the output belongs to the caller."""
         with torch.set_grad_enabled(self.training):
             output = self.module(*self._arguments, **self._keywords)
         return _differentiable(output) if self.training else _tensors(output)
@@ -195,7 +195,7 @@ class ModulePasses:
 
 
 def join_gradients(outputs: list[Tensor]) -> Tensor:
-    """A scalar whose backward gives each of `outputs` a gradient."""
+    """Return a scalar whose backward gives each of `outputs` a gradient."""
     scalar: Tensor = _IncomingGradients.apply(*outputs)  # type: ignore[no-untyped-call]  # untyped in torch
     return scalar
 
@@ -208,13 +208,13 @@ class _IncomingGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        """A scalar; only the outputs' shapes are remembered."""
+        """Return a scalar; only the shapes of the outputs are remembered."""
         ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
-        """Zeros like the outputs."""
+        """Return zeros like the outputs."""
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 

@@ -1,4 +1,4 @@
-"""Times the passes of a module: repeats them until the median is known well enough, or the time is up."""
+"""Times the passes of a module. It repeats them until the median is known well enough, or the time is used up."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class BlockTimer(Protocol):
         """Run the passes until they are as fast as they get."""
 
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
-        """Repeat the passes and time them; `poll` is called when a look at the device disturbs nothing."""
+        """Repeat the passes and time them. `poll` is called when it cannot disturb the timing."""
 
 
 def standard_error(samples: list[float]) -> float:
@@ -130,7 +130,7 @@ def summarize(samples: list[PassSample]) -> Timing:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector off within the context; garbage from before is collected first."""
+    """Switch the garbage collector off within the context, after collecting once."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -155,7 +155,7 @@ class HostTimer:
         self.reducer: Reducer = LocalReducer()
 
     def warm_up(self, passes: Passes) -> None:
-        """Run once, and again if that was short: threads, caches and oneDNN's primitives exist afterwards."""
+        """Run once, and again if that was short. Afterwards threads, caches and oneDNN's primitives exist."""
         started = time.perf_counter()
         _time_once(passes)
         (seconds,) = self.reducer.all_reduce_max(time.perf_counter() - started)

@@ -23,18 +23,18 @@ _PINNED = {
     "efficient": ("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "math": ("math", SDPBackend.MATH),
 }
-"""How each back end is called in a registered name ("flash" in one makes transformers prepare masks for another
-package), and torch's name of it."""
+"""The name of each back end within the name that is registered, and torch's name of it. (transformers prepares
+masks for another package if a registered name contains "flash".)"""
 _MASKLESS = ("flash",)
 
 
 def set_attention(
     module: Any, attention: str | None, changes: Changes, *, recompute_core: bool = False, strict: bool = False
 ) -> None:
-    """Set the implementation that `attention` names; `recompute_core` computes its core again in backward.
+    """Set the attention implementation called `attention`. `recompute_core` recomputes its core in backward.
 
-    A pinned flash back end takes no mask. A call with one goes to torch's choice of back end, with one warning; with
-    `strict` it fails. Raises SettingsError if the model's class cannot have it.
+    A pinned flash back end takes no mask. A call with a mask runs on the back end that torch chooses, after one
+    warning; if `strict` is set, it fails. Raises SettingsError if the model's class does not support the setting.
     """
     if attention is None and not recompute_core:
         return
@@ -62,7 +62,7 @@ def set_attention(
 
 
 def registered_name(attention: str, *, recompute_core: bool = False, strict: bool = False) -> str:
-    """The name under which transformers finds `attention`; registers it on first use."""
+    """Return the name under which transformers finds `attention`; it is registered on first use."""
     base, _, backend = attention.partition(":")
     if not backend and not recompute_core:
         return base
@@ -74,7 +74,7 @@ def registered_name(attention: str, *, recompute_core: bool = False, strict: boo
 
 
 def _checked(module: Any, base: str) -> None:
-    """Ask the library whether the class can have `base`, since it judges by names that it knows."""
+    """Ask the library whether the class supports `base`, because the library knows only its own names."""
     if base == "eager":
         return
     try:
@@ -95,7 +95,7 @@ def _register(name: str, base: str, backend: str, *, recompute_core: bool, stric
     if base == "eager":
         raise SettingsError("the core of eager attention belongs to each model: it cannot be recomputed alone")
     if base not in functions:
-        raise SettingsError(f"transformers knows no attention '{base}': {', '.join(sorted(functions.valid_keys()))}")
+        raise SettingsError(f"transformers has no attention '{base}': {', '.join(sorted(functions.valid_keys()))}")
     function: Callable[..., Any] = functions[base]
     if backend:
         function = _pinned(function, backend, strict=strict)

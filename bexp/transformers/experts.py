@@ -1,4 +1,4 @@
-"""The experts implementation of a model: transformers' own by name, or our kernels under names of their own.
+"""The experts implementation of a model: one of transformers' own, or our kernels under names of their own.
 
 transformers calls `function(module, hidden_states, top_k_index, top_k_weights)`, with the weights `gate_up_proj`
 (E, 2H, D) and `down_proj` (E, D, H), or transposed in some classes. Our kernels read both layouts as they lie.
@@ -32,21 +32,21 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def expert_modules(module: nn.Module) -> list[nn.Module]:
-    """The modules that call the implementation that is set."""
+    """Return the modules that call the implementation that is set."""
     return [part for part in module.modules() if hasattr(part, "is_concatenated") and hasattr(part, "has_gate")]
 
 
 def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_operator: bool = False) -> None:
-    """Set the implementation that `experts` names.
+    """Set the experts implementation called `experts`.
 
-    `as_operator` calls the fused kernels as an operator of torch, which policies by operation can see. Raises
-    SettingsError, with the reason, if the model or the device cannot have it.
+    `as_operator` calls the fused kernels as an operator of torch, so that recomputation policies by operation can see
+    it. Raises SettingsError, with the reason, if the model or the device does not support it.
     """
     if experts is None:
         return
     modules = expert_modules(module)
     if not modules:
-        raise SettingsError(f"{type(module).__name__} has no experts that transformers lets one choose")
+        raise SettingsError(f"{type(module).__name__} has no experts whose implementation can be chosen")
     if experts in OURS:
         for part in modules:
             reason = unsupported_reason(part, experts)
@@ -56,7 +56,7 @@ def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_
         for part in modules:
             changes.set(part, "_bexp_as_operator", as_operator)
         if as_operator and _first_weight(modules[0]).is_cuda:
-            import_module("bexp.kernels.experts.fused.operators")  # what keeps results by operator must find it
+            import_module("bexp.kernels.experts.fused.operators")  # policies that keep results by operator must find it
     configs = _configs(modules)
     for config in configs:
         before = getattr(config, "_experts_implementation_internal", None)
@@ -74,9 +74,9 @@ def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_
 
 
 def unsupported_reason(module: nn.Module, experts: str) -> str | None:
-    """Why our implementation `experts` does not serve this module of experts; null if it does."""
+    """Return why our implementation `experts` cannot run this module; null if it can."""
     if not getattr(module, "is_concatenated", True):
-        return "gate and up projections are interleaved; our kernels want them one behind the other"
+        return "gate and up projections are interleaved; our kernels need them one after the other"
     if getattr(module, "has_bias", False):
         return "these experts have biases; our kernels have none"
     if getattr(module, "has_post_expert_norm", False):
@@ -84,9 +84,9 @@ def unsupported_reason(module: nn.Module, experts: str) -> str | None:
     if getattr(module, "_is_expert_parallel", False):
         return "these experts are spread over devices"
     if not _default_gate(module):
-        return f"{type(module).__name__} gates its experts in a way of its own"
+        return f"{type(module).__name__} has its own way of gating experts"
     if _activation(module) is None:
-        return f"our kernels know no activation {type(getattr(module, 'act_fn', None)).__name__}"
+        return f"our kernels do not support the activation {type(getattr(module, 'act_fn', None)).__name__}"
     weight = _first_weight(module)
     if not isinstance(weight, Tensor) or weight.ndim != 3:
         return "the experts' weights are not stored in one tensor"
@@ -173,7 +173,7 @@ def _hopper_grouped(
 def _reference(
     x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
 ) -> Tensor:
-    """The same with one product an expert, for devices without our kernels."""
+    """Compute the same with one product for each expert, for devices without our kernels."""
     from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - kept light
     from bexp.kernels.experts.loop import grouped_gemm  # noqa: PLC0415
     from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415
@@ -183,7 +183,7 @@ def _reference(
 
 
 def _device_reason(experts: str, weight: Tensor) -> str | None:
-    """Why the kernels do not run where the weights are. On the host a plain loop stands in for them."""
+    """Return why the kernels cannot run on the device of the weights. On the CPU a plain loop replaces them."""
     if weight.device.type != "cuda":
         return None
     from bexp.kernels.triton_support import triton_reason  # noqa: PLC0415 - kept light
@@ -202,7 +202,7 @@ def _device_reason(experts: str, weight: Tensor) -> str | None:
 
 
 def _kernel_reason(experts: str, module: nn.Module, weight: Tensor) -> str | None:
-    """Why the back end itself refuses these experts, which it finds out by running on a few numbers."""
+    """Return why the back end refuses these experts; it is tried on a small example."""
     if weight.device.type != "cuda":
         return None
     from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
@@ -223,7 +223,7 @@ def _kernel_reason(experts: str, module: nn.Module, weight: Tensor) -> str | Non
 
 
 def _compute_dtype(hidden_states: Tensor, weight: Tensor) -> torch.dtype:
-    """What the products run in: autocast's format where it is on, as for any matrix product, else the weights'."""
+    """Return the dtype of the matrix products: autocast's if it is on, as for any matrix product, else the weights'."""
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

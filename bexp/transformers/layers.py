@@ -1,4 +1,4 @@
-"""Where a model's decoder layers are, and what mixes the tokens in one of them."""
+"""Finds a model's decoder layers, and the modules in them that mix tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def configurations(module: nn.Module) -> list[Any]:
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model in order; `module` itself if it is one layer.
 
-    They are the outermost list of as many modules as the configuration has layers, that with most parameters if there
-    are several; else the outermost modules that transformers can checkpoint. Empty if there is neither.
+    They are the outermost list with as many modules as the configuration has layers; if there are several such lists,
+    the one with the most parameters. Otherwise they are the outermost modules that transformers can checkpoint. The
+    result is empty if there are none.
     """
     if is_layer(module):
         return [module]

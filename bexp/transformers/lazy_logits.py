@@ -1,4 +1,4 @@
-"""Logits that are computed when somebody looks at them."""
+"""Logits that are computed only when their values are needed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _POINTWISE = frozenset(
         torch.Tensor.to,
     }
 )
-"""What models do to logits before the loss: scaling, capping, a change of format."""
+"""The operations that models apply to logits before the loss: scaling, capping, a change of dtype."""
 _METADATA = frozenset(
     {"size", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "__hash__", "__len__", "element_size"}
 )
 
 
 class LazyLogits(Tensor):
-    """The logits (..., V) of a head, as the hidden states (..., D) and the weight (V, D) that make them.
+    """The logits (..., V) of a head, held as the hidden states (..., D) and the weight (V, D) that they follow from.
 
-    Multiplying by a number, tanh and changes of format are noted down, and the result is lazy, too. Any other use
-    computes the logits, once, with gradients as usual. So a loss can compute them chunk by chunk, and nobody notices.
+    Multiplying by a number, tanh and changes of dtype are recorded, and their result is lazy, too. Any other use
+    computes the logits once, with gradients as usual. A loss can therefore compute them chunk by chunk, and no other
+    code has to know.
     """
 
     _hidden: Tensor
@@ -69,7 +70,7 @@ class LazyLogits(Tensor):
 
     @property
     def transform(self) -> Callable[[Tensor], Tensor] | None:
-        """What is done to the products, number by number; null if nothing is."""
+        """The elementwise function that is applied to the products; null if there is none."""
         steps = self._steps
         if not steps:
             return None
@@ -96,7 +97,7 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note a pointwise step down, answer what concerns the shape, and compute the logits for anything else."""
+        """Record a pointwise step, answer questions about the shape, and compute the logits for anything else."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _METADATA or (name in {"__get__", "__set__"} and args[0]._answers(func)):
@@ -114,12 +115,12 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own has no type worth keeping
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the logits for what reaches the operators past `__torch_function__`."""
+        """Compute the logits for operations that bypass `__torch_function__`."""
         computed = torch.utils._pytree.tree_map_only(cls, cls.compute, (args, kwargs or {}))
         return func(*computed[0], **computed[1])
 
     def _answers(self, func: Any) -> bool:
-        """Whether an attribute belongs to the logits whether they are there or not."""
+        """Whether an attribute can be read without computing the logits."""
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         return owner in {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta"}
 

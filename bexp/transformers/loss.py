@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def set_loss(model: Any, changes: Changes, *, chunk: int | None = None) -> None:
-    """Chunk the loss of a causal language model. SettingsError, with the reason, if its class cannot have that."""
+    """Chunk the loss of a causal language model. Raises SettingsError if its class does not allow that."""
     from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415 - optional
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -94,7 +94,7 @@ def _chunked_loss(library: Callable[..., Tensor], chunk: int | None) -> Callable
 
 
 def _is_sharded_alone(head: nn.Module) -> bool:
-    """Whether fully_shard was called on the head itself, so that its weight is gone again when the loss runs."""
+    """Whether fully_shard was called on the head itself, so that its whole weight is freed before the loss runs."""
     return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
 
 

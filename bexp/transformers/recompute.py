@@ -1,7 +1,7 @@
-"""Which activations of a model are computed again in backward (Chen et al., 2016, arXiv:1604.06174).
+"""Sets which activations of a model are recomputed in backward (Chen et al., 2016, arXiv:1604.06174).
 
-Layers are recomputed by transformers' own mechanism: every decoder layer has a flag and a function that runs it. The
-policies by operation use the same function with a rule for each operator's result (torch's selective checkpointing).
+transformers' own mechanism recomputes layers: every decoder layer has a flag and a function that runs it. Policies by
+operation use the same function with a rule for the result of each operator (torch's selective checkpointing).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", 
 def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> None:
     """Set the policy on a model, or on one decoder layer alone.
 
-    A layer alone is recomputed by any policy by layer. Raises SettingsError if the class cannot be checkpointed.
+    Any policy by layer recomputes a layer that is given alone. Raises SettingsError if the class cannot be
+    checkpointed.
     """
     policy = settings.recompute
     if policy in {"none", "selective"}:  # the attention core is recomputed by the attention function itself
@@ -54,7 +55,7 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
     flags = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if not any(hasattr(layer, "gradient_checkpointing") for layer in layers):
         if policy != "full" or not flags:
-            raise SettingsError(f"{type(module).__name__} cannot recompute some of its layers only")
+            raise SettingsError(f"{type(module).__name__} can recompute only all of its layers")
         chosen_parts = flags
     else:
         chosen_parts = [layer for i, layer in enumerate(layers) if i in chosen]

@@ -1,4 +1,4 @@
-"""Setting a model up, and taking that back."""
+"""Sets a model up, and takes that back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from bexp.transformers.undo import Changes
 
 @dataclass(frozen=True)
 class Applied:
-    """What was set on a model. `undo` takes it back; what was wrapped since must have been unwrapped before."""
+    """What was set on a model. `undo` takes it back; wrappers that were added since must be removed first."""
 
     settings: Settings
     done: tuple[str, ...]
     _changes: Changes = field(repr=False)
 
     def undo(self) -> None:
-        """Leave the model as it was. A second call does nothing."""
+        """Restore the model as it was. A second call does nothing."""
         self._changes.undo()
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Applied:
 
 
 def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk: int | None = None) -> Applied:
-    """Set `settings` on a model of transformers, or on one decoder layer alone.
+    """Set `settings` on a transformers model, or on one decoder layer alone.
 
     A layer alone has no loss: `loss` is left out there. Weights keep their names, shapes and places. The allocator is
     the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned attention back end fails where
@@ -59,7 +59,7 @@ def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk
 def _steps(
     module: nn.Module, settings: Settings, changes: Changes, *, strict: bool, chunk: int | None
 ) -> list[tuple[str, Callable[[], None]]]:
-    """Each setting that differs from the library's, in words, and what sets it. Inner modules come first."""
+    """Yield each setting that differs from the library's, in words, with its setter. Inner modules come first."""
     steps: list[tuple[str, Callable[[], None]]] = []
     core = settings.recompute == "selective"
     by_operation = settings.recompute in OPERATION_POLICIES

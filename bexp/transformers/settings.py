@@ -21,7 +21,7 @@ _EXPERTS = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class SettingsError(ValueError):
-    """A setting that does not exist, or that this model or this device cannot have; the message says why."""
+    """The setting does not exist, or this model or device does not support it; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""
         if self.attention is not None and not _ATTENTION.fullmatch(self.attention):
-            raise SettingsError(f"'{self.attention}' is no name of an attention implementation")
+            raise SettingsError(f"'{self.attention}' is not the name of an attention implementation")
         if self.attention is not None and ":" in self.attention and not self.attention.startswith("sdpa:"):
-            raise SettingsError(f"only sdpa has back ends to pin, not '{self.attention}'")
+            raise SettingsError(f"only sdpa has back ends that can be pinned, not '{self.attention}'")
         if self.experts is not None and not _EXPERTS.fullmatch(self.experts):
-            raise SettingsError(f"'{self.experts}' is no name of an experts implementation")
+            raise SettingsError(f"'{self.experts}' is not the name of an experts implementation")
         if not self._known_policy():
             known = ", ".join(("none", *LAYER_SHARES, "first_N", *OPERATION_POLICIES, *MODULE_POLICIES))
-            raise SettingsError(f"'{self.recompute}' is no recomputation policy of a transformers model: {known}")
+            raise SettingsError(f"'{self.recompute}' is not a recomputation policy of a transformers model: {known}")
         if self.bta_tile is not None and self.bta_tile < 1:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
         if self.loss not in {"library", "chunked"}:
@@ -73,7 +73,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """The settings in a JSON object. SettingsError for a name that does not exist."""
+        """Return the settings in a JSON object. Raises SettingsError for a name that does not exist."""
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
             raise SettingsError(f"unknown settings: {', '.join(unknown)}")

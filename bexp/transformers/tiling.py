@@ -1,8 +1,8 @@
 """BTA, batch tiling on attention, around a model's own attention modules.
 
-Attention mixes the tokens of a sequence but never sequences. So the module runs over the batch tile by tile, and each
-tile runs again in backward: the output and the gradients stay what they are, and the module's activations exist for one
-tile at a time.
+Attention mixes the tokens of a sequence but never sequences. So the module can run over the batch tile by tile, and
+each tile runs again in backward. The output and the gradients do not change, and the module's activations exist for
+one tile at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def set_tile(module: nn.Module, tile: int | None, changes: Changes) -> None:
-    """Tile the attention modules of a model, or of one decoder layer. SettingsError if none is found."""
+    """Tile the attention modules of a model, or of one decoder layer. Raises SettingsError if none is found."""
     if tile is None:
         return
     layers = decoder_layers(module)
@@ -35,10 +35,10 @@ def set_tile(module: nn.Module, tile: int | None, changes: Changes) -> None:
 
 
 def tiled_forward(forward: Callable[..., Any], tile: int) -> Callable[..., Any]:
-    """`forward` in tiles of `tile` sequences; the last tile is smaller if the batch is no multiple of it.
+    """Run `forward` in tiles of `tile` sequences. The last tile is smaller if the batch is not a multiple of `tile`.
 
-    The first tensor (B, S, ...) says what the batch is. Every tensor argument of as many sequences is cut with it, also
-    inside tuples; what is shared by all sequences is passed through. With a cache the module runs whole.
+    The first tensor (B, S, ...) defines the batch size. Every tensor argument with that many sequences is split as
+    well, also inside tuples. Arguments that all sequences share are passed through. With a cache the module runs whole.
     """
 
     @functools.wraps(forward)
@@ -69,7 +69,7 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
 
 
 def _cut(value: Any, *, batch: int, length: int, start: int, tile: int) -> Any:
-    """The tile's share of an argument. Axis 0 is the batch only if what follows can be a sequence."""
+    """Return the tile's part of an argument. Axis 0 is the batch only if the next axis can be a sequence."""
     if isinstance(value, Tensor):
         per_sequence = value.ndim >= 3 or (value.ndim == 2 and value.shape[1] == length)
         return value[start : start + tile] if per_sequence and value.shape[0] == batch else value

@@ -1,4 +1,4 @@
-"""Changes to objects that can be taken back."""
+"""Changes to objects that can be undone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _MISSING = object()
 
 
 class Changes:
-    """A list of changes, each with what takes it back."""
+    """A list of changes, each with a function that undoes it."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of `owner` itself; undoing restores its old value, or that it had none of its own."""
+        """Set an attribute of `owner` itself. Undoing restores its old value, or removes it if there was none."""
         old = vars(owner).get(name, _MISSING)
 
         def undo() -> None:
@@ -28,10 +28,10 @@ class Changes:
         self._undo.append(undo)
 
     def on_undo(self, function: Callable[[], None]) -> None:
-        """Call `function` when the changes are taken back."""
+        """Call `function` when the changes are undone."""
         self._undo.append(function)
 
     def undo(self) -> None:
-        """Take all changes back, the last one first. A second call does nothing."""
+        """Undo all changes, the last one first. A second call does nothing."""
         while self._undo:
             self._undo.pop()()

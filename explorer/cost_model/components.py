@@ -88,8 +88,8 @@ class Component(Frozen):
 
     `micro_batch_size` is 0 for the optimizer and for the communication of gradients and parameters, which do not depend
     on it. A device has the share 1 / `context_parallel_size` of each sequence. Only attention reaches beyond that
-    share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may be
-    chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
+    share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may
+    be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
 
     `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`;
     that of a `shell` names the loss.

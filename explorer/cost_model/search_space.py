@@ -166,7 +166,7 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 
 
 def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
-    """Return the losses that a model's own code may compute; null for the reference layers, whose loss is not chosen."""
+    """Return the losses that a model's own code may compute; null for the reference layers, which have one."""
     return (None,) if isinstance(model, ModelSpec) else request.losses
 
 

@@ -1,1 +1,1 @@
-"""What a person hands in: our own YAML or JSON, a Hugging Face config.json, or a Cerebras Model Zoo YAML."""
+"""The accepted configuration formats: native YAML or JSON, Hugging Face config.json, Cerebras Model Zoo YAML."""

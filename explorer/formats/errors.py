@@ -1,4 +1,4 @@
-"""What pydantic says about the native fields, in the words of the document that a person wrote."""
+"""Translates pydantic's errors about native fields into errors about the fields of the user's document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS_RULE = f"must be a list of {_NAMES}, or 'explore'"
 
 
 def explain(error: ValidationError, sources: Mapping[Location, Location]) -> list[Problem]:
-    """Return each problem once, at the field as the document calls it; `sources` maps native fields to those."""
+    """Return each problem once, at the field of the document; `sources` maps native fields to those."""
     problems: dict[Problem, None] = {}
     for detail in error.errors(include_url=False):
         native, message = _simplify(detail)
@@ -73,7 +73,7 @@ def _related_fields(detail: ErrorDetails, native: Location) -> Sequence[Location
 
 
 def _other_names(fields: Sequence[Location], sources: Mapping[Location, Location]) -> str:
-    """Return what the document calls those of the fields that have another name there, as an addition to a message."""
+    """Return, as an addition to a message, the document's names of those fields that it calls otherwise."""
     names = {str(sources[field][-1]): str(field[-1]) for field in fields if sources.get(field)}
     renamed = [f"{name} is {native}" for name, native in names.items() if name != native]
     return f" (here {', '.join(renamed)})" if renamed else ""

@@ -105,7 +105,7 @@ UNSUPPORTED_TYPES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model type: what transformers fixes in its code, and what its config class assumes.
+    """A model type: the values that transformers fixes in its code, and the defaults of its config class.
 
     `keys` maps fields of ModelSpec to fields of config.json. `defaults` maps fields of config.json to the defaults of
     the config class. `fixed` maps fields of ModelSpec to their only value. `aliases` maps other names of fields of

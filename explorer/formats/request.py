@@ -1,4 +1,4 @@
-"""Any accepted document as an ExplorationRequest, or every problem at the field that a person wrote."""
+"""Reads any accepted document as an ExplorationRequest, or reports every problem at the field where it is."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     """Read a native request, a Hugging Face config.json, or a Cerebras Model Zoo YAML.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
-    request or of a Cerebras run. It is translated for target `bexp`, and kept as it came for any other target.
+    request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
     `overrides` are merged last. Their keys are fields of the native request, nested or dotted:
     `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`.
 
     Raises:
-        FormatError: the document cannot be read. It holds the location of every field at fault, as the document calls
-            the field.
+        FormatError: the document cannot be read. It holds the location, in the document, of every field at fault.
     """
     if not isinstance(document, Mapping):
         raise FormatError([((), "must be a mapping of field names to values")])
@@ -125,7 +124,7 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
 
 
 def _drop_model_changes(changes: dict[str, Any], translation: Translation) -> None:
-    """Take the overrides of `model` away: its length has been read, and no other can be applied to a config.json."""
+    """Remove the overrides of `model`: the length has been read, and no other can be applied to a config.json."""
     model = changes.pop("model", None)
     for key in model if isinstance(model, Mapping) else ():
         if key != "seq_length":
@@ -133,7 +132,7 @@ def _drop_model_changes(changes: dict[str, Any], translation: Translation) -> No
 
 
 def _choose(changes: Mapping[str, Any], document: Mapping[str, Any], key: str) -> Any:
-    """Return a field as overridden, else as the document has it."""
+    """Return the override of a field, else its value in the document."""
     changed = _lookup(changes, (key,))
     return document.get(key) if changed is _ABSENT else changed
 

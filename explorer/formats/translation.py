@@ -1,4 +1,4 @@
-"""Translation of a foreign configuration into the native shape, field by field, so that no field is lost unnoticed."""
+"""Translates a foreign configuration into the native format, field by field, so that no field is lost unnoticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NAMED_KEYS = 12
 
 @dataclass
 class Translation:
-    """A request in the native shape, where each of its values came from, and what could not be translated.
+    """A request in the native format, the source of each of its values, and what could not be translated.
 
     `problems` is a set in the order of insertion. `ignored` are unknown fields that change nothing.
     """
@@ -113,7 +113,7 @@ class Section:
         return choices[value]
 
     def take(self, key: str, target: Location, default: Any = None) -> None:
-        """Copy a field as it is; the native rules judge its value."""
+        """Copy a field unchanged; the native rules check its value."""
         self.translation.put(target, self.get(key, default), self.at(key))
 
     def refuse(self, key: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What is appended to a job's log and streamed; a BEXP line is one rendering of it."""
+"""Events, which are appended to a job's log and streamed. A BEXP line is one way to show an event."""
 
 from __future__ import annotations
 

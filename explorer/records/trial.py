@@ -1,4 +1,4 @@
-"""What the search asks to be measured, and what is kept of it."""
+"""A trial: the request to the profiler, and the stored result."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def count_processes(
 
 
 Measure = Callable[[TrialPlan], Measurement]
-"""Runs a trial. Never raises for what a candidate does: a crash, a hang or an OOM is an `Outcome`."""
+"""Runs a trial. A crash, a hang or an OOM of a candidate is an `Outcome` and never an exception."""
 
 
 class Trial(Frozen):

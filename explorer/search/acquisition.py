@@ -1,4 +1,4 @@
-"""What to measure next: the candidate or the repeated run with the highest expected gain a second.
+"""Chooses what to measure next: the candidate or the repeated run with the highest expected gain per second.
 
 The gain of a new candidate is its expected improvement over the incumbent (Mockus, 1978). Its cost is the seconds that
 its unknown components take to measure.
@@ -22,11 +22,11 @@ from explorer.search.suggestion import Suggestion, measuring_seconds
 NEGLIGIBLE = 0.01
 """A gain below this share of the tolerance is not worth a trial; neither is a rival less likely than this."""
 MOST_RUNS = 4
-"""Most runs of one component: runs within minutes see the same state of the machine, so more tell little."""
+"""The most runs of one component. Runs within minutes see the same state of the machine, so more runs tell little."""
 RIVALS = 3
-"""How many of the incumbent's most likely rivals are considered for another run."""
+"""The number of the incumbent's most likely rivals that are considered for another run."""
 TELLING_SHARE = 0.5
-"""A component is run again if it blurs the difference by at least this share of what the worst component does."""
+"""A component is run again if it adds at least this share of the noise that the noisiest component adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def suggest_measurement(state: SearchState) -> Suggestion | None:
 
 
 def _new_candidate(state: SearchState, costs_K: Floats) -> _Option | None:
-    """The candidate with unknown components whose expected improvement a second is highest."""
+    """Return the candidate with unknown components that has the highest expected improvement per second."""
     posterior, table = state.posterior, state.table
     unknown_A = posterior.wanted_AP.any(axis=1)
     if not unknown_A.any():
@@ -77,7 +77,7 @@ def _new_candidate(state: SearchState, costs_K: Floats) -> _Option | None:
 
 
 def _repeated_run(state: SearchState, costs_K: Floats) -> _Option | None:
-    """Another run of what best tells the incumbent from one of its most likely rivals."""
+    """Return the repeated run that best separates the incumbent from one of its most likely rivals."""
     posterior, tolerance = state.posterior, state.request.tolerance
     incumbent = posterior.incumbent
     if incumbent is None:
@@ -98,7 +98,7 @@ def _repeated_run(state: SearchState, costs_K: Floats) -> _Option | None:
 def _run_of_pair(
     state: SearchState, costs_K: Floats, pair: tuple[int, int], probability_better: float
 ) -> _Option | None:
-    """Another run of the components that most blur the difference between two candidates, whichever they belong to."""
+    """Return another run of the components that add most noise to the difference between two candidates."""
     table, surrogate = state.table, state.surrogate
     rows = state.posterior.rows[list(pair)]
     shares_K = np.zeros((2, len(table.components)))

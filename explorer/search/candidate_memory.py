@@ -1,4 +1,4 @@
-"""The bytes that each candidate needs, as far as is known, and which candidates fit."""
+"""The expected bytes of each candidate, and which candidates fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from explorer.spec.hardware import HardwareSpec
 from explorer.surrogate.gaussian_process import Surrogate
 
 MOST_DEVIATIONS = 4.0
-"""Standard deviations of the predicted bytes within which a candidate must fit to be sure to fit."""
+"""A candidate is sure to fit if it fits with this many standard deviations more than the predicted bytes."""
 
 
 class CandidateMemory:

@@ -1,4 +1,4 @@
-"""What is known of the candidates that may still be the best, and the confidence in one of them."""
+"""The posterior of the candidates that may still be the best, and the confidence in one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A candidate has at most a handful of such components, so together they move it b
 of 1%. Their uncertainty is part of every sample that the confidence counts.
 """
 OPTIMISTIC_DEVIATIONS = 3.5
-"""Standard deviations below the expected seconds that are granted to a candidate before it is ruled out."""
+"""A candidate is ruled out if it is too slow even at this many standard deviations below its expected seconds."""
 MOST_CONFIDENT = 99
 
 
@@ -112,12 +112,12 @@ def compute_posterior(
 
 
 def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
-    """Which components of candidates are neither measured nor predicted well enough, shape (rows, P)."""
+    """Return which components of candidates are neither measured nor predicted well enough, shape (rows, P)."""
     columns = table.columns_CP[rows]
     unsure = table.step_shares(surrogate.device_mean_K, rows) * surrogate.log_std_K[columns] > PREDICTED_STD
     return np.asarray(missing_components(table, surrogate, rows) & (unsure | surrogate.essential_K[columns]))
 
 
 def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
-    """Which components of candidates are not measured, shape (rows, P)."""
+    """Return which components of candidates are not measured, shape (rows, P)."""
     return np.asarray(table.used_CP[rows] & ~surrogate.known_K[table.columns_CP[rows]])

@@ -1,4 +1,4 @@
-"""The Optuna study of one variant: every trial of components is asked from it, and told to it when it is stored."""
+"""The Optuna study of one variant. Every trial of components is asked from it, and told to it once it is stored."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from explorer.search.stock_sampler import STOCK_SAMPLERS, StockCandidateSampler
 from explorer.search.suggestion import Suggestion
 
 CopyStudy = Callable[[str, Study], None]
-"""Is called with a variant's study when it is opened, and after each trial that was stored; must not change it.
+"""A function that is called with a variant's study when it is opened and after each stored trial.
 
-The text tells the studies of a job apart; it is empty for the main variant.
+It must not change the study. Its second argument identifies the study within the job; it is empty for the main
+variant.
 """
 
 

@@ -16,7 +16,7 @@ from explorer.surrogate.whole_model_error import CompositionErrors, Correction, 
 NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64
 MOST_DRAWS = 2**20
-"""Most samples times candidates: while little is known and many candidates are left, fewer samples do."""
+"""The most samples times candidates. Fewer samples are enough while little is known and many candidates are left."""
 
 
 class CandidateThroughput:
@@ -94,7 +94,7 @@ class CandidateThroughput:
         return composed_NA + part_NA + self._correction.expected_errors(rows), tokens_NA
 
     def _correct(self, whole_models: Mapping[int, WholeModelRun]) -> Correction | None:
-        """What the whole models teach; null before one is run."""
+        """The correction that follows from the whole models; null before one is run."""
         if not whole_models:
             return None
         rows_J = np.array(sorted(whole_models), dtype=np.int64)

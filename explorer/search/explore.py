@@ -36,7 +36,7 @@ def explore(
     clock: Callable[[], float] = time.perf_counter,
     prune: PruneSpace = prune_space,
 ) -> Iterator[Progress]:
-    """Run a request on a device and hand out what is learnt, step by step; the last step has the answer.
+    """Run a request on a device and yield the results step by step. The last step has the answer.
 
     Each `Progress` must be stored before the next is asked for.
 

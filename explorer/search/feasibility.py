@@ -1,4 +1,4 @@
-"""What failed: components, candidates, and every candidate that would need at least as much."""
+"""Tracks failures: components, candidates, and every candidate that would need at least as much memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from explorer.spec.candidate import Candidate
 from explorer.surrogate.observations import ObservationLog
 
 BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
-"""Outcomes that less memory does not prevent, so a recomputing block fails as well."""
+"""Outcomes that do not depend on memory, so that a recomputing block fails as well."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Failures:
         return len(self.components) + len(self.candidates)
 
     def learn(self, measurement: Measurement) -> None:
-        """Keep why a trial failed. A trial that ran, or whose device was disturbed, is no failure."""
+        """Record why a trial failed. A trial that ran, or whose device was disturbed, is not a failure."""
         if measurement.outcome in {Outcome.OK, Outcome.CONTAMINATED}:
             return
         reason = measurement.reason or measurement.outcome.value
@@ -41,13 +41,13 @@ class Failures:
             self._broken.add(measurement.failed_component)
 
     def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
-        """Rule a candidate out; if its whole model was `too_large`, also all that are composed to need as much."""
+        """Rule a candidate out. If its whole model was `too_large`, also rule out all that need as much as composed."""
         self.candidates.setdefault(candidate, reason)
         if too_large:
             self._too_large.add(candidate)
 
     def rejected(self, table: SpaceTable, required_C: Floats) -> Mask:
-        """Rows that are ruled out, given the bytes that each is composed to need, shape (C,)."""
+        """Return the rows that are ruled out, given their composed bytes, shape (C,)."""
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
         if self._too_large:
@@ -55,7 +55,7 @@ class Failures:
         return rejected_C
 
     def failing(self, table: SpaceTable, log: ObservationLog) -> Mask:
-        """Rows that use a component that failed, or a larger one of the same sort, shape (C,)."""
+        """Return the rows that use a component that failed, or a larger one of the same kind, shape (C,)."""
         if not self.components and not log.num_contaminated:
             return np.zeros(len(table.candidates), dtype=np.bool_)
         failing_K = np.array([self._fails(c, log) for c in table.components])
@@ -70,7 +70,7 @@ class Failures:
 
 
 def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
-    """Whether `component` does at least what `failed` could not do.
+    """Whether `component` does at least the work at which `failed` failed.
 
     A recomputing block runs everything that the plain block runs, so it helps if memory was short, not if the block is
     `broken`.

@@ -1,4 +1,4 @@
-"""The trials of a job, which all its variants share, and what is left of the budget."""
+"""The trials of a job, which all its variants share, and the remaining budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.options import Budget
 
 GRACE = 2.0
-"""Comparisons may use this many times the budget, so that every answer has them."""
+"""Comparisons may use this multiple of the budget, so that every answer has them."""
 HOPELESS_FAILURES = 5
 HOPELESS_CONTAMINATED = 4 * CONTAMINATED_ATTEMPTS
 

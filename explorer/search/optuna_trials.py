@@ -14,7 +14,7 @@ from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.training import Sharding
 
 MEASUREMENT = "measurement"
-"""User attribute: what a trial has measured, a `Measurement` as JSON."""
+"""User attribute: the `Measurement` of a trial, as JSON."""
 TRIAL_NUMBER = "bexp_trial"
 """User attribute: the number of the trial in its job; a study counts only the trials of its variant."""
 REASON = "reason"

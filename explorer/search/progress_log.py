@@ -1,4 +1,4 @@
-"""From a trial and its events to the `Progress` that is handed out: one step, with the recommendation if it changed."""
+"""Turns a trial and its events into a `Progress`: one step, with the recommendation if it changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the search of one model variant knows, and which candidate it would recommend."""
+"""The state of the search of one model variant: its knowledge, and the candidate that it would recommend."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BestCandidate:
 
 
 class SearchState:
-    """Everything that is known about one model variant: what was measured, what failed, and the posterior of the rest.
+    """Everything that is known about one model variant: measurements, failures, and the posterior of the rest.
 
     It depends on the seed and the set of trials, not on their order, so a resumed exploration goes the way it would
     have gone. `legal` marks the rows of the table that may be recommended; other rows (a base outside the space) are
@@ -126,7 +126,7 @@ class SearchState:
             self._refresh()
 
     def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
-        """Never recommend `candidate`; if it was `too_large`, nor any other that is expected to need as many bytes."""
+        """Rule `candidate` out. If it was `too_large`, also rule out those that are expected to need as many bytes."""
         self._failures.reject(candidate, reason, too_large=too_large)
         self._refresh()
 
@@ -243,7 +243,7 @@ class SearchState:
         return int(posterior.rows[best]), float(faster[best])
 
     def to_repeat(self, measurement: Measurement) -> Suggestion | None:
-        """What to measure again after a contaminated measurement; null if nothing, or if it was tried too often."""
+        """Return what to repeat after a contaminated measurement; null if nothing, or after too many attempts."""
         row = self.table.row.get(measurement.candidate)
         if row is None or measurement.outcome is not Outcome.CONTAMINATED:
             return None

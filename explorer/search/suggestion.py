@@ -1,4 +1,4 @@
-"""A suggestion: which components of which candidate to measure, why, and how long that takes."""
+"""A suggestion: the candidate and its components to measure, the reason, and the time that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs trials: one at a time, or several at once."""
+"""The interface to run trials, one at a time or several at once."""
 
 from __future__ import annotations
 

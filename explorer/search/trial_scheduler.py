@@ -1,4 +1,4 @@
-"""The trials of a variant: queued, begun, in flight, and learnt from as they end."""
+"""Schedules the trials of a variant: it queues and starts them, and the state learns from each when it ends."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TrialScheduler:
         self._due.extend(TrialRequest(part) for part in others)
 
     def queue(self, suggestion: Suggestion) -> None:
-        """Queue what the search itself needs."""
+        """Queue a trial that the search itself needs."""
         self._due.extend(TrialRequest(part) for part in self._split(suggestion))
 
     def begin_due(self) -> bool:
@@ -139,7 +139,7 @@ class TrialScheduler:
         return CompletedTrial(trial, running.asked)
 
     def repeat_contaminated(self, trial: Trial) -> None:
-        """Queue again what was timed on a shared or throttled device; each run may be followed by another."""
+        """Queue components again that were timed on a shared or throttled device. This may happen several times."""
         suggestion = self._state.to_repeat(trial.measurement)
         if suggestion is not None:
             self._due.append(TrialRequest(suggestion))
@@ -151,7 +151,7 @@ class TrialScheduler:
         return measurement, self._clock() - started
 
     def _split(self, suggestion: Suggestion) -> tuple[Suggestion, ...]:
-        """Share the components out among the trials that may be in flight, so that each has about as much to do."""
+        """Divide the components among the trials that may be in flight, so that each takes about the same time."""
         most = max(1, min(self._executor.capacity, self._history.trials_left(self._context.index)))
         return split_suggestion(suggestion, most, self._table, self._state.surrogate)
 

@@ -1,4 +1,4 @@
-"""What the search of one variant works with, and shares with the job's other variants."""
+"""The context of the search of one variant: its model and device, and what it shares with the job's other variants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VariantContext:
 
     @property
     def num_query_groups(self) -> int:
-        """What tells the variants of a job apart."""
+        """The value that identifies a variant within its job."""
         return self.model.query_groups
 
     @property

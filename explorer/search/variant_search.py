@@ -35,7 +35,7 @@ from explorer.search.verification import NextCheck, WholeModels, next_comparison
 from explorer.spec.candidate import Candidate
 
 MOST_COMPARISONS = 6
-"""Most trials in a row for the answer's comparisons: each measures what another needs, or learns that it cannot."""
+"""The most trials in a row for the answer's comparisons. Each measures what another needs, or finds that it cannot."""
 
 
 class VariantSearch:
@@ -98,7 +98,7 @@ class VariantSearch:
         self._log.resume(self._recommend())
 
     def _measure_communication(self) -> Iterator[Progress]:
-        """Measure what devices exchange, on all of them, once for each sharding: no other component predicts it."""
+        """Measure communication on all devices, once for each sharding, because no other component predicts it."""
         for communication in self._table.communications:
             known = self._state.measured.get(communication)
             if known is not None and known.host_once_seconds is not None:  # earlier versions left out the host
@@ -107,7 +107,7 @@ class VariantSearch:
             candidate = next(c for c in candidates if c.sharding is communication.sharding)
             row = self._table.row[candidate]
             if self._state.is_open(row):
-                yield from self._run(Suggestion(row, (communication,), reason="what devices exchange"))
+                yield from self._run(Suggestion(row, (communication,), reason="communication between devices"))
 
     def _finish_contaminated(self) -> Iterator[Progress]:
         """Repeat a contaminated trial that was the last before a resume."""
@@ -118,7 +118,7 @@ class VariantSearch:
                 yield from self._report(completed)
 
     def _search(self) -> Iterator[Progress]:
-        """Keep as many trials in flight as there may be, while they are worth it."""
+        """Keep as many trials in flight as allowed, while they are worth it."""
         while True:
             while self._scheduler.has_room and self._begin_next():
                 pass
@@ -171,7 +171,7 @@ class VariantSearch:
             yield from self._report(completed)
 
     def _report(self, completed: CompletedTrial) -> Iterator[Progress]:
-        """Hand out a trial that has ended; the study is told, and copied, once the trial is stored."""
+        """Yield a trial that has ended. Once it is stored, tell it to the study and copy the study."""
         trial, suggestion = completed.trial, completed.asked.suggestion
         events = [trial_event(trial, suggestion, trial.seconds)]
         ok, candidate = trial.measurement.outcome is Outcome.OK, trial.candidate

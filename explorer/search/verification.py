@@ -1,4 +1,4 @@
-"""Which whole model is run next, and what the ones that were run change."""
+"""Chooses the whole models to run, and applies their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
 ATTEMPTS = 4
-"""Most whole models of one variant: one may not fit after all, and an answer that changes is checked again."""
+"""The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
 RUNNER_UP_ATTEMPTS = 3
 """After this many whole models no runner-up is run."""
 NEGLIGIBLE = 0.01

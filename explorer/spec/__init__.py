@@ -1,1 +1,1 @@
-"""What is asked: model, training, routing, hardware, candidate, request."""
+"""The specification of an exploration: model, training, routing, hardware, candidate, request."""

@@ -1,4 +1,4 @@
-"""Context parallelism: which devices share a sequence, and what each layout leaves the busiest of them to compute.
+"""Context parallelism: which devices share a sequence, and how much work each layout gives to the busiest of them.
 
 Attention passes keys and values around a ring of devices (Ring Attention, Liu et al., 2023, arXiv:2310.01889). The
 layout `ring` gives each device a contiguous piece, `striped` every N-th token (Brandon et al., 2023, arXiv:2311.09431),

@@ -1,4 +1,4 @@
-"""What a model runs on: measured peaks and the kernels that exist there."""
+"""The hardware that a model runs on: measured peaks, and the kernels that can be used there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Positive = Annotated[float, Field(gt=0)]
 class BackendSupport(Frozen):
     """Whether a kernel back end can serve a model on a device.
 
-    `stock` marks back ends that an ordinary framework has. `reason` says why a back end is not usable.
+    `stock` marks back ends that torch itself has. `reason` says why a back end cannot be used.
     `only_when_named` marks back ends that are explored only if the request names them.
     `context_parallel` says whether an attention back end serves sequences that several devices share, and
     `context_parallel_reason` says why it does not.
@@ -77,7 +77,7 @@ class HardwareSpec(Frozen):
 
 
 class DeviceReport(Frozen):
-    """What a profiler says of its device before the first trial of a job.
+    """A profiler's description of its device before the first trial of a job.
 
     `default_attention` is the back end that torch's scaled_dot_product_attention picks by itself. `default_experts` is
     the expert back end of the base candidate: grouped_mm, or the loop if grouped_mm is unavailable. `parts` is null for

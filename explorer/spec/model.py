@@ -1,4 +1,4 @@
-"""What is trained: the shapes of a decoder-only language model."""
+"""The model that is trained: the shapes of a decoder-only language model."""
 
 from __future__ import annotations
 

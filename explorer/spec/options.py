@@ -1,4 +1,4 @@
-"""What a request leaves open in one dimension: a value, a list, a range, or all there is."""
+"""The values that a request allows in one dimension: a value, a list, a range, or everything."""
 
 from __future__ import annotations
 

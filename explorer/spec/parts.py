@@ -1,4 +1,4 @@
-"""What a target hands to the search when it measures a model's own code: the parts of a training step.
+"""The parts of a training step, as a target describes them when it measures a model's own code.
 
 A part is built and measured by itself. The `shell` is everything but the decoder layers: embedding, final norm, head
 and loss. A layer kind stands for all layers that compute alike. Parameter counts are exact; operations and bytes are

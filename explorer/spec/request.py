@@ -1,4 +1,4 @@
-"""What a person asks for: a model, what may vary, and how long the exploration may take."""
+"""A request: the model, what may vary, and how long the exploration may take."""
 
 from __future__ import annotations
 

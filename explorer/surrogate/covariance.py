@@ -1,4 +1,4 @@
-"""What components of one kind have in common: the prior covariance of their distances from the roofline.
+"""The prior covariance of the components of one kind, in their distances from the roofline.
 
 A distance is the logarithm of real over roofline seconds. It is a sum of independent parts:
 
@@ -7,7 +7,7 @@ A distance is the logarithm of real over roofline seconds. It is a sum of indepe
 - a smooth curve over the number of sequences that a kernel sees at once, of unknown amplitude;
 - if devices share sequences, an offset of the layout and the number of devices, and a curve of its own with the same
   amplitude, because such a block waits for traffic and merges partial results;
-- a part of each component's own (wave quantisation, an algorithm chosen for one size), of unknown size.
+- a part that is specific to each component (wave quantisation, an algorithm chosen for one size), of unknown size.
 
 Widths are log-space standard deviations, lengths are octaves. They rest on 132 component times of three models on an
 H200, embeddings left out (benchmarks/results/h200-explorations.json and h200-olmoe-fused.json). Among forty

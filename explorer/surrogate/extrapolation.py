@@ -97,7 +97,7 @@ def _policy(component: Component) -> tuple[object, ...]:
 
 
 def _similar(component: Component) -> tuple[object, ...]:
-    """What similar components have in common. All layouts over one number of devices are similar."""
+    """Return the key that similar components share. All layouts over one number of devices are similar."""
     ring = component.context_parallel_size if component.communicates else 1
     return (component.kind, component.backend, component.recompute, component.bta_tile is not None, ring)
 

@@ -1,4 +1,4 @@
-"""The runs of a component: one that was measured again has more than one."""
+"""The runs of each component. A component that was measured again has several."""
 
 from __future__ import annotations
 

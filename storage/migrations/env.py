@@ -1,4 +1,4 @@
-"""What Alembic runs; the caller hands over its connection."""
+"""The script that Alembic runs. The caller passes its connection."""
 
 from alembic import context
 

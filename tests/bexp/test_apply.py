@@ -75,7 +75,7 @@ def test_settings_that_are_written_out_come_first() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ({"recommendation": None}, "nothing is recommended"),
+        ({"recommendation": None}, "recommends nothing"),
         ({}, "no micro_batch_size"),
         ("{", "cannot read"),
         ("/no/such/file", "cannot read"),
@@ -91,7 +91,7 @@ def test_what_is_no_recommendation_is_refused(source: object, reason: str) -> No
 def test_another_architecture_is_refused() -> None:
     with pytest.raises(RecommendationError, match="num_layers is 3, not 2"):
         bexp.apply(models.tiny("olmoe", num_hidden_layers=3), document())
-    with pytest.raises(RecommendationError, match="no model of transformers"):
+    with pytest.raises(RecommendationError, match="not a transformers model"):
         bexp.apply(torch.nn.Linear(2, 2), document())
 
 

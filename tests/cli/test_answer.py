@@ -13,15 +13,15 @@ from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
     text = " ".join(render_answer(ANSWER, REQUEST).split())
     for part in (
-        "Recommended micro_batch_size: 4 for tiny (train, eager, 32 tokens a sequence)",
+        "Recommended micro_batch_size: 4 for tiny (train, eager, 32 tokens per sequence)",
         "bta_tile 2",
         "recompute none",
         "attention flash",
         "experts grouped_mm",
-        "12,346 tokens/s a device, 1.23x base",
+        "12,346 tokens/s per device, 1.23x base",
         "base micro_batch_size=1 bta_tile=off",
         "87 out of 100 that it is within 1% of the best",
-        "80.0 ms a step (10.0 ms a micro-batch, optimizer 20.0 ms)",
+        "80.0 ms per step (10.0 ms per micro-batch, optimizer 20.0 ms)",
         "batch_size 24 takes 6 accumulation steps",
         "5.0 GiB predicted, 4.8 GiB measured",
         "6.0 GiB of 8.0 GiB",
@@ -43,14 +43,14 @@ def test_a_batch_that_does_not_divide_names_its_neighbours() -> None:
     best = RECOMMENDATION.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
     variant = ANSWER.variants[0].model_copy(update={"recommendation": best})
     text = render_answer(Answer(variants=(variant,)), REQUEST)
-    assert "batch_size 24 is no multiple of it; the nearest that are: 20 and 28" in text
+    assert "batch_size 24 does not divide into whole micro-batches; the nearest that do: 20 and 28" in text
 
 
 def test_devices_that_share_a_sequence_are_named() -> None:
     shared = {"context_parallel_size": 4, "context_parallel_layout": "zigzag"}
     best = RECOMMENDATION.model_copy(update={"candidate": RECOMMENDATION.candidate.model_copy(update=shared)})
     text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
-    assert "context parallel 4 devices a sequence, zigzag" in text
+    assert "context parallel 4 devices per sequence, zigzag" in text
     assert "context parallel" not in " ".join(render_recommendation(RECOMMENDATION, REQUEST))
 
 
@@ -82,7 +82,7 @@ def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
     )
     lines = render_answer(Answer(variants=(nothing,)), None).splitlines()[2:]
     assert [" ".join(line.split()) for line in lines] == [
-        "It is predicted to fit with any one of these, the first being preferred",
+        "Any one of these changes is predicted to make it fit. The first one is preferred.",
         "micro batch size micro_batch_size 8: peak 5.0 GiB, 6.0 GiB with reserve",
         "num devices num_devices 16: peak 7.0 GiB, 8.0 GiB with reserve",
     ]

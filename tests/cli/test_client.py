@@ -75,7 +75,7 @@ def test_problem_names_every_field_and_rule() -> None:
     [
         (lambda _: httpx.Response(500, json={"title": "Internal Server Error"}), "failed with 500"),
         (lambda _: httpx.Response(502, text="<html>"), "failed with 502"),
-        (lambda _: httpx.Response(200, text="<html>"), "did not answer JSON"),
+        (lambda _: httpx.Response(200, text="<html>"), "did not answer with JSON"),
         (lambda _: httpx.Response(200, json=["?"]), "cannot be read"),
         (lambda _: httpx.Response(200, json={"id": "job1"}), "cannot be read"),
     ],

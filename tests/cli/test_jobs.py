@@ -133,8 +133,8 @@ def test_best_shows_what_real_runs_reached(bexp: Run, config: Path, worker: Work
     done = bexp("best", job_id)
     assert (done.code, done.stdout) == (0, "4\n")
     same, other = done.stderr.splitlines()
-    assert same.startswith("a run on NVIDIA H100 80GB HBM3 reached 5,010 tokens/s a device with micro_batch_size 4")
-    assert same.endswith("the peak promised")
+    assert same.startswith("a run on NVIDIA H100 80GB HBM3 reached 5,010 tokens/s per device with micro_batch_size 4")
+    assert same.endswith("x the promised peak")
     assert "promised" not in other
     assert json.loads(bexp("best", job_id, "--json").stdout)["run_reports"][0] == report.model_dump(mode="json")
 

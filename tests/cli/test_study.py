@@ -19,7 +19,7 @@ from storage.queue import Queue
 from storage.studies import StudyCopy
 from tests.cli.samples import REQUEST
 
-PASSWORD = "a-secret"  # noqa: S105 - that of the test
+PASSWORD = "a-secret"
 
 
 def make_study() -> optuna.Study:

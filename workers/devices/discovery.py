@@ -13,7 +13,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str | None:
-    """Say why no CUDA device is visible; null if one is."""
+    """Return why no CUDA device is visible; null if one is."""
     if _visible_gpus(environment):
         return None
     try:
@@ -52,7 +52,7 @@ def device_key(device: str, environment: Mapping[str, str]) -> str:
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The UUIDs of the visible GPUs, in the order of CUDA's numbers."""
+    """Return the UUIDs of the visible GPUs, in the order of CUDA's numbers."""
     uuids = _gpu_uuids()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -16,12 +16,12 @@ FOLDER_VARIABLE = "BEXP_LOCK_DIRECTORY"
 
 
 def lock_folder(environment: Mapping[str, str]) -> Path:
-    """Where the locks lie: BEXP_LOCK_DIRECTORY, else the temporary directory, which all users of the host share."""
+    """Return the directory of the locks: BEXP_LOCK_DIRECTORY, else the temporary directory, which all users share."""
     return Path(environment.get(FOLDER_VARIABLE) or tempfile.gettempdir())
 
 
 class DeviceBusyError(Exception):
-    """Another profiler held the device for as long as the caller was willing to wait."""
+    """Another profiler held the device for the whole time that the caller would wait."""
 
 
 class DeviceLock:
@@ -94,7 +94,7 @@ class DeviceLock:
         except FileNotFoundError:
             pass
         descriptor = os.open(self._path, flags | os.O_CREAT, 0o666)
-        with contextlib.suppress(PermissionError):  # another user created it a moment ago
+        with contextlib.suppress(PermissionError):  # another user has just created it
             os.fchmod(descriptor, 0o666)  # other users' workers must be able to lock it, whatever this one's umask
         return descriptor
 

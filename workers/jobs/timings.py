@@ -15,7 +15,7 @@ PHASES = ("process_start", "build", "warm_up", "timed", "messaging", "suggest", 
 class JobTimings:
     """Counts seconds from the claim of a job on. The job was queued for `queued_seconds` before.
 
-    Work of a profiler process before the claim, such as importing torch, is not counted. A trial inside `suggest`
+    What a profiler process does before the claim, such as importing torch, is not counted. A trial inside `suggest`
     counts only as a trial, so that the phases do not overlap.
     """
 

@@ -77,7 +77,7 @@ class Worker:
             self._profiler.close()
 
     def stop(self) -> None:
-        """End soon: a running job is put back, keeping what it has measured."""
+        """End soon. A running job is put back into the queue, and keeps its measurements."""
         self._stopping.set()
         self._profiler.interrupt()
 

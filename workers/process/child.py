@@ -1,4 +1,4 @@
-"""One profiler process as its parent sees it: a socket, a process group, and its last output."""
+"""One profiler process, seen from its parent: a socket, a process group, and its last output."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ProfilerProcess:
             raise ProcessEndedError(str(error)) from error
 
     def receive(self, timeout_seconds: float) -> Reply | None:
-        """The next reply, or None if none comes within `timeout_seconds`.
+        """Return the next reply, or None if none comes within `timeout_seconds`.
 
         Raises:
             ProcessEndedError: the process has ended, and all its replies have been read.
@@ -114,7 +114,7 @@ class ProfilerProcess:
         return REPLIES.validate_json(line)
 
     def private_bytes(self) -> int:
-        """Resident memory without the pages of shared libraries. If there are ranks, that of the largest rank."""
+        """Return the resident bytes, without shared libraries. If there are ranks, those of the largest rank."""
         return max(_private_bytes(pid) for pid in [rank.pid for rank in self._ranks] or [self.pid])
 
     def kill(self) -> None:
@@ -153,7 +153,7 @@ class ProfilerProcess:
         return status
 
     def last_output(self, lines: int = 5) -> str:
-        """The last lines of the output, joined to one line. A fatal error is shown by its head and first frames."""
+        """Return the last lines of the output as one line; of a fatal error, its first line and first frames."""
         printed = list(self._tail)
         fatal = next((i for i, line in enumerate(printed) if line.startswith("Fatal Python error")), None)
         return " | ".join(printed[-lines:] if fatal is None else printed[fatal : fatal + lines])

@@ -19,7 +19,7 @@ R = TypeVar("R", Hello, HardwareReply, ReportReply)
 
 
 class DeviceProcess:
-    """Holds the devices' locks and at most one process on these devices, and starts that process.
+    """Holds the devices' locks, starts a process on these devices, and holds at most one.
 
     Args:
         devices: the devices as a profiler process names them.
@@ -107,7 +107,7 @@ class DeviceProcess:
             process.kill()
 
     def resume(self) -> None:
-        """Take an interruption back."""
+        """Clear an interruption."""
         if self.interrupted.is_set():
             self.end()
             self.interrupted.clear()
@@ -142,7 +142,7 @@ class DeviceProcess:
             self._starter = None
 
     def unexpected(self, reply: Reply) -> ProfilerError:
-        """End the process; the error for a reply that is none to the command."""
+        """End the process; return the error for a reply that does not answer the command."""
         self.end()
         return ProfilerError(f"the profiler process of {self.name} sent a reply that was not asked for: {reply.type}")
 
@@ -177,7 +177,7 @@ class DeviceProcess:
                 )
 
     def _ended_early(self, process: ProfilerProcess, lost: RankLost | None = None) -> ProfilerError:
-        """The error for a process that ended before it was ready: a signal is no fault of the installation."""
+        """Return the error for a process that ended before it was ready. A signal is no fault of the installation."""
         name, status = name_ended(self.end(END_GRACE_SECONDS), lost)
         output = process.last_output()
         ended = f"{name} of {self.name} {describe_status(status)}"

@@ -17,7 +17,7 @@ GROUP_DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # an error ends its rank, and so the group, without waiting for peers
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the group has its own store, on the loopback interface only
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without a message is normal here, and no reason to warn
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without a message is normal here
 }
 
 

@@ -1,4 +1,4 @@
-"""Why a process ended by itself: what its exit status, its last output and the kernel tell."""
+"""Finds out why a process ended by itself, from its exit status, its last output and the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate me
 
 
 def classify_exit(name: str, status: int, output: str, kernel_killed: bool) -> tuple[Outcome, str]:
-    """The outcome of the trial that the process called `name` was running, and the reason in one line."""
+    """Return the outcome of the trial that the process called `name` was running, and the reason in one line."""
     reason = f"{name} {describe_status(status)}"
     if status == -signal.SIGKILL and kernel_killed:
         return Outcome.OUT_OF_MEMORY, f"{reason}: the kernel's out-of-memory killer ended it"
@@ -22,7 +22,7 @@ def classify_exit(name: str, status: int, output: str, kernel_killed: bool) -> t
 
 
 def describe_status(status: int) -> str:
-    """An exit status (negative: the signal that ended the process) in words."""
+    """Return an exit status in words. A negative one is the signal that ended the process."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -37,7 +37,7 @@ def name_ended(status: int, lost: RankLost | None) -> tuple[str, int]:
 
 
 def count_kernel_oom_kills() -> int:
-    """How many processes the kernel's out-of-memory killer has ended since the host started; 0 if that is not known."""
+    """Return how many processes the kernel's out-of-memory killer has ended since boot; 0 if that is not known."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

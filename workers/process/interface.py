@@ -14,7 +14,7 @@ from explorer.spec.request import ExplorationRequest
 
 
 class ProfilerError(Exception):
-    """The device cannot be profiled at all, whatever the candidate."""
+    """The device cannot be profiled, whichever candidate is tried."""
 
 
 class ProfilerStartError(ProfilerError):
@@ -55,15 +55,15 @@ class DeviceProfiler(Protocol):
 
     @abstractmethod
     def finish_job(self) -> None:
-        """End the job. What it leaves clean stays ready for the next job, the rest is given back."""
+        """End the job. Processes that it leaves clean stay ready for the next job; the others end."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """End what runs. A running call and every later one raise ProfilerInterruptedError until `start`."""
+        """End the running trial. A running call and every later one raise ProfilerInterruptedError until `start`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give all devices back."""
+        """Release all devices."""
 
 
 class DevicePool(TrialExecutor, DeviceProfiler):

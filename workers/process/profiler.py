@@ -1,4 +1,4 @@
-"""Owns the profiler process of a device or a group of devices: starts it, gives it trials, replaces it."""
+"""Owns the profiler process of a device or a group of devices: starts it, sends it trials, replaces it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Job:
 
 
 class Profiler:
-    """The parent's end of a device, or of several devices of this host that run trials together.
+    """Runs trials on a device, or on several devices of this host together, from the parent process.
 
     `start` waits for the device's lock and starts the process. `begin` announces a job, `measure` runs its trials, and
     `finish_job` ends it. A process that crashes, hangs or exceeds its memory is replaced before the next trial. A
@@ -175,7 +175,7 @@ class Profiler:
         wall = time.perf_counter() - started
         phases = {"process_start": start_seconds}
         if child_seconds is None:
-            phases["timed"] = wall  # how it was spent is lost with the process
+            phases["timed"] = wall  # the phases are lost with the process
         else:
             phases["messaging"] = max(0.0, wall - child_seconds)
         return measurement.model_copy(update={"phases": measurement.phases.model_copy(update=phases)})

@@ -16,7 +16,7 @@ from workers.process.protocol import ComponentMeasured, ComponentStarted, RankLo
 TICK_SECONDS = 0.025
 END_GRACE_SECONDS = 1.0
 RESIDENT_SLACK_BYTES = 64 << 20
-"""A process may exceed its memory limit by this much before it is ended."""
+"""The amount by which a process may exceed its memory limit before it is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class MemoryCeiling:
 
 
 class UnexpectedReplyError(Exception):
-    """The process answered something that is no reply to the command."""
+    """The process sent a reply that does not answer the command."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply

@@ -1,4 +1,4 @@
-"""Whether torch.compile can work here."""
+"""Finds out whether torch.compile can work here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COMPILERS = {"cpu": ("g++", "c++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """Say why torch.compile cannot work; null if it can. Inductor compiles C++ on the CPU, and Triton C for CUDA."""
+    """Return why torch.compile cannot work; null if it can. Inductor compiles C++ on the CPU, and Triton C for CUDA."""
     names = COMPILERS[device_type]
     if any(shutil.which(name) for name in names):
         return None

@@ -9,5 +9,5 @@ from explorer.records.measurement import Conditions
 
 
 def watched_conditions(watch: Watch) -> Conditions:
-    """What `watch` read off the device, as a record."""
+    """Return what `watch` read from the device, as a record."""
     return Conditions(**asdict(watch.conditions()))

@@ -1,4 +1,4 @@
-"""Measures what the device reaches at most; data sheets are not used."""
+"""Measures the device's peak rates; data sheets are not used."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _cuda_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _cpu_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest of a few products, because other processes on the host slow some of them down."""
+    """Return the rate of the fastest of a few products, because other processes on the host slow some of them down."""
     peak = 0.0
     for n in CPU_MATMUL_SIZES:
         if peak and 2 * n**3 / peak > CPU_MATMUL_SECONDS:
@@ -110,7 +110,7 @@ def _cpu_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _bandwidth(device: torch.device, size: int) -> float:
-    """Bytes that a large copy reads and writes a second."""
+    """Return the bytes per second that a large copy reads and writes."""
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _median_device_seconds(device, lambda: target.copy_(source), warm_up=2, repeats=5)
@@ -154,7 +154,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def used_bytes(device: torch.device) -> int | None:
-    """Memory of a CUDA device that any process uses, in bytes; null if NVML does not tell. It makes no context."""
+    """Return the bytes of a CUDA device that all processes use; null if NVML cannot tell. It makes no context."""
     try:
         return int(torch.cuda.device_memory_used(device))
     except (RuntimeError, ModuleNotFoundError, pynvml.NVMLError):

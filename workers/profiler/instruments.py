@@ -15,7 +15,7 @@ from bexp.transformers.settings import Allocator
 from workers.profiler.rank_group import SINGLE_RANK, RankGroup
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
-"""What libraries may keep for ever: workspaces of cuBLAS and cuDNN, constants of compiled code."""
+"""Bytes that libraries may keep for ever: workspaces of cuBLAS and cuDNN, constants of compiled code."""
 
 
 class Instruments:
@@ -67,7 +67,7 @@ class Instruments:
     def settle(self, *, release: bool) -> int:
         """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.
 
-        `release` also gives cached memory back to the device. This is needed after a trial that ran out of memory, and
+        `release` also returns cached memory to the device. This is needed after a trial that ran out of memory, and
         before a trial whose reserved memory is measured.
         """
         left = self._settled_bytes() - self._baseline_bytes

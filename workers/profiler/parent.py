@@ -1,4 +1,4 @@
-"""The worker that started this process: its commands, the replies to it, and the end of this process with it."""
+"""The worker that started this process: its commands, and the replies to it. If it ends, this process ends as well."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; see prctl(2), PR_SET_PDEATHSIG."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent had ended before the kernel was told
+    if os.getppid() != parent_pid:  # the parent ended before this request reached the kernel
         end_group()
 
 

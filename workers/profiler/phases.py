@@ -28,7 +28,7 @@ class PhaseClock:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since this object was made."""
+        """Return the seconds since this object was made."""
         return time.perf_counter() - self._started
 
     def seconds(self) -> PhaseSeconds:

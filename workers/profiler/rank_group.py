@@ -1,4 +1,4 @@
-"""The ranks that run a trial together, as one of them sees them."""
+"""The ranks that run a trial together, seen from one of them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from workers.targets.choice import open_target
 from workers.targets.target import Target
 
 CALM_SECONDS = 5.0
-"""How long a trial waits at most for the device to become calm, if the trial before was disturbed."""
+"""The longest that a trial waits for the device to become calm if the previous trial was disturbed."""
 
 
 class Session:
@@ -59,7 +59,7 @@ class Session:
         self._target: Target | None = None
 
     def answer(self, command: Command) -> bool:
-        """Carry a command out; returns False if this process is not fit for another."""
+        """Execute a command; returns False if this process cannot execute another one."""
         if isinstance(command, MeasureHardware):
             self._send(HardwareReply(hardware=measure_hardware(self._instruments.device, self._used_before)))
         elif isinstance(command, Begin):
@@ -140,7 +140,7 @@ class Session:
         failed = measurement.failed_component
         failed_alone = measurement.outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint
         if self._instruments.rank_group.size > 1 and not failed_alone:
-            # The device is not asked: it may be in the middle of an operation with other ranks, and never answer.
+            # Do not query the device: it may be in the middle of an operation with other ranks, and never answer.
             return measurement.outcome is not Outcome.UNSUPPORTED
         return is_poisoned(self._instruments.device)
 
@@ -151,7 +151,7 @@ class Session:
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)
         if component.kind is ComponentKind.COMMUNICATION:
-            assert isinstance(model, ModelSpec), "only reference layers are measured with what devices exchange"
+            assert isinstance(model, ModelSpec), "communication between devices is measured for reference layers only"
             return measure_communication(self._instruments, model, component, request, clock)
         return measure_component(self._instruments, target, model, component, request, clock)
 

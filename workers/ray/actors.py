@@ -66,7 +66,7 @@ class Actors:
         return self._report
 
     def admit(self) -> None:
-        """Take in the actors that have introduced themselves, and then those that have reported on the job."""
+        """Admit the actors that have started, and then those that have reported on the job."""
         for handle in list(self.pending):
             if not self._cluster.wait([handle.pending], 0):
                 continue

@@ -24,7 +24,7 @@ class RunningTrial:
 
 @dataclass(eq=False)
 class ActorHandle:
-    """An actor, seen from here: `pending` is the answer to its first commands, `trial` what it runs."""
+    """The handle of an actor: `pending` is the answer to its first commands, `trial` the trial that it runs."""
 
     actor: Any
     placement_group: Any
@@ -96,7 +96,7 @@ class Cluster:
         return int(self._ray.cluster_resources().get(self.kind, 0.0)) // len(self._devices)
 
     def start_actor(self) -> ActorHandle:
-        """Ask for an actor, which introduces itself when the cluster has devices for it."""
+        """Ask for an actor. It reports when the cluster has devices for it."""
         number = len(self._devices)
         group, options = None, {"scheduling_strategy": "SPREAD"}
         if number > 1:  # all devices on one host, or none

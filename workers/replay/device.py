@@ -41,7 +41,7 @@ class VirtualClock:
 class RecordedDevice:
     """A `Measure` over a table.
 
-    The answer for a component is one of its recorded runs. The seed of the draw belongs to the component, so the answer
+    The answer for a component is one of its recorded runs. The seed of the draw depends on the component, so the answer
     depends neither on the order of trials nor on a restart. If a trial measures components again, its number is part
     of the seed. With R runs, the distance of a run from their mean is widened by sqrt(R / (R - 1)), because a bootstrap
     of few runs underestimates their variance (Efron, 1982). A single run is moved by its standard error. A component
@@ -124,7 +124,9 @@ class RecordedDevice:
         row = self._draw_whole_model(plan.candidate)
         if row is None:
             return Measurement(
-                candidate=plan.candidate, outcome=Outcome.UNSUPPORTED, reason="its whole model was never recorded"
+                candidate=plan.candidate,
+                outcome=Outcome.UNSUPPORTED,
+                reason="the recorded table has no run of its whole model",
             )
         return Measurement(
             candidate=plan.candidate,

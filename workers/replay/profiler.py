@@ -96,7 +96,7 @@ class ReplayProfiler:
 
 
 def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
-    """Say why a table cannot answer a request; null if it can."""
+    """Return why a table cannot answer a request; null if it can."""
     header = recording.header
     recorded = header.request
     table = f"the recorded table '{header.name}'"
@@ -115,7 +115,7 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
     for model in request.variants():
         try:
             missing = recording.missing_sizes(request, model)
-        except EmptySpaceError:  # the search explains it better
+        except EmptySpaceError:  # the search has a better message for this
             return None
         if missing:
             sizes = ", ".join(str(m) for m in missing)

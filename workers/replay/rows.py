@@ -156,7 +156,7 @@ ROWS: TypeAdapter[RecordingHeader | ComponentRow | WholeModelRow] = TypeAdapter(
 
 
 def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
-    """One line with its line end. A header is written with all its fields."""
+    """Return one line with its line end. A header is written with all its fields."""
     if isinstance(row, RecordingHeader):
         content = row.model_dump(mode="json")
     else:

@@ -1,4 +1,4 @@
-"""Attention whose sequences are spread over the ranks of a process group."""
+"""Attention over sequences that are spread over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bexp.kernels.shapes import AttentionShape
 
 
 class ContextParallel:
-    """Exact attention over a process group, each rank of which holds the positions that a layout gives to it.
+    """Exact attention over a process group. The layout says which positions of a sequence each rank holds.
 
-    Whatever is not attention works on a rank's own tokens, in the order of `positions`, which is also what position
-    embeddings need. Attention passes keys and values around the ring of ranks while it computes with those that came
-    before (Ring Attention, Liu et al., 2023, arXiv:2310.01889); all layouts do so by the same loop.
+    Everything but attention works on a rank's own tokens, in the order of `positions`, which position embeddings need
+    as well. Attention passes keys and values around the ring of ranks while it computes with those that arrived before
+    (Ring Attention, Liu et al., 2023, arXiv:2310.01889). The loop is the same for all layouts.
     """
 
     def __init__(self, group: dist.ProcessGroup, layout: str) -> None:
@@ -35,22 +35,22 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        """This process's, within the group."""
+        """The rank of this process within the group."""
         return self._ring.rank
 
     def positions(self, seq_length: int, device: torch.device | None = None) -> Tensor:
-        """The global positions of this rank's tokens, increasing, int64 (S / N).
+        """Return the global positions of this rank's tokens in increasing order, int64 (S / N).
 
-        ValueError if sequences of this length cannot be spread.
+        Raises ValueError if sequences of this length cannot be spread.
         """
         return self._positions(seq_length, self.rank).to(device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor with S positions along `dim`, S / N afterwards; differentiable."""
+        """Return this rank's part of a tensor: S / N of its S positions along `dim`. Differentiable."""
         return x.index_select(dim, self.positions(x.shape[dim], x.device))
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """All ranks' parts in the order of the sequence, S along `dim`; every rank must call it. Without gradients."""
+        """Return all ranks' parts in the order of the sequence, without gradients. All ranks must call it."""
         seq_length = x.shape[dim] * self.size
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, x.detach().contiguous(), group=self._ring.group)
@@ -58,7 +58,7 @@ class ContextParallel:
         return torch.cat(parts, dim).index_select(dim, positions.argsort().to(x.device))
 
     def num_pairs(self, seq_length: int, *, causal: bool = True, rank: int | None = None) -> int:
-        """Pairs of query and key that this (or another) rank computes for each head of a sequence."""
+        """Return the pairs of query and key that this rank (or `rank`) computes for each head of a sequence."""
         return self.layout.num_pairs(self.rank if rank is None else rank, self.size, seq_length, causal=causal)
 
     def attention(
@@ -72,13 +72,13 @@ class ContextParallel:
         backend: str = "flash",
         bta_tile: int | None = None,
     ) -> Tensor:
-        """Softmax attention of this rank's queries to the keys of all ranks; every rank must call it alike.
+        """Return the softmax attention of this rank's queries to the keys of all ranks. All ranks must call it alike.
 
-        q (B, H, S / N, D) and k, v (B, G, S / N, D), G a divisor of H, in any strides with a dense last axis; returns
-        (B, H, S / N, D). `scale` is 1 / sqrt(D) by default. `bta_tile`, a divisor of B, is the number of
-        sequences that go around the ring at a time (BTA); buffers and accumulators hold as many.
+        q is (B, H, S / N, D), k and v are (B, G, S / N, D), where G divides H. Any strides with a dense last axis will
+        do. The result is (B, H, S / N, D). `scale` is 1 / sqrt(D) by default. `bta_tile`, a divisor of B, is the number
+        of sequences that go around the ring at a time (BTA); buffers and accumulators have that size.
 
-        ValueError for shapes, dtypes and back ends that are not served, with the reason.
+        Raises ValueError, with the reason, for shapes, dtypes and back ends that are not supported.
         """
         seq_length, head_size = q.shape[2] * self.size, q.shape[-1]
         block = block_attention(backend)
@@ -114,9 +114,9 @@ class ContextParallel:
 def context_parallel_reason(
     shape: AttentionShape, num_ranks: int, layout: str, backend: str, device: torch.device
 ) -> str | None:
-    """Why attention cannot be spread over `num_ranks` devices like `device`; null if it can.
+    """Return why attention cannot be spread over `num_ranks` devices like `device`; null if it can.
 
-    ValueError for a layout or a back end that is unknown.
+    Raises ValueError for an unknown layout or back end.
     """
     return context_parallel_layout(layout).refusal(shape.seq_length, num_ranks) or block_attention(
         backend

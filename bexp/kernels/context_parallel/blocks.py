@@ -1,8 +1,8 @@
-"""Attention of some queries to a block of keys, and the log-sum-exp that merging blocks takes.
+"""Attention of some queries to a block of keys, with the log-sum-exp that is needed to merge blocks.
 
-The fused kernels are torch's operators. Their backward passes serve a block of a larger softmax as they are: given the
-output and log-sum-exp of *all* blocks they return this block's share of the gradients (Dao, 2023, arXiv:2307.08691,
-algorithm 2: P = exp(S - L), and D = rowsum(dO * O) is the row's, not the block's).
+The fused kernels are torch's operators. Their backward passes also work for a block of a larger softmax: given the
+output and log-sum-exp of *all* blocks, they return this block's share of the gradients (Dao, 2023, arXiv:2307.08691,
+algorithm 2: P = exp(S - L), and D = rowsum(dO * O) belongs to the row and not to the block).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _aten = torch.ops.aten
 class BlockAttention:
     """One implementation of a block of attention.
 
-    `forward(q, k, v, causal, scale)` takes q (B, H, S, D) and k, v (B, G, T, D), G a divisor of H, and returns the
-    output (B, H, S, D) and the natural logarithm of the sum of exponentials (B, H, S) in at least float32; causal
-    blocks have S = T. `backward(grad, q, k, v, out, lse, causal, scale)` returns dq, dk, dv in the inputs' dtype for
-    the output and log-sum-exp of the whole softmax; all its tensors have a dense last axis.
-    `unsupported_reason` is null where the implementation serves a dtype and head size on a device.
+    `forward(q, k, v, causal, scale)` takes q (B, H, S, D) and k, v (B, G, T, D), where G divides H. It returns the
+    output (B, H, S, D) and the natural logarithm of the sum of exponentials (B, H, S) in at least float32. Causal
+    blocks have S = T. `backward(grad, q, k, v, out, lse, causal, scale)` takes the output and log-sum-exp of the whole
+    softmax and returns dq, dk, dv in the inputs' dtype. All its tensors have a dense last axis.
+    `unsupported_reason` is null if the implementation supports a dtype and head size on a device.
     """
 
     name: str
@@ -42,7 +42,7 @@ class BlockAttention:
 
 
 def block_attention(name: str) -> BlockAttention:
-    """The implementation called `name`, as the attention back ends are; ValueError if there is none."""
+    """Return the implementation of the attention back end `name`. Raises ValueError if there is none."""
     if name not in _BLOCKS:
         raise ValueError(f"context parallelism has no attention back end '{name}'; there are {', '.join(_BLOCKS)}")
     return _BLOCKS[name]
@@ -113,10 +113,10 @@ def _cudnn_keeps_last_axis(device: torch.device) -> bool:
 
 
 def _laid_out_as(x: Tensor, q: Tensor) -> Tensor:
-    """x without gaps, its axes in the order in which q's lie, as cuDNN's forward pass lays its output out.
+    """Return x without gaps and with its axes in the order of q's axes in memory, as cuDNN lays out its output.
 
-    torch keeps cuDNN's plans by the shapes and strides of q, k and v alone in some versions: a plan that was made for
-    another layout of the output or of its gradient would read the wrong elements, and nothing would say so.
+    Some versions of torch look cuDNN's plans up by the shapes and strides of q, k and v alone. A plan that was made for
+    another layout of the output or of its gradient would silently read the wrong elements.
     """
     strides, size = [0] * x.dim(), 1
     for axis in sorted(range(x.dim()), key=lambda axis: (q.stride(axis), q.shape[axis])):
@@ -128,7 +128,7 @@ def _laid_out_as(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Plain attention: all scores are in memory, in at least float32."""
+    """Plain attention. All scores are in memory, in at least float32."""
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ _grouped(v, v)
@@ -158,19 +158,19 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """x (B, H, S, D) in at least float32, its heads by the one of k's that they share: (B, G, H / G, S, D)."""
+    """Return x (B, H, S, D) in at least float32, with its heads grouped by the head of k that they share."""
     grouped: Tensor = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (k.shape[1], -1))
     return grouped
 
 
 def _expand(q: Tensor, k: Tensor) -> Tensor:
-    """Keys or values repeated to one for each query head, where the kernel knows no groups."""
+    """Repeat keys or values to one for each query head, for kernels without grouped heads."""
     group = q.shape[1] // k.shape[1]
     return k if group == 1 else k.repeat_interleave(group, dim=1)
 
 
 def _shrink(grad: Tensor, k: Tensor) -> Tensor:
-    """The gradient of `_expand`."""
+    """Return the gradient of `_expand`."""
     return grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
 
 

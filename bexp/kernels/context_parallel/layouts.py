@@ -1,4 +1,4 @@
-"""Layouts: which positions of a sequence a rank holds, and what its queries attend to as keys and values come by."""
+"""Layouts: which positions of a sequence a rank holds, and what its queries attend to in each block of keys."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One block of attention: queries from `first_query` on, in a rank's own order, against keys before `num_keys`.
+    """One block of attention: a rank's queries from `first_query` on, against the first `num_keys` keys.
 
-    A causal block is square: query i of those taken attends to keys 0 to i of those taken.
+    Both are counted in their rank's own order. A causal block is square: its query i attends to its keys 0 to i.
     """
 
     first_query: int
@@ -21,17 +21,17 @@ class Step:
     causal: bool
 
     def num_pairs(self, local_length: int) -> int:
-        """Pairs of a query and a key that it attends to."""
+        """The number of pairs of a query and a key that it attends to."""
         num_queries = local_length - self.first_query
         return num_queries * (num_queries + 1) // 2 if self.causal else num_queries * self.num_keys
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to spread S positions over N ranks, S / N each, in increasing order on every rank.
+    """A way to spread S positions over N ranks. Each rank holds S / N of them, in increasing order.
 
-    `chunks_per_rank` times N must divide S. `step` says what a rank's queries attend to, under a causal mask, of the
-    block that another rank owns; null is nothing at all. Without a mask every layout attends to everything.
+    `chunks_per_rank` times N must divide S. `step` says which part of the block of another rank this rank's queries
+    attend to under a causal mask; null means none of it. Without a mask they attend to everything in every layout.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Layout:
     """(rank, owner, local_length) -> the block."""
 
     def refusal(self, seq_length: int, num_ranks: int) -> str | None:
-        """Why sequences of this length cannot be spread over so many ranks; null if they can."""
+        """Return why sequences of this length cannot be spread over `num_ranks` ranks; null if they can."""
         multiple = self.chunks_per_rank * num_ranks
         if seq_length < multiple or seq_length % multiple:
             return (
@@ -52,20 +52,20 @@ class Layout:
         return None
 
     def steps(self, rank: int, num_ranks: int, local_length: int, *, causal: bool) -> tuple[Step | None, ...]:
-        """What the rank attends to of its own block, of its predecessor's, of the one before that, and so on."""
+        """Return what the rank attends to in its own block, in its predecessor's, in the one before that, and so on."""
         if not causal:
             return (Step(0, local_length, False),) * num_ranks
         return tuple(self.causal_step(rank, (rank - i) % num_ranks, local_length) for i in range(num_ranks))
 
     def num_pairs(self, rank: int, num_ranks: int, seq_length: int, *, causal: bool) -> int:
-        """Pairs of query and key that the rank computes for one head of one sequence: its share of the work."""
+        """Return the pairs of query and key that the rank computes for one head of one sequence."""
         local_length = seq_length // num_ranks
         steps = self.steps(rank, num_ranks, local_length, causal=causal)
         return sum(step.num_pairs(local_length) for step in steps if step is not None)
 
 
 def context_parallel_layout(name: str) -> Layout:
-    """The layout called `name`; ValueError if there is none."""
+    """Return the layout called `name`. Raises ValueError if there is none."""
     if name not in _LAYOUTS:
         raise ValueError(f"unknown context-parallel layout '{name}'; there are {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name]
@@ -87,19 +87,19 @@ def _zigzag_positions(seq_length: int, num_ranks: int, rank: int) -> Tensor:
 
 
 def _ring_step(rank: int, owner: int, length: int) -> Step | None:
-    """Everything of an older block, nothing of a newer one."""
+    """Attend to all of an older block and to nothing of a newer one."""
     return Step(0, length, owner == rank) if owner <= rank else None
 
 
 def _striped_step(rank: int, owner: int, length: int) -> Step | None:
-    """Token i of rank r stands at iN + r, so that of a later rank's block it sees the tokens before i, without i."""
+    """Token i of rank r is at position iN + r. It sees token i of an earlier rank, but not of a later one."""
     if owner <= rank:
         return Step(0, length, True)
     return Step(1, length - 1, True) if length > 1 else None
 
 
 def _zigzag_step(rank: int, owner: int, length: int) -> Step | None:
-    """An earlier rank's first chunk is older than both of ours, its second newer; a later rank's lie between ours."""
+    """An earlier rank's first chunk is before both of ours, its second after them. A later rank's lie between ours."""
     if owner == rank:
         return Step(0, length, True)
     return Step(0, length // 2, False) if owner < rank else Step(length // 2, length, False)

@@ -1,7 +1,7 @@
-"""Merging the outputs of attention to parts of the keys into that of attention to all of them.
+"""Merges the outputs of attention to parts of the keys into the output of attention to all keys.
 
-Outputs o1, o2 with log-sum-exps l1, l2 merge into o1 + w (o2 - o1), w = sigmoid(l2 - l1), and log(exp l1 + exp l2),
-neither of which overflows (Milakov and Gimelshein, 2018, arXiv:1805.02867, for the running form).
+Outputs o1, o2 with log-sum-exps l1, l2 merge into o1 + w (o2 - o1), where w = sigmoid(l2 - l1), and the log-sum-exp
+log(exp l1 + exp l2). Neither overflows (running form: Milakov and Gimelshein, 2018, arXiv:1805.02867).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from bexp.kernels.triton_support import triton_reason
 
 
 class RunningAttention:
-    """Attention to the blocks merged so far, of which there will be `num_blocks`, in at least float32.
+    """Attention to the blocks that were merged so far, in at least float32. There will be `num_blocks` blocks.
 
-    What the blocks return is read once. The first stays as it came until a second one is merged with it; the last
-    merge writes the result in its own dtype, so that no pass is spent on conversions.
+    Each block's output is read once. The first one is not converted until a second one is merged with it, and the last
+    merge writes the result in its final dtype, so that no pass is spent on conversions.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,9 +26,9 @@ class RunningAttention:
         self._is_own = False
 
     def merge(self, out: Tensor, lse: Tensor, first_query: int) -> None:
-        """Merge the next block's output (B, H, S', D) and log-sum-exp (B, H, S') of the queries from `first_query` on.
+        """Merge the next block's output (B, H, S', D) and log-sum-exp (B, H, S') for the queries from `first_query` on.
 
-        The first block is one of all queries.
+        The first block must hold all queries.
         """
         self._num_left -= 1
         if self._out is None or self._lse is None:
@@ -45,7 +45,7 @@ class RunningAttention:
         self._out, self._is_own = into, True
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The output (B, H, S, D) in the blocks' dtype, and its log-sum-exp (B, H, S)."""
+        """Return the output (B, H, S, D) in the blocks' dtype, and its log-sum-exp (B, H, S)."""
         assert self._out is not None, "there is a block"
         assert self._lse is not None, "there is a block"
         assert self._num_left == 0, "all blocks are merged"

@@ -1,4 +1,4 @@
-"""The merge of two attention outputs as one kernel: every row is read once and written once."""
+"""A kernel that merges two attention outputs. It reads and writes every row once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from bexp.kernels.jit import jit
 from bexp.kernels.triton_support import launched_where_it_lies
 
 _ELEMENTS = 4096
-"""That a program holds of each output."""
+"""Numbers of each output that a program holds."""
 
 
 @launched_where_it_lies
 def merge_rows(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_query: int, into: Tensor) -> Tensor:
-    """`merging.merge_block` on a CUDA device; all outputs have a dense last axis.
+    """Do what `merging.merge_block` does, on a CUDA device. All outputs have a dense last axis.
 
-    Several warps of a program hold the same rows of the log-sum-exp, each of which reads it for itself: it is written
-    elsewhere, since one that is late would read what another has written.
+    Several warps of a program read the same rows of the log-sum-exp. The result goes to another buffer, because a late
+    warp would otherwise read what another warp has already written.
     """
     merged_lse = lse.clone()
     num_sequences, num_heads, seq_length, head_size = out.shape
@@ -78,7 +78,7 @@ def _merge(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Rows in the order sequence, token, head, which is how fused kernels lay their outputs out."""
+    """Return the rows in the order sequence, token, head, which is the layout of the fused kernels' outputs."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     num_tokens = seq_length - begin

@@ -18,10 +18,10 @@ class Ring:
         self.rank = group.rank()
 
     def pass_on(self, sent: Tensor, received: Tensor, *, tag: int = 0) -> Passage:
-        """Start to send `sent` to the successor and to fill `received` from the predecessor; both contiguous.
+        """Start sending `sent` to the successor and receiving `received` from the predecessor. Both are contiguous.
 
-        Every rank must call it in the same order. On CUDA the exchange starts when the current stream has come to
-        here, and runs on a stream of the group's own beside what is launched afterwards.
+        All ranks must make these calls in the same order. On CUDA the exchange starts when the current stream reaches
+        this point, and runs on the group's own stream beside later launches.
         """
         successor, predecessor = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -35,29 +35,29 @@ class Ring:
 
 @dataclass(slots=True)
 class Passage:
-    """An exchange under way.
+    """An exchange in progress.
 
-    It holds both buffers: as long as it does, the allocator gives neither to a kernel of the current stream, which
-    knows nothing of the group's. Once that stream waits for the exchange, its own order keeps them apart.
+    It holds references to both buffers, so that the allocator cannot give them to other kernels of the current stream,
+    which is not ordered with the group's stream. Once the current stream waits for the exchange, they are safe.
     """
 
     works: list[dist.Work]
     buffers: tuple[Tensor, ...]
 
     def wait(self) -> None:
-        """What the current stream does from here on comes after the exchange; the host waits only without CUDA."""
+        """Make the current stream wait for the exchange. The host waits only if the device is a CPU."""
         for work in self.works:
             work.wait()
         self.works, self.buffers = [], ()
 
 
 def ring_group(ranks: list[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A process group of these ranks (all by default) for context parallelism; every rank must call it.
+    """Make a process group of these ranks (default: all) for context parallelism. All ranks must call it.
 
     An operation that takes longer than `timeout` (default: the back end's own) ends the process.
 
-    NCCL's kernels get a stream of high priority: an exchange and an attention kernel that become ready together then
-    run together, where otherwise the exchange waits for multiprocessors until attention's last wave.
+    NCCL's kernels get a stream of high priority. Otherwise an exchange that becomes ready together with an attention
+    kernel would wait for multiprocessors until the last wave of attention.
     """
     options = None
     if dist.get_backend() == "nccl":
@@ -66,5 +66,5 @@ def ring_group(ranks: list[int] | None = None, timeout: timedelta | None = None)
             options._timeout = timeout  # torch warns where the two differ
     group = dist.new_group(ranks, timeout=timeout, pg_options=options)
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("this rank is none of the group's")  # noqa: TRY004 - of the caller's, not a type
+        raise ValueError("this rank is not in the group")  # noqa: TRY004 - of the caller's, not a type
     return group

@@ -1,9 +1,9 @@
-"""Attention on a ring, forward and backward: a block of keys and values is computed with while the next one arrives.
+"""Attention on a ring, forward and backward. A rank computes with one block of keys while it receives the next.
 
-At step i a rank holds the block of its i-th predecessor. Forward passes on keys and values, N - 1 times, and merges the
-blocks' outputs. Backward passes them on again, and after them, one step behind, the gradients that they have collected;
-those start with the first rank that is not the owner and reach the owner after N - 1 passages. The owner's own part is
-computed in two halves, so that work hides the first passage of keys and values as well as the last one of gradients.
+At step i a rank holds the block of its i-th predecessor. Forward passes keys and values on N - 1 times and merges the
+outputs of the blocks. Backward passes them on again. Their gradients follow one step behind: they start at the first
+rank after the owner, collect each rank's part, and reach the owner after N - 1 transfers. The owner computes its own
+part in two halves, so that this work hides the first transfer of keys and values and the last transfer of gradients.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bexp.kernels.context_parallel.merging import RunningAttention
 from bexp.kernels.context_parallel.ring import Passage, Ring
 
 _KEYS_AND_VALUES, _GRADIENTS = 0, 1
-"""Tags, for transports that would mix them up."""
+"""Tags of the two kinds of messages, for transports that would confuse them."""
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """How one rank attends: what of each block, own block first, by which kernel."""
+    """How one rank attends: which part of each block (its own first), and by which kernel."""
 
     ring: Ring
     steps: tuple[Step | None, ...]
@@ -36,7 +36,7 @@ class RingAttention:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The output (B, H, S, D) and the log-sum-exp (B, H, S) of this rank's queries."""
+        """Return the output (B, H, S, D) and the log-sum-exp (B, H, S) of this rank's queries."""
         running = RunningAttention(sum(step is not None for step in self.steps))
         for step, k_block, v_block in self.blocks(k, v):
             if step is not None:
@@ -55,11 +55,11 @@ class RingAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, which collect in at least float32."""
+        """Return the gradients of q, k and v, accumulated in at least float32."""
         return _Backward(self, grad, q, k, v, out, lse).run()
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Step | None, Tensor, Tensor]]:
-        """What to attend to of each block, with its keys and values, while the next block is on its way."""
+        """Yield the part of each block to attend to, with its keys and values, while the next block arrives."""
         if self.ring.size == 1:
             yield self.steps[0], k, v
             return
@@ -76,7 +76,7 @@ class RingAttention:
 
 
 class _Backward:
-    """One backward pass: the tensors that its steps share."""
+    """One backward pass, with the tensors that its steps share."""
 
     def __init__(
         self, plan: RingAttention, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
@@ -121,7 +121,7 @@ class _Backward:
         return self.dq.to(self.q.dtype), dk, dv
 
     def _block(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the keys and values that a step attends to; its queries' are collected."""
+        """Return the gradients of a step's keys and values; add the gradients of its queries to the sum."""
         first, last = step.first_query, step.num_keys
         if first not in self.rows:
             self.rows[first] = _later(self.rows[0], first)
@@ -140,7 +140,7 @@ class _Backward:
         return dk, dv
 
     def _own(self, step: Step, part: _Part) -> tuple[Tensor, Tensor]:
-        """Gradients of some of this rank's own keys and values."""
+        """Return the gradients of some of this rank's own keys and values."""
         batch, heads, groups = part
         grad, out, lse = (x[batch, heads] for x in self.rows[0])
         dq, dk, dv = self.plan.block.backward(
@@ -158,11 +158,11 @@ class _Backward:
 
 
 _Part = tuple[slice, slice, slice]
-"""Some sequences, some of their query heads, and the key heads that those share."""
+"""A part of the work: some sequences, some of their query heads, and the key heads that these share."""
 
 
 def _halves(q: Tensor, k: Tensor) -> tuple[_Part | None, _Part]:
-    """Two parts of the same size, of the sequences if there are several, or else of the heads; or one of everything."""
+    """Split the sequences, or else the heads, into two equal parts; return one part if neither can be split."""
     everything = slice(None)
     if q.shape[0] > 1:
         middle = q.shape[0] // 2
@@ -177,7 +177,7 @@ def _halves(q: Tensor, k: Tensor) -> tuple[_Part | None, _Part]:
 
 
 def _later(rows: tuple[Tensor, ...], first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows from `first` on, copied once where every kernel would copy them for itself."""
+    """Return the rows from `first` on, copied once if otherwise every kernel would copy them."""
     grad, out, lse = (x[:, :, first:] for x in rows)
     if grad.shape[0] > 1:
         grad, out = grad.clone(), out.clone()
@@ -185,7 +185,7 @@ def _later(rows: tuple[Tensor, ...], first: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def _put(collected: Tensor, grads: tuple[Tensor, Tensor] | None) -> None:
-    """Begin to collect in (2, B, S, G, D) with gradients (B, G, T, D) of the first T keys and values, or with none."""
+    """Start a sum in (2, B, S, G, D): gradients (B, G, T, D) of the first T keys and values, or zeros."""
     if grads is None:
         collected.zero_()
         return
@@ -195,13 +195,16 @@ def _put(collected: Tensor, grads: tuple[Tensor, Tensor] | None) -> None:
 
 
 def _add(collected: Tensor, grads: tuple[Tensor, Tensor] | None) -> None:
-    """Add to what `_put` began."""
+    """Add gradients to the sum that `_put` started."""
     for total, gradient in zip(collected, grads or (), strict=False):
         total[:, : gradient.shape[2]].add_(gradient.transpose(1, 2))
 
 
 def ring_attention(plan: RingAttention, q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
-    """Attention of q (B, H, S, D) to the k, v (B, G, S, D) of all ranks, `tile` sequences at a time; differentiable."""
+    """Return the attention of q (B, H, S, D) to the k, v (B, G, S, D) of all ranks, `tile` sequences at a time.
+
+    It is differentiable.
+    """
     out: Tensor = _RingFunction.apply(q, k, v, plan, tile)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
@@ -228,5 +231,5 @@ def _tiles(tile: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """Tiles (b, H, S, D) of a batch in one tensor, laid out as (B, S, H, D)."""
+    """Collect tiles (b, H, S, D) of a batch in one tensor with the memory layout (B, S, H, D)."""
     return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts]).transpose(1, 2)

@@ -16,9 +16,10 @@ from bexp.kernels.shapes import ExpertsShape
 class ExpertFFN(Protocol):
     """Sends each token through its experts and sums what they return.
 
-    Takes x (T, D), routes (T, K) int64 with K distinct experts a token, weights (T, K) in x's dtype, w_in (E, D, H), or
-    (E, D, 2H) with the gate in front of the up projection, w_out (E, H, D). Returns (T, D). Differentiable in all
-    but the routes; the gradient of x is a tensor of its own, which the caller may add to in place.
+    It takes x (T, D), routes (T, K) int64 with K distinct experts per token, weights (T, K) in x's dtype, w_in (E, D,
+    H), or (E, D, 2H) with the gate in front of the up projection, and w_out (E, H, D). It returns (T, D). It is
+    differentiable in everything but the routes. The gradient of x is a new tensor, which the caller may add to in
+    place.
     """
 
     def __call__(
@@ -37,9 +38,9 @@ class ExpertFFN(Protocol):
 class ExpertBackend:
     """One implementation of an expert FFN.
 
-    `stock` marks those that an ordinary framework has. `check` returns why the back end cannot serve a shape on a
-    device, or null. torch.compile can trace through the back end in `traceable_dtypes`, because it never waits for the
-    device there; in other dtypes it stays eager inside a compiled block. `only_when_named` is as in `Support`.
+    `stock` marks back ends that torch itself has. `check` returns why the back end cannot serve a shape on a device, or
+    null. torch.compile can trace through the back end in `traceable_dtypes`, because it never waits for the device
+    there. In other dtypes it stays eager inside a compiled block. `only_when_named` is explained in `Support`.
     """
 
     name: str
@@ -50,7 +51,7 @@ class ExpertBackend:
     only_when_named: bool = False
 
     def unsupported_reason(self, shape: ExpertsShape, device: torch.device) -> str | None:
-        """Why the back end cannot serve `shape` on `device`; null if it can."""
+        """Return why the back end cannot serve `shape` on `device`; null if it can."""
         known = get_args(Activation)
         if shape.activation not in known:
             return f"{self.name} knows the activations {', '.join(known)}, not {shape.activation}"

@@ -29,8 +29,8 @@ def grouped_ffn(
 ) -> Tensor:
     """Send the tokens through their experts; shapes as in `ExpertFFN`.
 
-    The routing weight is applied between the two GEMMs, which is the same as after the second: the rows that leave it
-    are then only summed, and none of them is kept for backward.
+    The routing weight is applied between the two GEMMs, which gives the same result as after the second. The rows that
+    the second GEMM returns then need only be summed, and none of them is kept for backward.
     """
     x_RD, weights_R = dispatch(x_TD, weights_TK, rows)
     hidden_size = w_out.shape[1]

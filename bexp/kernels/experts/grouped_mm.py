@@ -16,7 +16,7 @@ from bexp.kernels.shapes import ExpertsShape
 
 _STRIDE_BYTES = 16
 _MAX_GROUPS = 1023
-_TRACEABLE = frozenset({torch.bfloat16})  # torch traces no other, although it runs them
+_TRACEABLE = frozenset({torch.bfloat16})  # torch runs other dtypes, but cannot trace them
 
 
 def _gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:

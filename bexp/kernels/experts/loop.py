@@ -1,4 +1,4 @@
-"""One GEMM an expert, on slices of one sorted buffer."""
+"""One GEMM per expert, on slices of one sorted buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bexp.kernels.shapes import ExpertsShape
 
 
 class _LoopGemm(Function):
-    """Every product is written into its slice, so that no expert fills a gradient of all the weights."""
+    """Writes every product into its slice, so that no expert allocates a gradient for the weights of all experts."""
 
     @staticmethod
     def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the experts' matrices lie in memory. Kernels read both layouts, so that no step copies a weight."""
+"""The memory layouts of the experts' matrices. Kernels read both layouts, so that no step copies a weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bexp.kernels.triton_support import aligned
 
 
 def stored(w: Tensor) -> tuple[Tensor, bool]:
-    """The contiguous tensor behind `w` (E, K, N), and whether it is stored transposed, as (E, N, K).
+    """Return the contiguous tensor behind `w` (E, K, N), and whether it is stored transposed, as (E, N, K).
 
     A `w` that is neither is copied.
     """

@@ -1,7 +1,7 @@
-"""Tokens are gathered into rows sorted by expert, and rows are summed into tokens again.
+"""Gathers tokens into rows that are sorted by expert, and sums rows into tokens again.
 
-Each token-expert pair is one row. Sorting the routes tells which rows belong together. Both directions go by index and
-use no atomics, so that results are reproducible.
+Each token-expert pair is one row. Sorting the routes tells which rows belong together. Both directions use indices and
+no atomics, so results are reproducible.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bexp.kernels.selective_recompute import announce
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each token-expert pair lies.
+    """The place of each token-expert pair.
 
     `token_of_row` (R,) and `row_of_pair` (T * K,) are int64. Expert e owns the rows before `ends[e]` (int32, on the
-    device) that no earlier expert owns. `counts` are the experts' rows on the host, empty if nobody waited for them.
+    device) that no earlier expert owns. `counts` are the experts' numbers of rows on the host, empty if not requested.
     """
 
     token_of_row: Tensor
@@ -32,7 +32,7 @@ class Rows:
 
 
 def sorted_rows(routes_TK: Tensor, num_experts: int, *, count: bool) -> Rows:
-    """One row a pair, ordered by expert and then by token. `count` waits for the device once."""
+    """Make one row per pair, ordered by expert and then by token. `count` waits for the device once."""
     num_pairs, top_k = routes_TK.numel(), routes_TK.shape[1]
     # Fewer key bits are fewer passes of the radix sort; an expert's index always fits.
     keys, order = torch.sort(routes_TK.reshape(-1).to(torch.int16), stable=True)

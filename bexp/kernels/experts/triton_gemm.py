@@ -1,7 +1,8 @@
 """A persistent grouped GEMM in Triton: one launch for all experts, with their bounds on the device.
 
-The idea of a persistent kernel that finds each tile's group is that of Triton's grouped GEMM tutorial; here the groups
-differ in their rows only, so that one search over cumulative tile counts in registers replaces the walk.
+The idea of a persistent kernel that finds each tile's group comes from Triton's grouped GEMM tutorial. Here the groups
+differ only in their number of rows, so one search over cumulative tile counts in registers replaces the loop over
+groups.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel cuts its work: an output tile (block_m, block_n), block_k of the summed axis a step.
+    """How a kernel divides its work: output tiles (block_m, block_n), and steps of block_k along the summed axis.
 
     `programs_per_multiprocessor` bounds the grid of the persistent kernel. `bulk_copies` asks for tensor descriptors
     where device and tensors allow them; with these, `halves` writes a tile in two parts, and `flatten` overlaps the end

@@ -6,10 +6,10 @@ transposed); `weights_kernel` sums over each expert's rows (backward to the matr
 of a persistent kernel, `tile = program, program + programs, ...`, and within an expert in the grouped order of Triton's
 matmul tutorial, so that tiles that run at a time share operands in the second-level cache.
 
-With USE_TMA the operands come through tensor descriptors (bulk copies by the hardware, which also cut off at the
-tensor's end); without, through pointers with masks. HALVES writes a tile in two parts, which halves the shared memory
-that it passes through. FLATTEN makes one loop of the loops over tiles and steps, so that the operands of the next tile
-are under way while one is written; the compiler can do it only if the end of a tile does not branch.
+If USE_TMA is set, operands are loaded through tensor descriptors (bulk copies by the hardware, which also stop at the
+tensor's end), otherwise through pointers with masks. HALVES writes a tile in two parts, which halves the shared memory
+for it. FLATTEN joins the loops over tiles and steps, so that the operands of the next tile are loaded while one is
+written. The compiler can do this only if the end of a tile does not branch.
 
 Row and expert offsets are 64 bits wide: an operand may have more than 2^31 elements.
 """

@@ -103,7 +103,7 @@ def test_discarded_blocks_come_back_the_same(products: bool) -> None:
 
 def test_reasons() -> None:
     reason = BLOCK_SPARSE.unsupported_reason
-    assert reason(experts_shape(width=128), CPU) == "its Triton kernels need a CUDA device"
+    assert reason(experts_shape(width=128), CPU) == "Triton kernels need a CUDA device"
     assert reason(experts_shape(width=96), CPU) == (
         "block_sparse needs expert_ffn_hidden_size to be a multiple of 128, not 96"
     )

@@ -135,7 +135,7 @@ def test_tiles_fit_the_shared_memory_of_a_small_device(rows_per_expert: float, m
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = TRITON_GROUPED.unsupported_reason
-    assert reason(experts_shape(), CPU) == "its Triton kernels need a CUDA device"
+    assert reason(experts_shape(), CPU) == "Triton kernels need a CUDA device"
     single = experts_shape(dtype=torch.float32)
     assert reason(single, torch.device("cuda")) == "triton_grouped multiplies bfloat16 and float16, not float32"
     monkeypatch.setattr("bexp.kernels.triton_support.find_spec", lambda name: None)

@@ -29,7 +29,7 @@ LOG_SUMS = 3 * 16 * 2 * 4  # a float32 for each token and head
 SCORES = LOG_SUMS * 16
 WIDE = 2 * HIDDEN  # the FFN's hidden activations
 ROUTER = 48 * 4 * 4 + 96 * (3 * 8 + 2)
-SHARED = {"context_parallel_size": 2, "context_parallel_layout": "zigzag"}
+SHARED: dict[str, Any] = {"context_parallel_size": 2, "context_parallel_layout": "zigzag"}
 
 
 def predict(kind: str, req: ExplorationRequest | None = None, **changes: Any) -> ComponentBytes:

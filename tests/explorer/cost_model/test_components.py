@@ -35,7 +35,7 @@ def split(
     return Decomposer(model_of(req), training=training, exchanges=exchanges)(chosen)
 
 
-SHARED = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
+SHARED: dict[str, Any] = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,9 @@ def test_some_policies_of_a_block_choose_by_operation() -> None:
 
 
 def test_layers_are_counted_by_sort_with_those_that_lie_below() -> None:
-    assert group_layers(["b", "a", "b", "b", "a"]) == [("a", 2, (1, 3)), ("b", 3, (1, 2))]
-    assert group_layers(["a", "a", "a"]) == [("a", 3, (2,))]
+    a, b = ("a",), ("b",)
+    assert group_layers([b, a, b, b, a]) == [(a, 2, (1, 3)), (b, 3, (1, 2))]
+    assert group_layers([a, a, a]) == [(a, 3, (2,))]
 
 
 def test_a_step_is_embedding_layers_head_and_optimizer() -> None:

@@ -172,7 +172,7 @@ def test_recomputation_by_operation_moves_half_of_what_a_forward_pass_moves() ->
         assert moved("dense_ffn", recompute=policy) == pytest.approx(plain * (3 + 0.5) / 3)
     assert moved("attention", backend="flash", recompute="selective") == moved("attention", backend="flash")
     assert moved("dense_ffn", recompute="full") == pytest.approx(plain * 4 / 3)
-    attention = {"backend": "flash", "bta_tile": 3}
+    attention: dict[str, Any] = {"backend": "flash", "bta_tile": 3}
     both = moved("attention", recompute="full", **attention) - moved("attention", **attention)
     assert both == pytest.approx(2 * ACTIVATIONS + 2 * ATTENTION)
 
@@ -187,7 +187,7 @@ def test_an_ffn_computes_again_two_of_three_matrices_or_one_of_two() -> None:
 
 @pytest.mark.parametrize("backend", ["flash", "math"])
 def test_a_ring_takes_as_long_as_its_busiest_device_and_merges_blocks(backend: str) -> None:
-    shared = {"backend": backend, "context_parallel_size": 2, "context_parallel_layout": "ring"}
+    shared: dict[str, Any] = {"backend": backend, "context_parallel_size": 2, "context_parallel_layout": "ring"}
     pairs = busiest_pairs(Sharing(2, "ring"), 16)
     projected, merged = 2 * 24 * ATTENTION, 2 * 24 * 8 * (2 * 4 + 2)
     if backend == "math":

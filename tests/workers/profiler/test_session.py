@@ -16,7 +16,7 @@ from tests.workers.profiler.samples import REQUEST, candidate, components_of, pl
 from workers.process.protocol import Begin, ComponentMeasured, ComponentStarted, ReportReply, RunTrial, TrialFinished
 from workers.profiler.instruments import Instruments
 from workers.profiler.session import Session
-from workers.profiler.trials import component as component_trial
+from workers.targets.reference import target as reference_target
 
 HARDWARE = HardwareSpec(
     device_kind="cpu",
@@ -90,7 +90,7 @@ def test_whatever_a_block_raises_is_an_outcome(
         def forward(self, *_: object) -> None:
             raise error
 
-    monkeypatch.setattr(component_trial, "build_block", lambda *_, **__: Broken())
+    monkeypatch.setattr(reference_target, "build_block", lambda *_, **__: Broken())
     chosen = candidate()
     assert session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[1:2]))), "fit for the next trial"
     finished = sent[-1]

@@ -106,7 +106,7 @@ def test_what_was_never_recorded_is_unsupported_and_says_so() -> None:
     found = device(plan(table.model, table.candidates[0], table.components[:1]))
     assert (found.outcome, found.reason) == (Outcome.UNSUPPORTED, "never recorded")
     whole = device(plan(table.model, table.candidates[0]))
-    assert (whole.outcome, whole.reason) == (Outcome.UNSUPPORTED, "its whole model was never recorded")
+    assert (whole.outcome, whole.reason) == (Outcome.UNSUPPORTED, "the recorded table has no run of its whole model")
 
 
 def test_a_whole_model_is_answered_as_it_was_recorded() -> None:

@@ -1,4 +1,4 @@
-"""Hands the parent's commands to the ranks of a group, and merges the ranks' replies into one."""
+"""Passes the parent's commands to the ranks of a group, and merges the ranks' replies into one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from workers.profiler.distributed.merging import merge_component, merge_hardware
 from workers.profiler.distributed.message_queue import MessageQueue
 
 GRACE_SECONDS = 5.0
-"""How long a failed trial waits for more replies: when a rank ends, its peers fail first, and it is the cause."""
+"""How long a failed trial waits for more replies. If a rank ends, its peers fail first, but it is the cause."""
 
 R = TypeVar("R", Hello, HardwareReply, ReportReply)
 
@@ -40,7 +40,7 @@ class GroupEndedError(Exception):
 
 
 class Coordinator:
-    """The parent's partner in a group.
+    """Answers the parent for a group of ranks.
 
     The coordinator decides a trial's outcome from the ranks' replies: all succeeded, or one failed. The ranks do not
     learn it. After a failure in a trial of several ranks the group must be replaced, because some ranks wait for others
@@ -176,7 +176,7 @@ class _Trial:
 
 
 def _failed_alone(finished: TrialFinished) -> bool:
-    """Whether memory ran out in a block that each rank computes without the others, so that none waits inside it.
+    """Whether memory ran out in a block that each rank computes alone, so that no rank waits inside it.
 
     All ranks compute the same, so all of them run out of memory there. A rank that did not would wait for the others to
     agree on the number of repeats.

@@ -15,7 +15,7 @@ from explorer.records.trial import TrialPlan
 from workers.profiler.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
 
 OPERATION_TIMEOUT = timedelta(hours=6)
-"""Longer than any trial's deadline: the deadline is to end a rank that waits for another."""
+"""This is longer than any trial's deadline, because the deadline should end a rank that waits for another."""
 
 
 class ProcessGroups:
@@ -90,7 +90,7 @@ class ProcessGroups:
             ranks = list(range(first, first + size))
             try:
                 ring = ring_group(ranks, OPERATION_TIMEOUT)
-            except ValueError:  # it is another rank's ring
+            except ValueError:  # this is the ring of other ranks
                 continue
             self._rings[size] = ring
         if size in self._rings:

@@ -41,7 +41,7 @@ def serve_rank(rank: int, devices: Sequence[str], port: int) -> int:
         return 1
     gpu = open_gpu(devices[rank], read_settings().environment)
     if gpu is not None:
-        # Only clocks and temperature: connections to other ranks take memory that looks like another process's.
+        # Only clocks and temperature, because connections to other ranks take memory that looks like another process's.
         instruments.monitor = DeviceMonitor(gpu)
     freeze_imports()
     session = Session(instruments, used_before, send, groups.rank_group)

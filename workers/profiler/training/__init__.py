@@ -1,1 +1,1 @@
-"""How processes train one model together: torch's own sharding and replication, as a trainer would use them."""
+"""Processes that train one model together, by torch's own sharding and replication, as a trainer would use them."""

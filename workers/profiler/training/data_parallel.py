@@ -1,4 +1,4 @@
-"""What data parallelism does to a model and its gradients, and the process that trains alone."""
+"""The interface of data parallelism, and its implementation for a process that trains alone."""
 
 from __future__ import annotations
 

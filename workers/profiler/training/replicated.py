@@ -1,4 +1,4 @@
-"""Training state that every process holds whole. Gradients are all-reduced."""
+"""Data parallelism in which every process holds the whole training state. Gradients are all-reduced."""
 
 from __future__ import annotations
 

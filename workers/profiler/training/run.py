@@ -21,7 +21,7 @@ from workers.targets.reference.shapes import torch_dtype
 
 MICRO_STEPS = 2
 EXCHANGING_MICRO_STEPS = 3
-"""The first, the last, and one between, which stands for all others."""
+"""The kinds of micro-steps: the first, the last, and one in between, which represents all others."""
 
 
 class ReferenceTrainingRun:

@@ -29,13 +29,13 @@ from workers.targets.reference.shapes import torch_dtype
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the communication; at most a sequence's length."""
 OUTLASTS = 2.0
-"""How many times as long the computation takes as the communication beside it, if each runs alone."""
+"""The time of the computation over the time of the communication beside it, if each runs alone."""
 LEAST_SECONDS = 4e-3
-"""The least duration of the communication, so that its beginning and its end hardly count."""
+"""The least duration of the communication, which makes its beginning and its end negligible."""
 MOST_BLOCKS = 4096
 REPEATS = 5
 SECONDS = 2.0
-"""The time for the repeats. There are at least two."""
+"""The seconds for the repeats. There are at least two repeats."""
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -68,7 +68,7 @@ class _UnitCollectives:
         self._again = self._sharding is Sharding.ZERO3 and not is_last
         ranks = members.size()
         share = -(-unit.num_parameters // ranks)
-        # A mean of equal tensors does not grow, however often it is taken. gloo has no mean.
+        # A mean of equal tensors never grows, even if it is taken many times. gloo has no mean.
         self._mean = dist.ReduceOp.AVG if instruments.device.type == "cuda" else dist.ReduceOp.SUM
         generator = instruments.generator(request.seed)
 

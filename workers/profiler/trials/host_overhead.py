@@ -1,8 +1,9 @@
 """Measures the host's work for communication in a step: hooks, copies, events, and issuing collectives.
 
-If micro-batches are small, the device waits for this work. The work hardly depends on sizes, so a miniature of the
-model shows it: it has as many parameter tensors a layer, but next to nothing to compute or to send. All ranks train the
-miniature together, then each trains it alone. The difference is scaled to the number of units of the model.
+If micro-batches are small, the device waits for this work. The work hardly depends on sizes, so it is measured on a
+miniature of the model. The miniature has the same number of parameter tensors per layer, but almost nothing to compute
+or to send. All ranks train it together, then each trains it alone. The difference is scaled to the model's number of
+units.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def measure_host_overhead(instruments: Instruments, model: ModelSpec, request: E
 def _seconds(
     instruments: Instruments, candidate: Candidate, request: ExplorationRequest, *, together: bool
 ) -> tuple[float, float]:
-    """Of the host, in each micro-step and once a step more: medians of several steps."""
+    """Return host seconds in each micro-step, and additional ones once per step: medians of several steps."""
     training = ReferenceTrainingRun(instruments, request.model, candidate, request, together=together)
     training.begin()
     each, once = [], []
@@ -68,7 +69,7 @@ def _seconds(
 
 
 def _miniature(model: ModelSpec) -> ModelSpec:
-    """A small model of the same kind. Its FFNs are dense: experts have as few parameter tensors as a dense FFN."""
+    """Return a small model of the same kind. Its FFNs are dense, because experts have as few parameter tensors."""
     sizes = {
         "num_layers": NUM_LAYERS,
         "hidden_size": WIDTH,

@@ -1,4 +1,4 @@
-"""Runs the whole model as a trainer would, to check the figures composed from its components."""
+"""Runs the whole model as a trainer would, to check the figures that are composed from its components."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIN_STEPS = 3
 MAX_STEPS = 10
 TIMED_SECONDS = 3.0
 LONG_STEP_SECONDS = 5.0
-"""A longer step is run once: warm-up and variation are a small part of it."""
+"""A longer step is run only once, because warm-up and variation are a small part of it."""
 
 
 def _step_seconds(instruments: Instruments, training: TrainingRun) -> float:
@@ -104,7 +104,7 @@ def _run(
             peak = meter.peak()
     if not cuda:
         with clock.phase("warm_up"):
-            training.step()  # not under the meter, which slows the host down and prevents compilation
+            training.step()  # without the meter, which slows the host down and prevents compilation
             step_seconds = _step_seconds(instruments, training)
     (step_seconds,) = instruments.rank_group.all_reduce_max(step_seconds)
     num_steps = 1 if is_long else max(MIN_STEPS, min(MAX_STEPS, int(TIMED_SECONDS / step_seconds)))

@@ -34,6 +34,7 @@ GENEROUS_SAVED_WIDTHS = 34
 PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 """Back ends of torch's attention that a device has more than one of."""
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+NAME_IT = "a request has to name it"
 SLOW_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped")
 OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
 LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
@@ -185,7 +186,9 @@ class TransformersTarget:
                 name = f"sdpa:{backend}"
                 only_when_named = backend == "math" or name == same
                 if only_when_named and name not in asked:
-                    reason: str | None = f"sdpa takes {backend} here" if name == same else "it keeps all scores: name it to try it"
+                    reason: str | None = (
+                        f"sdpa takes {backend} here" if name == same else "it keeps all scores: name it to try it"
+                    )
                 else:
                     reason = self._refusal(Settings(attention=name))
                 found.append(
@@ -195,7 +198,7 @@ class TransformersTarget:
         for name in others:
             reason = self._resolved.attention_implementations[name]
             if reason is None:
-                reason = self._refusal(Settings(attention=name)) if name in asked else "name it to try it"
+                reason = self._refusal(Settings(attention=name)) if name in asked else NAME_IT
             found.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=True))
         return tuple(found)
 
@@ -210,7 +213,7 @@ class TransformersTarget:
         only_when_named = self._device.type == "cuda" and name in SLOW_EXPERTS
         reason = self._resolved.experts_implementations.get(name)
         if reason is None and only_when_named and name not in (self._request.expert_backends or ()):
-            reason = "name it to try it"
+            reason = NAME_IT
         if reason is None:
             reason = self._refusal(Settings(experts=name))
         stock = name in STOCK_EXPERTS

@@ -1,1 +1,1 @@
-"""Expert back ends that are kept to compare with; in the search space only when named."""
+"""Expert back ends that are kept for comparison. They are in the search space only if a request names them."""

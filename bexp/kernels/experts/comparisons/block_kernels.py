@@ -1,9 +1,9 @@
 """Block-sparse matrix products in Triton. Imported only where Triton is installed.
 
-A sparse matrix is the values of its blocks, (blocks, BLOCK, BLOCK), and where they lie: `row_indices` and
-`column_indices` of each, `offsets` into the blocks by block row (BCSR), and for access by block column `offsets_t` into
-`blocks_t`, the blocks in the order of their columns. The dense matrix beside it is one matrix an expert, (E, rows of
-the product's inner axis, columns) in any order of axes: block column j belongs to expert j // columns_per_expert.
+A sparse matrix consists of the values of its blocks, (blocks, BLOCK, BLOCK), and their places: `row_indices` and
+`column_indices` of each block, and `offsets` into the blocks by block row (BCSR). For access by block column there are
+`blocks_t`, the blocks in the order of their columns, and `offsets_t` into it. The dense factor holds one matrix per
+expert, (E, inner axis, columns) in any order of axes. Block column j belongs to expert j // columns_per_expert.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sdd_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Sparse = dense x (rows, K) @ dense w[e] (K, N): one program a block of the result."""
+    """Compute sparse = dense x (rows, K) @ dense w[e] (K, N), with one program per block of the result."""
     block = tl.program_id(0).to(tl.int64)
     column = tl.load(column_indices + block)
     expert = column // columns_per_expert
@@ -65,7 +65,7 @@ def dsd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Dense (rows, N) = sparse @ dense w[e]: one program a block row and BLOCK_N columns, over the row's blocks."""
+    """Compute dense (rows, N) = sparse @ dense w[e], with one program per block row and BLOCK_N columns."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     block_row = tl.program_id(0) // tiles_n
     col = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""The experts as block-sparse matrix products, in the way of MegaBlocks (Gale et al., 2023, MLSys).
+"""The experts as block-sparse matrix products, as in MegaBlocks (Gale et al., 2023, MLSys).
 
 Rows are padded to whole blocks of 128. The hidden activations are a sparse matrix: the first product makes it from
 dense operands (SDD), the second multiplies it with a dense one (DSD). Their gradients are the same two products, and
@@ -30,7 +30,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def sdd(x_PK: Tensor, w: Tensor, topology: Topology, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
-    """The blocks of x w[e]: (P, K) and (E, K, N), or (E, N, K) where `transposed`, to (blocks, block, block)."""
+    """Return the blocks of x w[e]: (P, K) and (E, K, N), or (E, N, K) if `transposed`, to (blocks, block, block)."""
     from bexp.kernels.experts.comparisons.block_kernels import sdd_kernel  # noqa: PLC0415 - imports Triton
 
     block = topology.block
@@ -182,7 +182,7 @@ def block_sparse_ffn(
     *,
     block: int = BLOCK,
 ) -> Tensor:
-    """As `ExpertFFN`. A block row's gate blocks lie before its up blocks, as gate and up do in `w_in`."""
+    """Do what `ExpertFFN` does. A block row's gate blocks are before its up blocks, as gate and up are in `w_in`."""
     num_experts, width = w_out.shape[0], w_out.shape[1]
     gated = w_in.shape[2] == 2 * width
     rows = blocked_rows(routes_TK, num_experts, block)

@@ -1,7 +1,7 @@
 """cuBLAS' grouped batched GEMM: one call for all experts, each with its own number of rows.
 
-cuBLAS is column-major. A row-major (r, c) matrix without gaps is, to it, the (c, r) transpose with a leading dimension
-of c, so that a product is asked for transposed and no operand is moved. With X (m, k) the rows of an expert, W (k, n)
+cuBLAS is column-major. It sees a row-major (r, c) matrix without gaps as the (c, r) transpose with a leading dimension
+of c. So the transposed product is requested, and no operand is moved. X (m, k) are the rows of an expert, W (k, n) is
 its matrix and G (m, n) the gradient of Y = X W, all row-major:
 
     wanted          asked for                 A       op(A)            B       op(B)            m'  n'  k'  C, ldc

@@ -19,7 +19,7 @@ _FUNCTIONS = ("cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", 
 
 
 class CublasError(RuntimeError):
-    """A call that cuBLAS refused, or a library without it."""
+    """cuBLAS refused a call, or the library does not have the function."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""An expert FFN in few kernels: what lies between the grouped GEMMs happens inside them.
+"""An expert FFN in few kernels: the steps between the grouped GEMMs run inside the GEMMs.
 
-Tokens are gathered where a GEMM loads its rows and pairs are scattered where it stores them, as ScatterMoE does (Tan et
-al., 2024, arXiv:2403.08245); activation, routing weight and their gradients are epilogues, and backward keeps nothing
-of a row but its pre-activation, as in SonicMoE (Guo et al., 2025, arXiv:2512.14080).
+A GEMM gathers the tokens as it loads its rows, and scatters the token-expert pairs as it stores them, like ScatterMoE
+(Tan et al., 2024, arXiv:2403.08245). Activation, routing weight and their gradients are epilogues, and only the
+pre-activation of each row is kept for backward, like in SonicMoE (Guo et al., 2025, arXiv:2512.14080).
 """

@@ -1,4 +1,4 @@
-"""The fused back end, and when it serves."""
+"""The fused back end, and the conditions under which it can be used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 8  # elements of two bytes in the 16 bytes that one load and one row of a tensor map are aligned to
 _MIN_CAPABILITY = (9, 0)
 _PROBED_TOKENS = (16, 512)
-"""A few rows an expert and many, which other kernels serve."""
+"""Few and many rows per expert, for which different kernels are used."""
 _TRACEABLE = frozenset(_DTYPES)
 
 

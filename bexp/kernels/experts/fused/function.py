@@ -38,9 +38,9 @@ def fused_ffn(
 ) -> Tensor:
     """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
 
-    For backward it keeps x, the routing weights, a row of 2H (or H) numbers a pair, and eight bytes a pair for
-    the permutation. A weight may be the transpose of a contiguous tensor: it is read as it lies, and its gradient lies
-    the same way. `tiles` overrides the choice of tiles.
+    For backward it keeps x, the routing weights, a row of 2H (or H) numbers per token-expert pair, and eight bytes per
+    pair for the permutation. A weight may be the transpose of a contiguous tensor: it is read in that layout, and its
+    gradient has the same layout. `tiles` overrides the choice of tiles.
     """
     hidden_size = w_out.shape[1]
     gated = w_in.shape[2] == 2 * hidden_size
@@ -70,7 +70,7 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of x, the routing weights, w_in and w_out; null if nobody asked for one."""
+    """The gradients of x, the routing weights, w_in and w_out; null if one is not needed."""
 
     x: Tensor | None
     weights: Tensor | None
@@ -90,7 +90,7 @@ def run_forward(
     *,
     keep: bool,
 ) -> tuple[Tensor, Kept | None]:
-    """The output (T, D) and, with `keep`, what backward needs. Operands lie as `gemms` wants them."""
+    """Return the output (T, D) and, if `keep`, what backward needs. Operands have the layout that `gemms` needs."""
     permutation = permute_tokens(routes_TK, w_in.shape[0], tiles.heights(backward=keep))
     hidden, pre = gemms.gate_up_gemm(
         _operand(x_TD, permutation, *tiles.gate_up_gemm.gathers),
@@ -118,7 +118,7 @@ def run_backward(
     tiles: FusedTiles,
     needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
 ) -> Gradients:
-    """The gradients that are needed, in the order of `Gradients`."""
+    """Return the gradients that are needed, in the order of `Gradients`."""
     needs_x, needs_weights, needs_w_in, needs_w_out = needs
     permutation = TokenPermutation.of(
         kept.permutation, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True)
@@ -149,7 +149,7 @@ def run_backward(
 def _grad_weight(
     a: Operand, b: Operand, w: Tensor, permutation: TokenPermutation, tile: TileConfig | HopperSum
 ) -> Tensor:
-    """The gradient of w (E, K, N), which lies as w does."""
+    """Return the gradient of w (E, K, N), in the layout of w."""
     if stored(w)[1]:
         return gemms.wgrad(b, a, permutation, tile).mT
     return gemms.wgrad(a, b, permutation, tile)
@@ -211,7 +211,7 @@ def _pre(
     activation: Activation,
     tiles: FusedTiles,
 ) -> Tensor:
-    """What the first product leaves for backward, by that product run again with the same permutation."""
+    """Run the first product again with the same permutation, and return what it keeps for backward."""
     permutation = TokenPermutation.of(
         buffer, weights_TK.numel(), w_in.shape[0], weights_TK.shape[1], tiles.heights(backward=True)
     )

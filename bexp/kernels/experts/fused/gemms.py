@@ -38,7 +38,7 @@ def gate_up_gemm(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weighted activation (R, H) and, with `keep`, what the activation was taken of (R, 2H or H)."""
+    """Return the weighted activation (R, H) and, if `keep`, the input of the activation (R, 2H or H)."""
     if isinstance(tile, HopperTile):
         return hopper.gate_up_gemm(x, weights_TK, w_in, hidden_size, activation, permutation, tile, keep=keep)
     num_pairs, width = permutation.pair_of_row.numel(), w_in.shape[2]
@@ -81,7 +81,7 @@ def down_gemm(
     transposed: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rows (R, K) in the experts' order times w (E, K, N), or (E, N, K) transposed: (R, N) in the tokens' order."""
+    """Multiply rows (R, K) in the experts' order by w (E, K, N), or (E, N, K) transposed; (R, N) in tokens' order."""
     num_pairs, k = rows.shape
     n = w.shape[1] if transposed else w.shape[2]
     matrices, lies_transposed = stored(w)
@@ -117,7 +117,7 @@ def differentiate_hidden(
     permutation: TokenPermutation,
     tile: TileConfig | HopperTile,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of `pre`, the weighted activation again (R, H), and summands of the weights' gradient (n, R)."""
+    """Return the gradient of `pre`, the weighted activation (R, H), and summands of the weights' gradient (n, R)."""
     if isinstance(tile, HopperTile):
         return hopper.differentiate_hidden(grad, weights_TK, pre, w_out, activation, permutation, tile)
     num_pairs, hidden_size = permutation.pair_of_row.numel(), w_out.shape[1]
@@ -156,7 +156,7 @@ def differentiate_hidden(
 
 
 def wgrad(a: Operand, b: Operand, permutation: TokenPermutation, tile: TileConfig | HopperSum) -> Tensor:
-    """For each expert the sum over its rows of a[row]^T b[row]: (E, M, N).
+    """Return, for each expert, the sum over its rows of a[row]^T b[row]: (E, M, N).
 
     One of them is of "rows", the other not; with `HopperSum` both are.
     """

@@ -1,6 +1,6 @@
-"""The fused experts as operators of torch, through which torch.compile builds one graph instead of breaking it.
+"""The fused experts as torch operators, so that torch.compile does not break the graph at them.
 
-Outside of a graph they only cost the host time, so eager runs take the autograd function.
+Outside a graph they only cost host time, so eager runs use the autograd function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fused_experts(
     activation: Activation,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output (T, D) and, with `keep`, both parts of `Kept`; empty tensors without."""
+    """Return the output (T, D) and both parts of `Kept`, which are empty tensors unless `keep` is set."""
     x_TD, weights_TK = aligned(x_TD), aligned(weights_TK)
     w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
     tiles = tiles_for(routes_TK, w_in, w_out)

@@ -1,4 +1,4 @@
-"""How each GEMM is cut into tiles."""
+"""How each GEMM is divided into tiles."""
 
 from __future__ import annotations
 

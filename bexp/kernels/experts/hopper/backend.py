@@ -1,4 +1,4 @@
-"""Grouped GEMM on Hopper by warp-specialised Gluon kernels: one launch for all experts, nothing waits for the host."""
+"""Grouped GEMM on Hopper by warp-specialised Gluon kernels. One launch serves all experts; the host never waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _forward(
 
 
 def gluon_reason() -> str | None:
-    """Why the kernels cannot be imported: Gluon is experimental, and its names move between versions."""
+    """Return why the kernels cannot be imported. Gluon is experimental, and its names change between versions."""
     try:
         from bexp.kernels.experts.hopper import rows_kernel, weights_kernel  # noqa: F401, PLC0415 - optional
     except (ImportError, AttributeError, TypeError) as error:

@@ -10,10 +10,10 @@ _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def tile_counter(device: torch.device) -> Tensor:
-    """A zero (1,) int32 for one launch on the current stream of `device`.
+    """Return a zero (1,) int32 for one launch on the current stream of `device`.
 
-    The kernel leaves it at zero, so that launches on a stream, which follow each other, share one and nothing is
-    launched to clear it. A captured launch may be replayed on any stream: it has its own, cleared in the graph.
+    The kernel resets it to zero. Launches on a stream follow each other, so they can share one counter, and no launch
+    is needed to clear it. A captured launch may be replayed on any stream, so it has its own, which the graph clears.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)

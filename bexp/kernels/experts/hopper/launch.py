@@ -1,4 +1,4 @@
-"""What every launch of a Hopper kernel asks for. Triton's Gluon is imported when a tensor map is made, not before."""
+"""Arguments that every launch of a Hopper kernel needs. Triton's Gluon is imported when a tensor map is made."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What the Hopper kernels share: a pipeline of operand stages, its main loop, and the way out. Imports Triton's Gluon.
+"""The common parts of the Hopper kernels: operand stages, main loop, and stores. Imports Triton's Gluon.
 
-A program is one producer warp and one to three consumer warpgroups. The producer copies operand blocks into
-stages by the tensor memory accelerator and runs ahead over the ends of tiles; the consumers multiply them, each its own
-rows of the tile by columns that they share. `full[stage]` completes when a stage's bytes are there, `empty[stage]` when
-every consumer has read it. Nothing but the stages ties the consumers together, so that one writes its part of a tile
-while another still multiplies.
+A program is one producer warp and one to three consumer warpgroups. The producer copies operand blocks into stages by
+the tensor memory accelerator, and runs ahead across the ends of tiles. Each consumer multiplies its own rows of the
+tile by columns that all share. `full[stage]` completes when a stage's bytes have arrived, `empty[stage]` when every
+consumer has read it. The consumers synchronise through the stages alone, so that one can write its part of a tile while
+another still multiplies.
 
-A stage is used once a round. The producer waits for the parity of the round before, which a fresh barrier counts as
-complete; the consumers wait for the parity of this one.
+A stage is used once per round. The producer waits for the parity of the previous round, which a new barrier counts as
+complete. The consumers wait for the parity of the current round.
 """
 
 from __future__ import annotations
@@ -181,6 +181,6 @@ def next_slot(slot: gl.tensor, BUFFERS: gl.constexpr) -> gl.tensor:
 
 @jit
 def make_visible() -> None:
-    """What this warpgroup wrote to shared memory is there for bulk copies and products from here on."""
+    """Make this warpgroup's writes to shared memory visible to bulk copies and products from here on."""
     fence_async_shared()
     gl.thread_barrier()

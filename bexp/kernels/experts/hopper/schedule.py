@@ -1,7 +1,6 @@
-"""Which tile a program works on: the search that the partitions of a Hopper kernel each make. Imports Triton's Gluon.
+"""Finds the tile that a program works on. Each partition of a Hopper kernel does this. Imports Triton's Gluon.
 
-The experts' bounds or places stay in registers, all of them in every warp, so that a search is a few reductions within
-a warp.
+Every warp holds the bounds or places of all experts in registers, so that a search is a few reductions within a warp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiles that programs claim as they become free, and how a producer tells its consumers. Imports Triton's Gluon.
+"""Dynamic scheduling: programs claim tiles when they become free, and producers tell consumers. Imports Gluon.
 
 A program's first tile is its own number. For each tile that it begins, its producer claims its next one by adding one
 to a counter in global memory. One claim is made for each tile, so that the counter ends at the number of tiles. The

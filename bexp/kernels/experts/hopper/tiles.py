@@ -1,4 +1,4 @@
-"""How the Hopper kernels cut their work, and which cut suits a load."""
+"""How the Hopper kernels divide their work, and which division suits a load."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ class ScriptedMessageQueue:
 
     def __init__(self, said: list[tuple[int, Reply]]) -> None:
         self.said = deque(said)
-        self.ordered: list[tuple[int, Command]] = []
+        self.commands: list[tuple[int, Command]] = []
 
-    def order(self, rank: int, order: Command) -> None:
-        self.ordered.append((rank, order))
+    def command(self, rank: int, command: Command) -> None:
+        self.commands.append((rank, command))
 
     def next_reply(self, seconds: float | None = None) -> tuple[int, Reply] | None:
         if self.said:
@@ -106,7 +106,7 @@ def heard(said: list[tuple[int, Reply]], order: Command | None = None, *, ends: 
     with pytest.raises(GroupEndedError if ends else EndOfTest):
         served.serve(OneCommand())
     assert sent[0].model_dump()["ranks"] == (100, 101)
-    assert [rank for rank, _ in messages.ordered] == [0, 1]
+    assert [rank for rank, _ in messages.commands] == [0, 1]
     return sent[1:]
 
 

@@ -1,9 +1,9 @@
-"""Sums of products on their way from the warpgroups that multiply to the epilogue. Imports Triton's Gluon.
+"""Passes sums of products from the warpgroups that multiply to the epilogue. Imports Triton's Gluon.
 
-Each consumer has two buffers, one for each half of its columns. `filled[buffer]` completes when the sums are there,
-`free[buffer]` when the epilogue has read them. All of them pass once a tile, also where there is nothing to pass, so
-that a tile's parity is the same for all; the consumers wait for that of the tile before, which a fresh barrier counts
-as complete.
+Each consumer has two buffers, one for each half of its columns. `filled[buffer]` completes when the sums are written,
+`free[buffer]` when the epilogue has read them. Every barrier completes once per tile, even if there is nothing to pass,
+so that all have the same parity. The consumers wait for the parity of the tile before, which a new barrier counts as
+complete.
 
 The epilogue reads pieces of BAND rows and STRIP columns, that is one swizzled block of shared memory, by `piece_of`.
 """
@@ -64,14 +64,14 @@ def _pass_nothing(filled: gl.tensor, free: gl.tensor, at: gl.tensor, parity: gl.
 
 @jit
 def await_sums(filled: gl.tensor, part: gl.tensor, parity: gl.tensor) -> None:
-    """Both halves of a consumer's sums are there."""
+    """Wait until both halves of a consumer's sums are written."""
     mbarrier.wait(filled.index(part * HALVES), parity)
     mbarrier.wait(filled.index(part * HALVES + 1), parity)
 
 
 @jit
 def release_sums(free: gl.tensor, part: gl.tensor) -> None:
-    """The epilogue has read what it needs of a consumer's sums."""
+    """Signal that the epilogue has read what it needs of a consumer's sums."""
     gl.thread_barrier()
     mbarrier.arrive(free.index(part * HALVES))
     mbarrier.arrive(free.index(part * HALVES + 1))

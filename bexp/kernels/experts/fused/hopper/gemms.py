@@ -41,7 +41,7 @@ def gate_up_gemm(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weighted activation (R, H) and, with `keep`, what the activation was taken of (R, 2H or H)."""
+    """Return the weighted activation (R, H) and, if `keep`, the input of the activation (R, 2H or H)."""
     from bexp.kernels.experts.fused.hopper.gate_up_gemm import gate_up_gemm_kernel  # noqa: PLC0415 - imports Triton
 
     num_pairs, width = permutation.pair_of_row.numel(), w_in.shape[2]
@@ -83,7 +83,7 @@ def differentiate_hidden(
     permutation: TokenPermutation,
     tile: HopperTile,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of `pre`, the weighted activation again (R, H), and summands of the weights' gradient (n, R)."""
+    """Return the gradient of `pre`, the weighted activation (R, H), and summands of the weights' gradient (n, R)."""
     from bexp.kernels.experts.fused.hopper.differentiate_hidden import (  # noqa: PLC0415 - imports Triton
         differentiate_hidden_kernel,
     )

@@ -1,11 +1,11 @@
-"""What the fused Hopper kernels share: the producer, which gathers tokens or copies rows, and the consumers.
+"""The common parts of the fused Hopper kernels: the producer, which gathers tokens or copies rows, and the consumers.
 
 Imports Triton's Gluon. A tile has CONSUMERS * ROWS rows and COLUMNS columns of each of GATES matrices that lie side by
 side in w; the stages, their barriers and the main loop are those of the grouped GEMM (`experts/hopper/pipeline.py`).
 
-Gathered rows come by asynchronous copies of 16 bytes. Products read shared memory by another path than such copies
-write it, so that the producer waits for its own, fences, and only then says that a stage is full: LAG stages later, so
-that others are under way meanwhile.
+Rows are gathered by asynchronous copies of 16 bytes. Products read shared memory through another path than the one by
+which such copies write it. The producer therefore waits for its copies, fences, and only then marks the stage as full.
+It does so LAG stages later, so that other copies are in flight meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the Hopper kernels of the fused FFN run on a device; the Triton ones serve where they do not."""
+"""Finds out whether the Hopper kernels of the fused FFN run on a device. Otherwise the Triton kernels are used."""
 
 from __future__ import annotations
 

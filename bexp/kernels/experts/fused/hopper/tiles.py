@@ -1,4 +1,4 @@
-"""How the Hopper kernels of the fused FFN cut their work."""
+"""How the Hopper kernels of the fused FFN divide their work."""
 
 from __future__ import annotations
 

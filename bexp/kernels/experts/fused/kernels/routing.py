@@ -1,7 +1,7 @@
-"""Kernels that put token-expert pairs in order of experts, lay tiles over them, and sum a token's pairs.
+"""Kernels that sort token-expert pairs by expert, divide them into tiles, and sum a token's pairs.
 
-The order is that of a stable counting sort: every block of pairs counts its experts, a scan over (expert, block) says
-where each block's share of an expert begins, and every pair adds its rank among its block's pairs of that expert.
+The order is that of a stable counting sort. Every block of pairs counts its experts. A scan over (expert, block) gives
+the place where each block's part of an expert begins. Every pair adds its rank among its block's pairs of that expert.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a program of a grouped GEMM works on, and its loads.
+"""The tile that a program of a grouped GEMM works on, and its loads.
 
-A tile of rows belongs to one expert. Rows past the expert's end are computed on whatever lies there and never stored.
+A tile of rows belongs to one expert. Rows past the expert's end are computed on arbitrary data and never stored.
 Weights come by pointers or, with TMA, by descriptors over (E, K, N). Programs take tiles in turn until none is left,
 so that the same code serves a grid of one program a tile and one of a few programs a multiprocessor.
 """
