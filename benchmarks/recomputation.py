@@ -79,7 +79,7 @@ def experts_of(request: ExplorationRequest, report: DeviceReport, asked: Sequenc
     reasons = {support.name: support.reason for support in report.expert_backends}
     for name in asked or ():
         if reasons.get(name, "there is no back end of this name") is not None:
-            print(f"{name}: {reasons.get(name, 'there is none of this name')}", flush=True)
+            print(f"{name}: {reasons.get(name, 'there is no back end of this name')}", flush=True)
     usable = [support.name for support in report.expert_backends if support.usable]
     wanted = tuple(asked) if asked else (report.default_experts,)
     return [name for name in usable if name in wanted]

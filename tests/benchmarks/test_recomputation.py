@@ -78,7 +78,7 @@ def test_what_fails_is_said_and_the_rest_stands() -> None:
 def test_back_ends_that_do_not_serve_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert experts_of(REQUEST, report(), None) == ["grouped_mm"]
     assert experts_of(REQUEST, report(), ["bmm", "fused"]) == ["bmm"]
-    assert "fused: there is none of this name" in capsys.readouterr().out
+    assert "fused: there is no back end of this name" in capsys.readouterr().out
 
 
 def test_a_run_on_the_host(tmp_path: Path) -> None:
