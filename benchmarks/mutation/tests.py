@@ -93,14 +93,19 @@ def record_reached(tree: Path, name: str) -> dict[str, Any]:
 
 
 def find_reached(folder: Path, trees: Sequence[Path]) -> Reached:
-    """What the tests reach. `folder` keeps it by test file and its content, so that only changed files run again.
+    """What the tests reach. `folder` keeps it for each test file until that file or a source changes.
 
     Raises:
         RuntimeError: the tests of a file do not run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = sorted(file for tests in TESTS for file in (trees[0] / tests).glob("test_*.py"))
-    files = {str(file.relative_to(trees[0])): sha256(file.read_bytes()).hexdigest()[:16] for file in found}
+    sources = sha256(b"".join(file.read_bytes() for name in FOLDERS for file in sorted((trees[0] / name).glob("*.py"))))
+    files: dict[str, str] = {}
+    for file in found:
+        digest = sources.copy()
+        digest.update(file.read_bytes())
+        files[str(file.relative_to(trees[0]))] = digest.hexdigest()[:16]
     kept = {name: folder / f"{Path(name).stem}-{digest}.json" for name, digest in files.items()}
     todo = [name for name in files if not kept[name].exists()]
 

@@ -29,6 +29,8 @@ def test_reasons_are_named_also_by_drivers_that_call_them_otherwise(monkeypatch:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _: bits)
     assert Gpu(None).clock_reasons() == ("sw_power_cap", "hw_slowdown")
     assert len(set(CLOCK_REASONS.values())) == 9
+    assert set(SLOWDOWNS) == {name for name in CLOCK_REASONS.values() if name.endswith("slowdown")}
+    assert len(SLOWDOWNS) == 4
 
 
 def test_shares_are_means_of_the_samples_since_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:

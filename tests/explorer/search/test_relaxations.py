@@ -14,6 +14,7 @@ from explorer.search.explore import explore
 from explorer.search.relaxations import (
     _over,
     _shardings,
+    _smaller,
     _together,
     explain_nothing_fits,
     find_relaxations,
@@ -152,3 +153,9 @@ def test_two_devices_share_training_state_before_more_are_asked_for() -> None:
     alone = cramped(num_devices=1, batch_size=64)
     assert [change.words for change in _together(alone)][1].endswith("over 2 devices")
     assert list(_shardings(alone)) == []
+
+
+def test_smaller_micro_batches_are_tried_from_the_next_one_down() -> None:
+    asked = cramped(micro_batch_size=[8, 16])
+    assert [change.settings["micro_batch_size"] for change in _smaller(asked)] == [4, 2, 1]
+    assert list(_smaller(cramped(micro_batch_size=1))) == []
