@@ -1,0 +1,82 @@
+"""A resolved model as the search sees it: its parts, with counts that are exact and estimates that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bexp.transformers.experts import expert_modules
+from explorer.spec.candidate import Recompute
+from explorer.spec.model import DType
+from explorer.spec.parts import LayerPart, ModelParts, Part
+from explorer.spec.target import TRANSFORMERS
+from workers.targets.transformers.parts import KindFigures, ShellFigures
+from workers.targets.transformers.resolved import ResolvedModel
+
+GENEROUS_SAVED_WIDTHS = 34
+"""Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
+LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
+"""For each logit: what the library's loss keeps, and what it holds beyond that at its peak."""
+
+
+def describe_parts(
+    resolved: ResolvedModel, *, tiles: str | None, checkpointing: str | None, by_operation: Mapping[str, str | None]
+) -> ModelParts:
+    """The parts of a model. The arguments say why it cannot be tiled, checkpointed, or recomputed by operation."""
+    figures = resolved.kind_figures
+    kinds = [_layer_part(resolved, each) for each in figures]
+    parameters = list({id(p): p for p in resolved.model.parameters()}.values())
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    trained = [size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad]
+    policies = [Recompute.NONE]
+    if checkpointing is None:
+        policies += [policy for policy in Recompute if policy.layer_share > 0]
+    policies += [Recompute(name) for name, reason in by_operation.items() if reason is None]
+    refused = {"tiles": tiles, "checkpointing": checkpointing, **by_operation}
+    return ModelParts(
+        target=TRANSFORMERS,
+        target_version=resolved.config.version,
+        name=resolved.config.model_type,
+        class_name=resolved.config.model_class.__name__,
+        dtype=DType.BFLOAT16,
+        seq_length=resolved.config.seq_length,
+        layers=resolved.kinds,
+        kinds=tuple(kinds),
+        shell=_shell_part(resolved.shell_figures, figures[0].hidden_bytes_per_token),
+        output_bytes_per_token=figures[0].hidden_bytes_per_token,
+        num_parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(sizes),
+        trainable_bytes=sum(trained),
+        largest_trainable_bytes=max(trained, default=0),
+        policies=tuple(policies),
+        tiles=tiles is None,
+        unavailable={name: reason for name, reason in refused.items() if reason is not None},
+    )
+
+
+def _layer_part(resolved: ResolvedModel, figures: KindFigures) -> LayerPart:
+    saved = figures.saved_bytes_per_token or GENEROUS_SAVED_WIDTHS * figures.hidden_bytes_per_token
+    share = figures.num_trainable_parameters / max(1, figures.num_parameters)
+    return LayerPart(
+        name=figures.name,
+        description=f"{figures.class_name}, {len(figures.indices)} times",
+        has_experts=bool(expert_modules(resolved.layers[figures.indices[0]])),
+        num_parameters=figures.num_parameters,
+        parameter_bytes=figures.parameter_bytes,
+        trainable_bytes=round(share * figures.parameter_bytes),
+        flops_per_token=figures.flops_per_token,
+        flops_per_sequence=figures.attention_flops_per_token * resolved.config.seq_length,
+        saved_bytes_per_token=saved,
+        transient_bytes_per_token=saved / 2,
+    )
+
+
+def _shell_part(figures: ShellFigures, hidden_bytes_per_token: int) -> Part:
+    share = figures.num_trainable_parameters / max(1, figures.num_parameters)
+    return Part(
+        num_parameters=figures.num_parameters,
+        parameter_bytes=figures.parameter_bytes,
+        trainable_bytes=round(share * figures.parameter_bytes),
+        flops_per_token=figures.flops_per_token,
+        saved_bytes_per_token=LOGIT_BYTES * figures.vocab_size + 4 * hidden_bytes_per_token,
+        transient_bytes_per_token=LOGIT_TRANSIENT_BYTES * figures.vocab_size,
+    )

@@ -1,0 +1,112 @@
+"""What can be set on a model here, found by running its layers at micro-batch 1."""
+
+from __future__ import annotations
+
+import torch
+
+from bexp.transformers.experts import expert_modules
+from bexp.transformers.settings import Settings, SettingsError
+from explorer.spec.hardware import BackendSupport
+from explorer.spec.request import ExplorationRequest
+from workers.targets.transformers.builder import PartsBuilder
+from workers.targets.transformers.chosen_attention import recorded_choices
+from workers.targets.transformers.passes import LayerPasses
+from workers.targets.transformers.resolved import ResolvedModel
+
+PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
+"""Back ends of torch's attention that a device has more than one of."""
+STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
+SLOW_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped")
+"""Expert implementations that others beat on every GPU that was measured."""
+NAME_IT = "a request has to name it"
+
+
+class SettingsProbe:
+    """Tries settings on one layer of each kind that `builder` makes."""
+
+    def __init__(self, resolved: ResolvedModel, builder: PartsBuilder, request: ExplorationRequest) -> None:
+        self._resolved = resolved
+        self._builder = builder
+        self._request = request
+        self._device: torch.device = builder.device
+
+    @property
+    def default_attention(self) -> str:
+        """The library's own choice."""
+        return self._resolved.model.config._attn_implementation or "eager"
+
+    def attention_supports(self) -> tuple[BackendSupport, ...]:
+        """The library's choice and each back end of torch that can be pinned; others are tried when named.
+
+        A pinned back end that torch would choose anyway is the library's choice under another name, and left out.
+        """
+        default, asked = self.default_attention, self._request.attention_backends or ()
+        with recorded_choices() as chosen:
+            found = [BackendSupport(name=default, usable=True, reason=self.refusal(Settings(attention=default)))]
+        same = f"sdpa:{chosen[0]}" if len(set(chosen)) == 1 else None
+        if default == "sdpa":
+            for backend in PINNED[self._device.type]:
+                name = f"sdpa:{backend}"
+                only_when_named = backend == "math" or name == same
+                if only_when_named and name not in asked:
+                    reason: str | None = (
+                        f"sdpa takes {backend} here" if name == same else "it keeps all scores: name it to try it"
+                    )
+                else:
+                    reason = self.refusal(Settings(attention=name))
+                found.append(
+                    BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=only_when_named)
+                )
+        others = [name for name in self._resolved.attention_implementations if name != default]
+        for name in others:
+            reason = self._resolved.attention_implementations[name]
+            if reason is None:
+                reason = self.refusal(Settings(attention=name)) if name in asked else NAME_IT
+            found.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=True))
+        return tuple(found)
+
+    def expert_supports(self) -> tuple[BackendSupport, ...]:
+        """The library's implementations and, on a GPU, ours; empty for a model without experts."""
+        return tuple(self._expert_support(name) for name in self._expert_names())
+
+    def _expert_names(self) -> list[str]:
+        known = self._resolved.experts_implementations
+        if not known:
+            return []
+        return [*STOCK_EXPERTS, *(OUR_EXPERTS if self._device.type == "cuda" else ())]
+
+    def _expert_support(self, name: str) -> BackendSupport:
+        """Loops over experts, and products that gather every token's weights, are tried when they are named."""
+        only_when_named = self._device.type == "cuda" and name in SLOW_EXPERTS
+        reason = self._resolved.experts_implementations.get(name)
+        if reason is None and only_when_named and name not in (self._request.expert_backends or ()):
+            reason = NAME_IT
+        if reason is None:
+            reason = self.refusal(Settings(experts=name))
+        stock = name in STOCK_EXPERTS
+        return BackendSupport(
+            name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=only_when_named
+        )
+
+    def refusal(self, settings: Settings) -> str | None:
+        """Why a setting cannot be had here, found by running a layer of each kind with it; null if it can."""
+        for kind in dict.fromkeys(self._resolved.kinds):
+            part = self._builder.layer(kind, 1)
+            if settings.experts is not None and not expert_modules(part.module):
+                continue
+            try:
+                passes = LayerPasses(part, self._builder.settings, settings, recompute=False)
+                try:
+                    passes.prepare_forward()
+                    passes.forward()
+                    if self._builder.settings.training:
+                        passes.prepare_backward()
+                        passes.backward()
+                finally:
+                    passes.release()
+                    passes.restore()
+            except (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError) as error:
+                text = " ".join(str(error).split()) or type(error).__name__
+                return text[:300]
+        return None
