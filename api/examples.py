@@ -132,6 +132,8 @@ RECOMMENDATION: dict[str, Any] = {
     "allocator": "default",
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
     "answer": None,
+    "hardware": None,
+    "request": None,
 }
 RUN_REPORT: dict[str, Any] = {
     "number": 1,

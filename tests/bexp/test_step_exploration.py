@@ -14,10 +14,33 @@ from torch.multiprocessing.spawn import spawn
 import bexp
 
 
+class Clock:
+    """Stands for the module `time`; sleeping is all that takes time."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("bexp.step_exploration.time", found)
+    return found
+
+
 class Example:
     """A linear model whose step sleeps: 8 ms a micro-batch and 2 ms a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Any = time) -> None:
+        self.clock = clock
         self.model = nn.Linear(4, 4)
         self.sizes: list[int] = []
 
@@ -26,7 +49,7 @@ class Example:
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(x))
-        time.sleep(0.008 + 0.002 * len(x))
+        self.clock.sleep(0.008 + 0.002 * len(x))
         loss = self.model(x).square().sum()
         loss.backward()
         found: torch.Tensor = loss.detach()
@@ -38,8 +61,8 @@ def explore(example: Example, **changed: Any) -> Any:
     return bexp.explore(**{**arguments, "sizes": (1, 2, 4, 8), "repeats": 3, **changed})
 
 
-def test_the_size_with_most_sequences_a_second_is_recommended() -> None:
-    found = explore(Example(), effective_batch_size=16)
+def test_the_size_with_most_sequences_a_second_is_recommended(clock: Clock) -> None:
+    found = explore(Example(clock), effective_batch_size=16)
     assert found.micro_batch_size == 8
     assert found.grad_accum_steps == 2
     assert found.confidence >= 80
@@ -59,8 +82,8 @@ def test_gradients_weights_and_random_numbers_are_left_alone() -> None:
     assert random.getstate() == states[1]
 
 
-def test_a_size_that_runs_out_of_memory_ends_the_search() -> None:
-    example = Example()
+def test_a_size_that_runs_out_of_memory_ends_the_search(clock: Clock) -> None:
+    example = Example(clock)
     plain = example.step
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_flash_may_be_excluded_but_not_as_the_only_one() -> None:
 
 
 def test_an_unknown_back_end_is_refused_with_those_that_there_are() -> None:
-    unknown = "unknown attention back end 'spiral'; this device has cudnn, efficient, flash, math"
+    unknown = "unknown attention back end 'spiral'; on this device there is cudnn, efficient, flash, math"
     with pytest.raises(EmptySpaceError, match=unknown):
         space(tiny.request(attention_backends=["spiral"]))
 
