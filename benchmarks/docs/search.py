@@ -15,7 +15,7 @@ TITLES = {
     "gp": "Optuna's GP",
     "powers of two": "powers of two (Lightning)",
     "backing off from the top": "backing off by 0.9 from the top (Accelerate)",
-    "halving from the top": "halving from the top (Accelerate until July 2025)",
+    "backing off from the top": "backing off from the top by 0.9 (as Accelerate does)",
     "largest that fits": "largest that fits (Composer)",
     "deepspeed fast": "DeepSpeed's fast mode",
 }
