@@ -15,7 +15,6 @@ TITLES = {
     "gp": "Optuna's GP",
     "powers of two": "powers of two (Lightning)",
     "backing off from the top": "backing off by 0.9 from the top (Accelerate)",
-    "backing off from the top": "backing off from the top by 0.9 (as Accelerate does)",
     "largest that fits": "largest that fits (Composer)",
     "deepspeed fast": "DeepSpeed's fast mode",
 }
