@@ -18,7 +18,8 @@ PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
 SLOW_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped")
-"""Expert implementations that others beat on every GPU that was measured."""
+"""On a GPU these are tried when a request names them: a loop over experts, products that gather the weights of every
+token, and kernels that `bexp_hopper_grouped` replaces on Hopper."""
 NAME_IT = "a request has to name it"
 
 
