@@ -10,7 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "nvidia-cudnn-cu13", "optuna", "numpy", "sqlalchemy", "fastapi", "pydantic")
+PACKAGES = (
+    *("torch", "triton", "nvidia-cudnn-cu13", "transformers", "accelerate"),
+    *("optuna", "numpy", "sqlalchemy", "fastapi", "pydantic"),
+)
 
 
 def describe_environment() -> dict[str, Any]:

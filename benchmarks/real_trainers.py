@@ -1,10 +1,13 @@
 """Holds the recommendation for transformers' own classes against transformers' own Trainer.
 
-    python -m benchmarks.real_trainers benchmarks/published/*.json --out results/h100-real-trainers.json --device cuda:0
+    python -m benchmarks.real_trainers benchmarks/published/*.json --out results/h100-real-trainers.json --gpus 0,1
+    python -m benchmarks.real_trainers benchmarks/published/gpt2-medium.json --set padding=right --out ...
+    python -m benchmarks.real_trainers benchmarks/published/olmoe*.json --set losses=[library,chunked] --out ...
 
-For each configuration: an exploration with the target `transformers` through the service, a sweep by the Trainer of all
-micro-batch sizes with and without gradient checkpointing, and the recommended configuration run by the Trainer after
-`bexp.apply`. The file is written after each model; a second start goes on where the first ended.
+For each configuration: an exploration with the target `transformers` through the service, a sweep by the Trainer of
+all micro-batch sizes with and without gradient checkpointing, and the recommended configuration, and the best stock
+one that the answer names, run by the Trainer after `bexp.apply`. `--set` sets fields of the request. Each GPU has a
+model at a time. The file is written after each model; a second start goes on where the first ended.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,76 +36,142 @@ ANSWER = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every configuration that the file does not have yet."""
+    """Run every configuration that the file does not have yet with these fields."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_trainers", description=__doc__)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--gpus", default="0", help="indices of the GPUs, by comma; empty for the CPU")
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields")
     parser.add_argument("--max-seconds", type=float, default=120.0, help="of one exploration")
+    parser.add_argument("--start-until", type=float, default=float("inf"), help="start no model after these seconds")
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {"environment": describe_environment(), "models": []}
+    results: dict[str, Any] = {"environment": {}, "models": []}
     if options.out.exists():
-        results["models"] = json.loads(options.out.read_text())["models"]
-    known = {row["model"] for row in results["models"]}
-    for path in options.configs:
-        if path.stem in known:
-            continue
-        row = run_model(path, options)
-        results["models"].append(row)
-        write_results(options.out, results)
-        print(describe(row), flush=True)
+        results = json.loads(options.out.read_text())
+    results["environment"] = describe_environment()
+    table = Table(results, options)
+    started = time.perf_counter()
+    with ThreadPoolExecutor(table.gpus.qsize()) as pool:
+        for path in options.configs:
+            pool.submit(table.add, path, started + options.start_until).add_done_callback(_print_error)
     return 0
 
 
-def run_model(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+class Table:
+    """The rows of one file, filled by as many threads as there are GPUs."""
+
+    def __init__(self, results: dict[str, Any], options: argparse.Namespace) -> None:
+        self.results = results
+        self.options = options
+        self.gpus: queue.Queue[str] = queue.Queue()
+        for gpu in options.gpus.split(","):
+            self.gpus.put(gpu)
+        self._lock = threading.Lock()
+
+    def add(self, path: Path, latest_start: float) -> None:
+        """Measure one configuration and write the file, unless it has that row or it is too late to start."""
+        fields = sorted(self.options.fields)
+        rows = [row for row in self.results["models"] if row["model"] == path.stem]
+        if any(row["fields"] == fields for row in rows):
+            return
+        padded = "padding=right" in fields or "padding=left" in fields
+        sweep = next((row["sweep"] for row in rows if row["padded"] is padded), None)
+        with self._gpu() as environment:
+            if time.perf_counter() > latest_start:
+                return
+            run = ModelRun(path, fields, padded, environment, self.options)
+            row = run.measure(sweep)
+        with self._lock:
+            self.results["models"].append(row)
+            write_results(self.options.out, self.results)
+        print(describe(row), flush=True)
+
+    @contextmanager
+    def _gpu(self) -> Iterator[dict[str, str]]:
+        """The environment of programs that see one GPU, or none."""
+        gpu = self.gpus.get()
+        try:
+            yield {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        finally:
+            self.gpus.put(gpu)
+
+
+class ModelRun:
     """One configuration: exploration, sweep, and the recommendation in the Trainer."""
-    seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
-    with tempfile.TemporaryDirectory() as folder:
-        exploration = explore(path, seq_length, options, Path(folder))
-        sweep = trainer(path, seq_length, ["--sweep"], Path(folder) / "sweep.json")
-        recommended: list[dict[str, Any]] = []
-        if exploration["document"] is not None:
-            found = exploration["document"]["recommendation"]["candidate"]
-            run = {"micro_batch_size": found["micro_batch_size"], "recommendation": exploration["document"]}
-            recommended = trainer(path, seq_length, ["--runs", json.dumps([run])], Path(folder) / "recommended.json")
-    for one in recommended:
-        one.pop("recommendation", None)  # it stands beside
-    return {
-        "model": path.stem,
-        "seq_length": seq_length,
-        "exploration": exploration,
-        "sweep": sweep,
-        "recommended": recommended,
-    }
+
+    def __init__(
+        self, path: Path, fields: list[str], padded: bool, environment: Mapping[str, str], options: argparse.Namespace
+    ) -> None:
+        self._path = path
+        self._fields = fields
+        self._padded = padded
+        self._environment = environment
+        self._options = options
+        self._seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
+        self._device = "cuda:0" if environment["CUDA_VISIBLE_DEVICES"] else "cpu"
+
+    def measure(self, sweep: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """The row of the table; `sweep` is that of an earlier row with the same batches."""
+        row: dict[str, Any] = {"model": self._path.stem, "fields": self._fields, "padded": self._padded}
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            row |= {"seq_length": self._seq_length, "exploration": self._explore(folder)}
+            row["sweep"] = self._train(["--sweep"], folder / "sweep.json") if sweep is None else sweep
+            document = row["exploration"]["document"]
+            for key, place in (("recommended", "candidate"), ("stock", "stock")):
+                row[key] = [] if document is None else self._train_as(document, place, folder / f"{key}.json")
+        return row
+
+    def _explore(self, folder: Path) -> dict[str, Any]:
+        """Explore through the service; the document of `bexp best --json`, null if there is no answer."""
+        asked = ["--target", "transformers", "--seq-length", str(self._seq_length)]
+        asked += ["--batch-size", str(self._options.batch_size), "--max-seconds", str(self._options.max_seconds)]
+        asked += [word for field in self._fields for word in ("--set", field)]
+        started = time.perf_counter()
+        done = self._client(["explore", str(self._path.absolute()), *asked, "--device", self._device], folder)
+        seconds = time.perf_counter() - started
+        identity = next((word for word in done.stdout.split() if len(word) == 16 and word.isalnum()), "latest")
+        best = self._client(["best", identity, "--json"], folder) if done.returncode == ANSWER else None
+        document = json.loads(best.stdout) if best is not None and best.returncode == ANSWER else None
+        log, errors = (
+            [line for line in text.splitlines() if str(folder) not in line] for text in (done.stdout, done.stderr)
+        )
+        return {"wall_seconds": seconds, "log": log, "errors": errors[-20:], "document": document}
+
+    def _train_as(self, document: dict[str, Any], place: str, out: Path) -> list[dict[str, Any]]:
+        """The Trainer with one candidate of the answer."""
+        found = document["recommendation"]
+        candidate = found["candidate"] if place == "candidate" else (found.get(place) or {}).get("candidate")
+        if candidate is None or (place != "candidate" and candidate == found["candidate"]):
+            return []
+        wanted = {**document, "recommendation": {**found, "candidate": candidate}}
+        run = {"micro_batch_size": candidate["micro_batch_size"], "recommendation": wanted}
+        runs = self._train(["--runs", json.dumps([run])], out)
+        return [{key: value for key, value in one.items() if key != "recommendation"} for one in runs]
+
+    def _train(self, arguments: list[str], out: Path) -> list[dict[str, Any]]:
+        """Runs of the Trainer, each in a process of its own; none if the program failed."""
+        command = [sys.executable, "-m", "benchmarks.trainer_runs", str(self._path.absolute())]
+        limits = ["--seq-length", str(self._seq_length), "--max-seconds", str(SWEEP_SECONDS), "--out", str(out)]
+        padding = ["--padding"] if self._padded else []
+        subprocess.run(
+            [*command, *limits, *padding, *arguments], check=True, stdout=sys.stderr, env=dict(self._environment)
+        )
+        runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"]
+        return runs
+
+    def _client(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        """`bexp` with a database and a log folder of its own."""
+        command = [sys.executable, "-m", "api.cli", *arguments]
+        paths = os.pathsep.join(filter(None, [str(Path.cwd()), self._environment.get("PYTHONPATH")]))
+        environment = {**self._environment, "BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", "PYTHONPATH": paths}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
 
 def reach(config: dict[str, Any]) -> int:
     """The longest sequence that a configuration has positions for."""
     return int(next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), SEQ_LENGTH))
-
-
-def explore(path: Path, seq_length: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Explore through the service; the document of `bexp best --json`, null if there is no answer."""
-    database = {"BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db"}
-    asked = ["--target", "transformers", "--seq-length", str(seq_length), "--batch-size", str(options.batch_size)]
-    started = time.perf_counter()
-    limits = ["--max-seconds", str(options.max_seconds), "--device", options.device]
-    done = _client(["explore", str(path), *asked, *limits], database)
-    seconds = time.perf_counter() - started
-    identity = next((word for word in done.stdout.split() if len(word) == 16 and word.isalnum()), "")
-    best = _client(["best", identity, "--json"], database) if done.returncode == ANSWER else None
-    document = json.loads(best.stdout) if best is not None and best.returncode == ANSWER else None
-    return {"wall_seconds": seconds, "log": done.stdout.splitlines(), "document": document}
-
-
-def trainer(path: Path, seq_length: int, arguments: list[str], out: Path) -> list[dict[str, Any]]:
-    """Runs of the Trainer, in processes of their own."""
-    command = [sys.executable, "-m", "benchmarks.trainer_runs", str(path), "--seq-length", str(seq_length)]
-    limits = ["--max-seconds", str(SWEEP_SECONDS), "--out", str(out)]
-    subprocess.run([*command, *arguments, *limits], check=True, stdout=sys.stderr)
-    runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"]
-    return runs
 
 
 def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -119,12 +192,14 @@ def describe(row: dict[str, Any]) -> str:
     """One line for a person."""
     found = ratio(row)
     said = "no recommendation, or it failed" if found is None else f"{found:.3f}x the best of the sweep"
-    return f"{row['model']}: {said}, answered after {row['exploration']['wall_seconds']:.0f} s"
+    named = " ".join([row["model"], *row["fields"]])
+    return f"{named}: {said}, answered after {row['exploration']['wall_seconds']:.0f} s"
 
 
-def _client(arguments: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "api.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+def _print_error(done: Any) -> None:
+    error = done.exception()
+    if error is not None:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

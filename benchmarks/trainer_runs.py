@@ -4,8 +4,9 @@
     python -m benchmarks.trainer_runs CONFIG.json --seq-length 2048 --sweep --out sweep.json
 
 A run is one Trainer of 20 steps on random text in the model's own format, under the allocator's setting that the run
-names. `--sweep` tries every micro-batch size from 1 upwards, with and without gradient checkpointing, until memory runs
-out or throughput has fallen twice by more than 2%. A `recommendation` in a run is applied by `bexp.apply`.
+names. `--sweep` tries every micro-batch size from 1 upwards without gradient checkpointing, and those that do not fit
+so, and the largest that does, with it: at a size that fits, checkpointing only adds work. Each half ends when memory
+runs out or throughput has fallen twice by more than 2%. A `recommendation` in a run is applied by `bexp.apply`.
 """
 
 from __future__ import annotations
@@ -66,13 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _sweep(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The next run, given those that have been made."""
+    largest = 1
     for checkpointing in (False, True):
         best, falls = 0.0, 0
-        for size in SIZES:
+        for size in (size for size in SIZES if size >= largest):
             yield {"micro_batch_size": size, "gradient_checkpointing": checkpointing}
             speed = found[-1].get("tokens_per_second")
             if speed is None:
                 break
+            largest = size
             falls = falls + 1 if speed < FALL * best else 0
             best = max(best, speed)
             if falls == 2:

@@ -43,6 +43,7 @@ def explore(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
+    fields: options.Set = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Explore a model on this machine and print the best micro_batch_size."""
@@ -63,6 +64,7 @@ def explore(
             "max_trials": max_trials,
             "confidence_target": confidence_target,
             "seed": seed,
+            **options.parse_fields(fields),
         },
     )
     raise typer.Exit(_explore(request, device, local_target, as_json=as_json))

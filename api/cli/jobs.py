@@ -32,6 +32,7 @@ def submit(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
+    fields: options.Set = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -52,6 +53,7 @@ def submit(
             "max_trials": max_trials,
             "confidence_target": confidence_target,
             "seed": seed,
+            **options.parse_fields(fields),
         },
     )
     with connect() as client:

@@ -60,6 +60,10 @@ LocalTargetOption = Annotated[
 MaxSeconds = Annotated[float | None, typer.Option(help="Stop when trials have taken this time, added up over all.")]
 MaxTrials = Annotated[int | None, typer.Option(help="Stop after this many trials.")]
 ConfidenceTarget = Annotated[int | None, typer.Option(help="Stop when the confidence reaches this (1 to 99).")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Set any field of the request, such as padding=right."),
+]
 Seed = Annotated[int | None, typer.Option(help="Seed for everything that is random.")]
 
 FIELDS = {
@@ -89,6 +93,20 @@ def parse_micro_batch_size(text: str | None) -> Any:
     if low.isdecimal() and high.isdecimal():
         return {"explore": {"min": int(low), "max": int(high)}}
     raise CommandError(ExitCode.USAGE, f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX nor a number")
+
+
+def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
+    """Return the fields that `--set` names, their values read as YAML.
+
+    Raises CommandError for text without "=", and FormatError for a value that is no YAML.
+    """
+    fields: dict[str, Any] = {}
+    for assignment in assignments or ():
+        name, separator, value = assignment.partition("=")
+        if not separator or not name:
+            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
+        fields[name] = load_document(f"value: {value}")["value"]
+    return fields
 
 
 def split_target(target: str | None) -> tuple[str | None, str | None]:

@@ -45,6 +45,11 @@ class RequestFields(Frozen):
     hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
         None, description="Tokens a sequence in training, for `hf_config`."
     )
+    padding: Literal["none", "left", "right"] = Field(
+        "none",
+        description="Where texts of unequal length are padded, for `hf_config`. Padded batches bring an attention "
+        "mask, which rules out some attention back ends; lengths are drawn between half of the sequence and all of it.",
+    )
     target_config: dict[str, Any] | None = Field(
         None, description="What a registered target builds its model from; at most 256 KiB as JSON."
     )

@@ -44,7 +44,9 @@ def check_sequence_of_config(request: ExplorationRequest) -> None:
 
 
 def check_training_of_target(request: ExplorationRequest) -> None:
-    """Autocast and LoRA change a transformers model; the reference layers have neither."""
+    """Padding, autocast and LoRA change how a transformers model trains; the reference layers have none of them."""
+    if request.padding != "none" and request.target_name != TRANSFORMERS:
+        raise RuleError(f"padded batches need target '{TRANSFORMERS}'", "padding", "target")
     if request.target_name != BEXP:
         return
     if request.training.precision != "pure":

@@ -63,6 +63,7 @@ def test_a_registered_target_may_have_no_sequences() -> None:
         ({"model": MODEL, **HUGGING_FACE}, ("hf_config",)),
         ({"hf_config": CONFIG}, ("hf_seq_length",)),
         ({"model": MODEL, "hf_seq_length": 8}, ("hf_seq_length",)),
+        ({"model": MODEL, "padding": "right"}, ("padding",)),
         ({"model": MODEL, "training": {"precision": "autocast"}}, ("training", "precision")),
         ({"model": MODEL, "training": {"lora": {"r": 8, "target_modules": ["q_proj"]}}}, ("training", "lora")),
         ({**HUGGING_FACE, "num_query_groups": [1]}, ("num_query_groups",)),

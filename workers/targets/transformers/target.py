@@ -152,7 +152,13 @@ class TransformersTarget:
     def _check_class(self) -> None:
         check = self._resolved.check
         if check.runs and check.by_parts and self._resolved.kinds:
-            return
+            padded = check.failures.get("padded_text") if self._request.padding != "none" else None
+            if padded is None:
+                return
+            raise UnsupportedTrialError(
+                f"{self._resolved.config.model_type} cannot be measured with padded batches in transformers "
+                f"{self.version}: {padded}"
+            )
         reason = "; ".join(f"{name}: {why}" for name, why in check.failures.items())
         raise UnsupportedTrialError(
             f"{self._resolved.config.model_type} cannot be measured by its parts with transformers "
@@ -163,7 +169,7 @@ class TransformersTarget:
 
     def _parts(self) -> PartsBuilder:
         if self._builder is None:
-            self._builder = self._resolved.builder(self._device)
+            self._builder = self._resolved.builder(self._device, padding=self._request.padding)
         return self._builder
 
     def _settings_of(self, component: Component) -> Settings:
