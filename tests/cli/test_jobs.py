@@ -57,7 +57,7 @@ def test_submit_prints_the_bare_id(bexp: Run, config: Path) -> None:
 
 def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -> None:
     options = "--micro-batch-size 2-8 --batch-size 48 --seq-length 16 --max-seconds 5 --max-trials 3 --device cpu"
-    options += " --target bexp --set tolerance=0.05 --set training.optimizer=sgd"
+    options += " --target bexp --set tolerance=0.05 --set training.optimizer.name=sgd"
     options += " --confidence-target 50 --seed 7 --mode eval --execution compile --memory-limit-gib 2.5 --num-devices 2"
     done = bexp("submit", config, *options.split(), "--json")
     request = json.loads(done.stdout)["request"]
