@@ -64,16 +64,17 @@ class Instruments:
             expandable = allocator == "expandable_segments"
             torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
 
-    def settle(self, *, release: bool) -> int:
+    def settle(self, *, release: bool, kept_bytes: int = 0) -> int:
         """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.
 
-        `release` also returns cached memory to the device. This is needed after a trial that ran out of memory, and
-        before a trial whose reserved memory is measured.
+        `kept_bytes` stay on purpose: the target's weights. `release` also returns cached memory to the device. This is
+        needed after a trial that ran out of memory, and before a trial whose reserved memory is measured.
         """
-        left = self._settled_bytes() - self._baseline_bytes
+        expected = self._baseline_bytes + (kept_bytes if self.device.type == "cuda" else 0)
+        left = self._settled_bytes() - expected
         if left > TOLERATED_LEFTOVER_BYTES and "torch._dynamo" in sys.modules:
             torch.compiler.reset()
-            left = self._settled_bytes() - self._baseline_bytes
+            left = self._settled_bytes() - expected
         if self.device.type == "cuda":
             if release or left > TOLERATED_LEFTOVER_BYTES:
                 torch.cuda.empty_cache()

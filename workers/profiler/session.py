@@ -95,10 +95,9 @@ class Session:
         measurement = self._attempt(plan, self._request, clock)
         poisoned = self._is_lost(measurement)
         if not poisoned:
-            if self._target is not None and not isinstance(self._target, WholeTarget):
-                self._target.rest()
+            kept = 0 if self._target is None or isinstance(self._target, WholeTarget) else self._target.rest()
             release = measurement.outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
-            poisoned = self._instruments.settle(release=release) > 0
+            poisoned = self._instruments.settle(release=release, kept_bytes=kept) > 0
         measurement = measurement.model_copy(update={"phases": clock.seconds()})
         self._was_disturbed = measurement.contamination is not None
         self._send(TrialFinished(measurement=measurement, seconds=clock.elapsed_seconds, poisoned=poisoned))

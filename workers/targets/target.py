@@ -98,8 +98,8 @@ class Target(Protocol):
             UnsupportedTrialError: the target cannot measure this model at all; the message has the cause.
         """
 
-    def rest(self) -> None:
-        """Leave nothing on the device; called after each trial."""
+    def rest(self) -> int:
+        """Called after each trial; returns the bytes that stay on the device for the next one, weights alone."""
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
         """Raise UnsupportedTrialError if the candidate cannot be run here."""

@@ -37,8 +37,9 @@ class ReferenceTarget:
         """Return which back ends can serve the request's model."""
         return report_device(self._request.model, hardware, self._instruments.device)
 
-    def rest(self) -> None:
+    def rest(self) -> int:
         """Nothing is kept between trials."""
+        return 0
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
         """Raise UnsupportedTrialError if a back end of the candidate cannot serve the model."""

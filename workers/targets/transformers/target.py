@@ -89,10 +89,9 @@ class TransformersTarget:
             parts=parts,
         )
 
-    def rest(self) -> None:
-        """The parts wait in the host's memory."""
-        if self._builder is not None:
-            self._builder.park()
+    def rest(self) -> int:
+        """The weights of the parts stay on the device."""
+        return 0 if self._builder is None else self._builder.rest()
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
         """Every setting was tried before the job began; a trial tries it again at its own size."""
