@@ -6,8 +6,9 @@
 
 For each configuration: an exploration with the target `transformers` through the service, a sweep by the Trainer of
 all micro-batch sizes with and without gradient checkpointing, and the recommended configuration, and the best stock
-one that the answer names, run by the Trainer after `bexp.apply`. `--set` sets fields of the request. Each GPU has a
-model at a time. The file is written after each model; a second start goes on where the first ended.
+one that the answer names, run by the Trainer after `bexp.apply`. `--set` sets fields of the request; an exploration of
+compiled layers is also held against the Trainer's own `torch_compile`, at the sweep's best size and the next two.
+Each GPU has a model at a time. The file is written after each model; a second start goes on where the first ended.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.trainer_runs import SIZES
 
 SEQ_LENGTH = 4096
 SWEEP_SECONDS = 4.0
@@ -118,6 +120,9 @@ class ModelRun:
             folder = Path(name)
             row |= {"seq_length": self._seq_length, "exploration": self._explore(folder)}
             row["sweep"] = self._train(["--sweep"], folder / "sweep.json") if sweep is None else sweep
+            if "execution=compile" in self._fields:
+                runs = compiled_runs(row["sweep"])
+                row["compiled_sweep"] = self._train(["--runs", json.dumps(runs)], folder / "compiled.json")
             document = row["exploration"]["document"]
             for key, place in (("recommended", "candidate"), ("stock", "stock")):
                 row[key] = [] if document is None else self._train_as(document, place, folder / f"{key}.json")
@@ -167,6 +172,13 @@ class ModelRun:
         paths = os.pathsep.join(filter(None, [str(Path.cwd()), self._environment.get("PYTHONPATH")]))
         environment = {**self._environment, "BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", "PYTHONPATH": paths}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+def compiled_runs(sweep: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The Trainer's own compilation at the best size without checkpointing and the next two, which may fit then."""
+    plain = best_of([run for run in sweep if not run["gradient_checkpointing"]])
+    best = 1 if plain is None else plain["micro_batch_size"]
+    return [{"micro_batch_size": size, "torch_compile": True} for size in SIZES if size >= best][:3]
 
 
 def reach(config: dict[str, Any]) -> int:

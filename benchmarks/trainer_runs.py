@@ -133,6 +133,7 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             output_dir=folder,
             per_device_train_batch_size=run["micro_batch_size"],
             gradient_checkpointing=run.get("gradient_checkpointing", False),
+            torch_compile=run.get("torch_compile", False),
             max_steps=run["steps"],
             save_strategy="no",
             report_to=[],
@@ -142,11 +143,12 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             dataloader_drop_last=True,
         )
         trainer = Trainer(model=model, args=settings, train_dataset=texts, callbacks=[clock.callback()])
-        trainer.train()
+        training_loss = trainer.train().training_loss
     seconds = clock.step_seconds[WARM_UP_STEPS:] or clock.step_seconds[-1:]
     tokens = run["micro_batch_size"] * run["seq_length"]
     return {
         **described,
+        "training_loss": training_loss,
         "num_steps": len(clock.step_seconds),
         "step_seconds": clock.step_seconds,
         "tokens_per_second": tokens / statistics.median(seconds),
@@ -232,6 +234,7 @@ class Clock:
 
 def _line(run: dict[str, Any]) -> str:
     settings = f"m={run['micro_batch_size']} checkpointing={run.get('gradient_checkpointing', False)}"
+    settings += " torch_compile" if run.get("torch_compile") else ""
     if "error" in run:
         return f"{settings}: {run['error']} ({run.get('message', '')[:200]})"
     peak = (run["peak_reserved_bytes"] or 0) / 2**30

@@ -42,6 +42,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "transformers": partial(of_result, models.transformers, "h200-transformers"),
     "compositions": partial(of_result, trainers.compositions, "h100-real-trainers"),
     "real-trainers": partial(of_result, trainers.trainers, "h100-real-trainers"),
+    "real-trainers-fields": partial(of_result, trainers.chosen_fields, "h100-real-trainers"),
+    "trainer-runs-by-hand": partial(of_result, trainers.set_by_hand, "h100-real-trainers"),
     "strategies": partial(of_result, search.strategies, "h200-replay"),
     "rivals": partial(of_result, search.rivals, "h200-replay"),
     "reliability": partial(of_result, search.reliability, "h200-replay"),

@@ -26,34 +26,80 @@ def compositions(result: Row) -> str:
 
 
 def trainers(result: Row) -> str:
-    """What the Trainer reached: stock at its best, as recommended, and with our loss and experts."""
+    """What the Trainer reached: stock at its best, and as recommended by default explorations."""
     return table(
-        result["models"],
+        [row for row in result["models"] if not row["fields"]],
         {
             "model": lambda row: row["model"],
+            "sequence": lambda row: row["seq_length"],
             "stock, its best": lambda row: _run(best_of(row["sweep"])),
             "as recommended": lambda row: _run(best_of(row["recommended"])),
-            "over stock": lambda row: _over(row, "recommended"),
-            "with chunked loss and our experts": lambda row: _run(best_of(row.get("applied", []))),
-            "over stock ": lambda row: _over(row, "applied"),
-            "submit to answer": lambda row: (
-                f"{row['exploration']['wall_seconds']:.0f} s" if row["exploration"]["wall_seconds"] else None
-            ),
+            "over stock": lambda row: _over(row, "recommended", "sweep"),
+            "the answer's best with stock kernels": lambda row: _run(best_of(row["stock"])),
+            "composed time, peak": _composed,
+            "confidence": lambda row: _answer(row).get("confidence"),
+            "submit to answer": lambda row: _seconds(row["exploration"]["wall_seconds"]),
+        },
+    )
+
+
+def chosen_fields(result: Row) -> str:
+    """The same for explorations whose request names more than the defaults."""
+    return table(
+        [row for row in result["models"] if row["fields"]],
+        {
+            "model": lambda row: row["model"],
+            "fields": lambda row: " ".join(f"`{field}`" for field in row["fields"]),
+            "stock, its best": lambda row: _run(best_of(row["sweep"])),
+            "stock with `torch_compile`": lambda row: _run(best_of(row.get("compiled_sweep", []))),
+            "as recommended": lambda row: _run(best_of(row["recommended"])),
+            "over stock": lambda row: _over(row, "recommended", "sweep"),
+            "over compiled stock": lambda row: _over(row, "recommended", "compiled_sweep"),
+            "submit to answer": lambda row: _seconds(row["exploration"]["wall_seconds"]),
+        },
+    )
+
+
+def set_by_hand(result: Row) -> str:
+    """Runs of the Trainer after `bexp.apply` with settings that no exploration chose."""
+    return table(
+        [{"model": row["model"], **run} for row in result["set_by_hand"] for run in row["runs"]],
+        {
+            "model": lambda run: run["model"],
+            "loss": lambda run: run.get("settings", {}).get("loss", "library"),
+            "experts": lambda run: run.get("settings", {}).get("expert_backend"),
+            "execution": lambda run: run.get("settings", {}).get("execution") or "eager",
+            "reached": _run,
         },
     )
 
 
 def _run(run: dict[str, Any] | None) -> str | None:
-    if run is None:
+    if run is None or "tokens_per_second" not in run:
         return None
+    checkpointed = " with checkpointing" if run.get("gradient_checkpointing") else ""
     return (
-        f"m={run['micro_batch_size']}: {run['tokens_per_second'] / 1e3:.1f}k tokens/s, "
+        f"m={run['micro_batch_size']}{checkpointed}: {run['tokens_per_second'] / 1e3:.1f}k tokens/s, "
         f"{run['peak_reserved_bytes'] / GIB:.1f} GiB"
     )
 
 
-def _over(row: Row, runs: str) -> str | None:
-    ours, stock = best_of(row.get(runs, [])), best_of(row["sweep"])
-    if ours is None or stock is None:
+def _over(row: Row, ours: str, theirs: str) -> str | None:
+    found, stock = best_of(row.get(ours, [])), best_of(row.get(theirs, []))
+    if found is None or stock is None:
         return None
-    return f"{ours['tokens_per_second'] / stock['tokens_per_second']:.2f}x"
+    return f"{found['tokens_per_second'] / stock['tokens_per_second']:.3f}x"
+
+
+def _answer(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = (row["exploration"]["document"] or {}).get("recommendation") or {}
+    return found
+
+
+def _composed(row: Row) -> str | None:
+    whole = _answer(row).get("whole_model")
+    return None if whole is None else f"{whole['step_error']:+.1%}, {whole['peak_error']:+.1%}"
+
+
+def _seconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds:.0f} s"
