@@ -116,8 +116,9 @@ def _context(request: ExplorationRequest | None) -> str:
         return ""
     described = request.model is not None or request.hf_config is not None
     length = f", {request.seq_length} tokens per sequence" if described else ""
+    execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
-    return f" for {request.model_name} ({target}{request.mode}, {request.execution}{length})"
+    return f" for {request.model_name} ({target}{request.mode}, {execution}{length})"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
@@ -130,6 +131,10 @@ def _candidate_rows(candidate: Candidate) -> Iterable[str]:
     yield _row("attention", candidate.attention_backend)
     if candidate.expert_backend is not None:
         yield _row("experts", candidate.expert_backend)
+    if candidate.loss is not None:
+        yield _row("loss", candidate.loss)
+    if candidate.execution is not None:
+        yield _row("execution", candidate.execution)
     if candidate.context_parallel_layout is not None:
         over = f"{candidate.context_parallel_size} devices per sequence, {candidate.context_parallel_layout}"
         yield _row("context parallel", over)

@@ -120,7 +120,7 @@ class ModelRun:
             folder = Path(name)
             row |= {"seq_length": self._seq_length, "exploration": self._explore(folder)}
             row["sweep"] = self._train(["--sweep"], folder / "sweep.json") if sweep is None else sweep
-            if "execution=compile" in self._fields:
+            if any(field in self._fields for field in ("execution=compile", "execution=explore")):
                 runs = compiled_runs(row["sweep"])
                 row["compiled_sweep"] = self._train(["--runs", json.dumps(runs)], folder / "compiled.json")
             document = row["exploration"]["document"]

@@ -27,6 +27,7 @@ class Execution(StrEnum):
 
     EAGER = "eager"
     COMPILE = "compile"
+    EXPLORE = "explore"
 
 
 Config = Annotated[
@@ -44,7 +45,9 @@ MemoryLimitGiB = Annotated[
     float | None, typer.Option("--memory-limit-gib", help="Plan for a device with less memory than this one.")
 ]
 ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate with forward passes only.")]
-ExecutionOption = Annotated[Execution | None, typer.Option(help="Run eagerly, or through torch.compile.")]
+ExecutionOption = Annotated[
+    Execution | None, typer.Option(help="Run eagerly, through torch.compile, or find out which.")
+]
 TargetOption = Annotated[
     str | None,
     typer.Option(metavar="bexp|transformers|NAME", help="The code whose training step is measured."),

@@ -15,10 +15,15 @@ from explorer.cost_model.components import (
 )
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.execution import Execution
 from explorer.spec.parts import ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 
 CHUNKED_LOSS = "chunked"
+COMPILED = "compiled"
+"""Ends the back end of a layer that is compiled where others are not."""
+COMPILED_SHARE = 0.7
+"""Share of its saved bytes that a compiled layer is expected to keep: results within a fused kernel are not stored."""
 KEPT_SHARES = {
     BlockRecompute.NONE: 1.0,
     BlockRecompute.SELECTIVE: 0.9,
@@ -54,7 +59,8 @@ class PartsDecomposer:
         layers = []
         for (name, again), count, below in group_layers(sorts):
             experts = candidate.expert_backend if self._parts.kind(name).has_experts else None
-            backend = "+".join(each for each in (candidate.attention_backend, experts) if each is not None)
+            execution = COMPILED if candidate.execution is Execution.COMPILE else None
+            backend = "+".join(filter(None, (candidate.attention_backend, experts, execution)))
             recompute = BlockRecompute.FULL if again else policy
             block = self._share(ComponentKind.LAYER, m, name, backend, recompute, candidate.bta_tile)
             layers.append(LayerGroup(count, (block,), again, below))
@@ -106,6 +112,8 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     transient = round(tokens * part.transient_bytes_per_token)
     if component.kind is ComponentKind.SHELL and component.backend == CHUNKED_LOSS:
         live, transient = min(live, 3 * output), min(transient, output)
+    if component.kind is ComponentKind.LAYER and COMPILED in (component.backend or "").split("+"):
+        live = round(COMPILED_SHARE * live)
     if request.mode == "eval":
         return ComponentBytes(output, output + transient, 0)
     saved = max(output, round(KEPT_SHARES[component.recompute] * live))

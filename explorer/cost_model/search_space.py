@@ -9,6 +9,7 @@ from typing import Any
 
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.context_parallel import Sharing
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.parts import ExploredModel, ModelParts
@@ -85,8 +86,9 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
         for tile in _tiles(request, model, m):
             for recompute in _policies(request, model, tile):
-                for (sharing, attention_backend), expert_backend, sharding, loss, settings in product(
-                    at_m, experts, request.sharding_choices, _losses(request, model), _settings(model)
+                executions = _executions(request, recompute)
+                for (sharing, attention_backend), expert_backend, sharding, loss, execution, settings in product(
+                    at_m, experts, request.sharding_choices, _losses(request, model), executions, _settings(model)
                 ):
                     candidates.append(
                         Candidate(
@@ -100,6 +102,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             context_parallel_layout=sharing.layout,
                             sharding=sharding,
                             loss=loss,
+                            execution=execution,
                             settings=settings,
                         )
                     )
@@ -139,6 +142,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             context_parallel_layout=sharing.layout,
             sharding=sharding,
             loss=_losses(request, model)[0],
+            execution=request.execution_choices[0],
             settings=_settings(model)[0],
         )
         for sharding in request.sharding_choices
@@ -176,6 +180,13 @@ def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | No
     They are null for the reference layers, which have one, and for a model that is measured whole.
     """
     return (None,) if isinstance(model, ModelSpec) or not model.layers else request.losses
+
+
+def _executions(request: ExplorationRequest, recompute: Recompute) -> tuple[Execution | None, ...]:
+    """Return the executions to try with a policy: within a graph, the compiler chooses what runs again."""
+    if not recompute.by_operation:
+        return request.execution_choices
+    return tuple(execution for execution in request.execution_choices if execution is not Execution.COMPILE)
 
 
 def _settings(model: ExploredModel) -> tuple[str | None, ...]:

@@ -31,6 +31,8 @@ DIMENSIONS = (
     "context_parallel_layout",
     "sharding",
     "loss",
+    "execution",
+    "settings",
 )
 
 

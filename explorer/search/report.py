@@ -205,7 +205,7 @@ def _doubts(runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
 def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
-    notes = [f"execution: {request.execution}"]
+    notes = [f"execution: {candidate.execution or request.execution}"]
     notes += _sharing_notes(request, candidate, report)
     sharding = request.sharded(candidate.sharding).training.sharding
     if sharding is not Sharding.NONE and request.mode == "train":

@@ -124,6 +124,7 @@ class _Grid:
             "context_parallel": [f"{c.context_parallel_size}:{c.context_parallel_layout or ''}" for c in candidates],
             "sharding": [c.sharding.value if c.sharding is not None else "" for c in candidates],
             "loss": [c.loss or "" for c in candidates],
+            "execution": [c.execution or "" for c in candidates],
             "settings": [c.settings or "" for c in candidates],
         }
         values = {name: sorted(set(column)) for name, column in columns.items()}

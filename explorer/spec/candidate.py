@@ -9,6 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from explorer.spec.base import Frozen, RuleError
+from explorer.spec.execution import Execution
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.target import OWN_ATTENTION
 from explorer.spec.training import Sharding
@@ -83,6 +84,7 @@ class Candidate(Frozen):
     context_parallel_layout: str | None = None
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
     loss: str | None = Field(None, description="Null: the request's training.loss.")
+    execution: Execution | None = Field(None, description="Null: the request's execution.")
     settings: str | None = Field(None, description="A choice that the target itself offers, such as `compile=true`.")
 
     @model_validator(mode="after")
@@ -117,6 +119,8 @@ class Candidate(Frozen):
             parts.append(f"sharding={self.sharding}")
         if self.loss is not None:
             parts.append(f"loss={self.loss}")
+        if self.execution is not None:
+            parts.append(f"execution={self.execution}")
         if self.settings is not None:
             parts.append(self.settings)
         return " ".join(parts)

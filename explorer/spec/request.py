@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from explorer.spec.candidate import Recompute, distinct_policies
 from explorer.spec.context_parallel import ALONE, Sharing
+from explorer.spec.execution import Execution
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from explorer.spec.request_fields import RequestFields
@@ -99,8 +100,20 @@ class ExplorationRequest(RequestFields):
         return tuple(policy for policy in self.recompute_policies if not policy.untiled_only)
 
     @property
+    def execution_choices(self) -> tuple[Execution | None, ...]:
+        """The executions to choose among, eager first; null alone if there is no choice."""
+        if self.executions is None:
+            return (None,)
+        return tuple(execution for execution in Execution if execution in self.executions)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether code may be compiled for some candidates."""
+        return Execution.COMPILE in (self.execution, *self.execution_choices)
+
+    @property
     def _all_policies(self) -> tuple[Recompute, ...]:
-        compiled = self.execution == "compile"
+        compiled = self.execution is Execution.COMPILE
         return tuple(
             policy
             for policy in Recompute

@@ -9,6 +9,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
+from explorer.spec.execution import Execution
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import (
     BackendName,
@@ -20,7 +21,7 @@ from explorer.spec.options import (
     ParallelismSpec,
 )
 from explorer.spec.routing import RoutingSpec
-from explorer.spec.shorthands import expand_query_groups, expand_sharding
+from explorer.spec.shorthands import expand_execution, expand_query_groups, expand_sharding
 from explorer.spec.target import TargetName, check_hugging_face_config, check_target_config
 from explorer.spec.training import Sharding, TrainingSpec
 
@@ -73,7 +74,11 @@ class RequestFields(Frozen):
     flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
     routing: RoutingSpec = RoutingSpec()
-    execution: Literal["eager", "compile"] = "eager"
+    execution: Execution = Execution.EAGER
+    executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
+        None,
+        description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
+    )
     allocator: Literal["default", "expandable_segments"] = Field(
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
     )
@@ -122,4 +127,4 @@ class RequestFields(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _expand_shorthands(cls, data: Any) -> Any:
-        return expand_sharding(expand_query_groups(data)) if isinstance(data, dict) else data
+        return expand_execution(expand_sharding(expand_query_groups(data))) if isinstance(data, dict) else data

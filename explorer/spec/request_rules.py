@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import refuse_layout
+from explorer.spec.execution import Execution
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 
@@ -47,6 +48,8 @@ def check_training_of_target(request: ExplorationRequest) -> None:
     """Padding, autocast and LoRA change how a transformers model trains; the reference layers have none of them."""
     if request.padding != "none" and request.target_name != TRANSFORMERS:
         raise RuleError(f"padded batches need target '{TRANSFORMERS}'", "padding", "target")
+    if request.executions is not None and request.target_name != TRANSFORMERS:
+        raise RuleError(f"a choice of executions needs target '{TRANSFORMERS}'", "executions", "target")
     if request.target_name != BEXP:
         return
     if request.training.precision != "pure":
@@ -155,7 +158,7 @@ def check_policies(request: ExplorationRequest) -> None:
     for policy in request.recompute or ():
         if policy is Recompute.EXPERTS and request.model is not None and request.model.moe is None:
             raise RuleError("recompute 'experts' given for a model without experts", "recompute")
-        if policy.by_operation and request.execution == "compile":
+        if policy.by_operation and request.execution is Execution.COMPILE:
             raise RuleError(
                 f"recompute '{policy}' needs execution 'eager': within a graph, the compiler chooses which "
                 "operations to run again",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from explorer.spec.base import RuleError
+from explorer.spec.execution import Execution
 from explorer.spec.training import Sharding
 
 
@@ -46,3 +47,18 @@ def expand_sharding(data: dict[str, Any]) -> dict[str, Any]:
         )
     rest = {key: value for key, value in training.items() if key != "sharding"}
     return {**data, "training": rest, "sharding_levels": asked}
+
+
+def expand_execution(data: dict[str, Any]) -> dict[str, Any]:
+    """Move a list or `explore` in `execution` to `executions`.
+
+    Raises:
+        RuleError: the request has executions in both places.
+    """
+    asked = data.get("execution")
+    if not isinstance(asked, list | tuple) and asked != "explore":
+        return data
+    if data.get("executions") is not None:
+        raise RuleError("executions are given twice, in execution and in executions", "executions", "execution")
+    rest = {key: value for key, value in data.items() if key != "execution"}
+    return {**rest, "executions": list(Execution) if asked == "explore" else asked}

@@ -186,7 +186,7 @@ class Profiler:
         A failed trial may leave memory behind. A compiled or captured model leaves code and memory pools.
         """
         job, self._job = self._job, None
-        reusable = self._is_clean and job is not None and job.request.execution == "eager"
+        reusable = self._is_clean and job is not None and not job.request.compiles
         if not reusable or self._process.interrupted.is_set():
             self._process.end()
 

@@ -9,6 +9,8 @@ from explorer.cost_model.step import memory_limit
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.base import Frozen
+from explorer.spec.candidate import Candidate
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -113,7 +115,7 @@ class Session:
         outcome, reason = Outcome.OK, None
         try:
             self._instruments.join(self._select_ranks(plan))
-            self._check_execution(request)
+            self._check_execution(plan.candidate, request)
             if plan.kind is TrialKind.WHOLE_MODEL:
                 whole_model = self._run_whole_model(target, plan, request, clock)
             for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
@@ -171,6 +173,7 @@ class Session:
             return measure_communication(self._instruments, model, component, request, clock)
         return measure_component(self._instruments, target, model, component, request, clock)
 
-    def _check_execution(self, request: ExplorationRequest) -> None:
-        if request.execution == "compile" and (reason := missing_compiler(self._instruments.device.type)) is not None:
+    def _check_execution(self, candidate: Candidate, request: ExplorationRequest) -> None:
+        compiled = (candidate.execution or request.execution) is Execution.COMPILE
+        if compiled and (reason := missing_compiler(self._instruments.device.type)) is not None:
             raise UnsupportedTrialError(reason)

@@ -10,7 +10,7 @@ import pytest
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.part_costs import PartsDecomposer, again_work, part_work
+from explorer.cost_model.part_costs import COMPILED_SHARE, PartsDecomposer, again_work, part_work, predict_part_bytes
 from explorer.cost_model.roofline import predict_component_seconds
 from explorer.cost_model.search_space import (
     EmptySpaceError,
@@ -21,6 +21,7 @@ from explorer.cost_model.search_space import (
 from explorer.cost_model.step import static_parts
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.parts import LayerPart, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
@@ -323,3 +324,29 @@ def test_an_unknown_name_is_refused_with_the_version_of_the_library() -> None:
         enumerate_candidates(
             request(expert_backends=["eager"]), found, dense.model_copy(update={"kinds": dense.kinds[:1]})
         )
+
+
+def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> None:
+    decompose = PartsDecomposer(parts(), training=True)
+    eager, compiled = (
+        decompose(Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, execution=execution))
+        for execution in Execution
+    )
+    assert (eager.head, eager.optimizer) == (compiled.head, compiled.optimizer)
+    (plain,), (other,) = eager.layers[0].blocks, compiled.layers[0].blocks
+    assert (plain.backend, other.backend) == ("sdpa", "sdpa+compiled")
+    saved = [predict_part_bytes(component, parts(), request()).saved for component in (plain, other)]
+    assert saved[1] == pytest.approx(COMPILED_SHARE * saved[0])
+
+
+def test_a_choice_of_executions_doubles_the_space_but_for_policies_by_operation() -> None:
+    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+    named = {"micro_batch_size": 2, "recompute": ["none", "activations", "full"]}
+    asked = request(**own, **named, execution="explore")
+    found = enumerate_candidates(asked, report(), parts()).candidates
+    tried = {(candidate.recompute, candidate.execution) for candidate in found}
+    assert tried == {
+        *((policy, execution) for policy in (Recompute.NONE, Recompute.FULL) for execution in Execution),
+        (Recompute.ACTIVATIONS, Execution.EAGER),
+    }
+    assert base_candidates(asked, report(), parts())[0].execution is Execution.EAGER

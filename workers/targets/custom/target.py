@@ -51,7 +51,7 @@ class CustomTarget:
         """
         for what, asked in (
             ("eval mode", request.mode == "eval"),
-            ("torch.compile by the profiler", request.execution == "compile"),
+            ("torch.compile by the profiler", request.compiles),
             ("LoRA by the profiler", request.training.lora is not None),
         ):
             if asked:

@@ -12,7 +12,9 @@ from torch import nn
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.part_costs import COMPILED
 from explorer.spec.candidate import Candidate
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
@@ -103,6 +105,8 @@ class TransformersTarget:
         """A layer or the shell, with the component's settings."""
         builder = self._parts()
         settings = self._settings_of(component)
+        if settings.compile:
+            torch.compiler.reset()  # code of another size would make this one's sizes dynamic, and slower
         passes: Any
         try:
             if component.kind is ComponentKind.SHELL:
@@ -136,8 +140,11 @@ class TransformersTarget:
         """The whole model, set up as `bexp.apply` does it."""
         builder = self._parts()
         whole = builder.whole()
+        settings = settings_of(candidate, request)
+        if settings.compile:
+            torch.compiler.reset()
         try:
-            set_up(whole, settings_of(candidate, request))
+            set_up(whole, settings)
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         whole.train(self._build.training)
@@ -175,13 +182,14 @@ class TransformersTarget:
         if component.kind is ComponentKind.SHELL:
             return Settings(loss="chunked" if component.backend == "chunked" else "library")
         assert component.backend is not None, "a layer names its attention"
-        attention, _, experts = component.backend.partition("+")
+        attention, *others = component.backend.split("+")
+        experts = [name for name in others if name != COMPILED]
         return Settings(
             attention=attention,
-            experts=experts or None,
+            experts=experts[0] if experts else None,
             recompute=_BY_OPERATION.get(component.recompute, "none"),
             bta_tile=component.bta_tile,
-            compile=self._request.execution == "compile",
+            compile=self._request.execution is Execution.COMPILE or COMPILED in others,
         )
 
     def _optimizer(self, parameters: Callable[[PartsBuilder], list[nn.Parameter]]) -> Callable[[], TrainerOptimizer]:
@@ -202,7 +210,7 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
         recompute=candidate.recompute.value,
         bta_tile=candidate.bta_tile,
         loss="chunked" if candidate.loss == "chunked" else "library",
-        compile=request.execution == "compile",
+        compile=(candidate.execution or request.execution) is Execution.COMPILE,
         allocator=request.allocator,
     )
 
