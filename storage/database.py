@@ -15,7 +15,25 @@ from sqlalchemy import event
 
 from storage.tables import UTCDateTime
 
-SQLITE_BUSY_TIMEOUT = timedelta(seconds=30)
+MAX_CONNECTIONS = 10
+"""The most connections of a process, unless it opens the database with another number."""
+
+CONNECT_TIMEOUT = timedelta(seconds=4)
+STATEMENT_TIMEOUT = timedelta(seconds=4)
+LOCK_TIMEOUT = timedelta(seconds=3)
+POOL_TIMEOUT = timedelta(seconds=4)
+SQLITE_BUSY_TIMEOUT = timedelta(seconds=4)
+IDLE_TRANSACTION_TIMEOUT = timedelta(seconds=5)
+"""After this time PostgreSQL ends the transaction of a process that is frozen, and frees its locks."""
+
+DATABASE_TROUBLE = (
+    sa.exc.OperationalError,
+    sa.exc.InterfaceError,
+    sa.exc.InternalError,
+    sa.exc.TimeoutError,
+)
+"""The database cannot be reached, is too busy, or has no room; the same step may be tried again."""
+
 SQLITE_WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
 """Earlier versions can corrupt a database when a write-ahead log is reset: https://sqlite.org/wal.html#walresetbug."""
 
@@ -80,11 +98,12 @@ class Database:
         self.engine.dispose()
 
 
-def open_database(url: str) -> Database:
+def open_database(url: str, *, max_connections: int = MAX_CONNECTIONS) -> Database:
     """Open a database; nothing is created but the folder of a SQLite file.
 
     Args:
         url: `sqlite:///path`, or `postgresql://user:password@host/name`.
+        max_connections: that the process may hold at once; whoever asks for more waits up to POOL_TIMEOUT.
 
     Raises:
         ValueError: the URL is malformed or names another kind of database.
@@ -94,29 +113,57 @@ def open_database(url: str) -> Database:
     except (sa.exc.ArgumentError, ValueError) as error:
         raise ValueError("the database URL is malformed; use sqlite:///PATH or postgresql://...") from error
     if parsed.drivername in {"postgresql", "postgres", "postgresql+psycopg"}:
-        return _open_postgresql(parsed.set(drivername="postgresql+psycopg"))
+        return _open_postgresql(parsed.set(drivername="postgresql+psycopg"), max_connections)
     if parsed.drivername in {"sqlite", "sqlite+pysqlite"}:
-        return _open_sqlite(parsed)
+        return _open_sqlite(parsed, max_connections)
     raise ValueError(f"database '{parsed.drivername}' is not supported; use sqlite:///PATH or postgresql://...")
 
 
 _dump_json = partial(json.dumps, allow_nan=False, separators=(",", ":"))
 
 
-def _open_postgresql(url: sa.URL) -> Database:
-    engine = sa.create_engine(url, pool_pre_ping=True, pool_size=5, max_overflow=20, json_serializer=_dump_json)
+def postgresql_options() -> dict[str, str | int]:
+    """Return the connection parameters that bound how long a process waits for PostgreSQL, or keeps it waiting."""
+    timeouts = {
+        "statement_timeout": STATEMENT_TIMEOUT,
+        "lock_timeout": LOCK_TIMEOUT,
+        "idle_in_transaction_session_timeout": IDLE_TRANSACTION_TIMEOUT,
+    }
+    options = " ".join(f"-c {name}={_milliseconds(value)}" for name, value in timeouts.items())
+    # The kernel gives up on a server that has vanished: what was sent is not confirmed, or an idle peer is silent.
+    kernel: dict[str, str | int] = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 2}
+    kernel["tcp_user_timeout"] = _milliseconds(CONNECT_TIMEOUT)
+    return {"connect_timeout": int(CONNECT_TIMEOUT.total_seconds()), "options": options, **kernel}
+
+
+def _milliseconds(duration: timedelta) -> int:
+    return int(duration.total_seconds() * 1000)
+
+
+def _open_postgresql(url: sa.URL, max_connections: int) -> Database:
+    given = {name: value for name, value in postgresql_options().items() if name not in url.query}
+    engine = sa.create_engine(
+        url,
+        pool_pre_ping=True,
+        pool_size=min(2, max_connections),
+        max_overflow=max_connections - min(2, max_connections),
+        pool_timeout=POOL_TIMEOUT.total_seconds(),
+        json_serializer=_dump_json,
+        connect_args=given,
+    )
     return Database(engine)
 
 
-def _open_sqlite(url: sa.URL) -> Database:
+def _open_sqlite(url: sa.URL, max_connections: int) -> Database:
     if not url.database or url.database == ":memory:" or "mode=memory" in url.database:
         raise ValueError("the SQLite database must be a file, since several processes share it: sqlite:///PATH")
     path = Path(url.database).expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(
         url.set(database=str(path)),
-        pool_size=5,
-        max_overflow=20,
+        pool_size=min(2, max_connections),
+        max_overflow=max_connections - min(2, max_connections),
+        pool_timeout=POOL_TIMEOUT.total_seconds(),
         json_serializer=_dump_json,
         connect_args={"timeout": SQLITE_BUSY_TIMEOUT.total_seconds()},
     )

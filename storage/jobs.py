@@ -84,7 +84,8 @@ def get_job(database: Database, job_id: str) -> Job:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        return select_job(connection, job_id)
+        row = select_job_row(connection, job_id)
+    return job_from_row(row)
 
 
 def list_jobs(
@@ -108,17 +109,24 @@ def list_jobs(
     return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
 
 
-def select_job(connection: sa.Connection, job_id: str, *, lock: bool = False) -> Job:
-    """`get_job` within a transaction; `lock` keeps other writers off the row until it ends."""
+def select_job_row(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
+    """Return the row of a job within a transaction; `lock` keeps other writers off the row until it ends.
+
+    Raises:
+        JobNotFoundError: there is none with this id.
+    """
     query = sa.select(jobs).where(jobs.c.id == job_id)
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
         raise JobNotFoundError(job_id)
-    return job_from_row(row)
+    return row
 
 
 def job_from_row(row: sa.Row[Any]) -> Job:
-    """Return the job in a row that holds every column of the table."""
+    """Return the job in a row that holds every column of the table.
+
+    It validates documents of any size, so call it after the transaction that read the row.
+    """
     problems: list[str] = []
 
     def parse(model: type[Model], name: str) -> Model | None:
