@@ -54,9 +54,10 @@ def load_document(text: str) -> dict[str, Any]:
     """Parse a JSON or YAML mapping.
 
     Raises:
-        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; an anchor, an
-            alias, a tag, a merge key or a second document; a duplicate key; a key that is not text; NaN, an infinity, an
-            integer of more than 300 digits, NUL or a lone surrogate anywhere; or anything but a mapping at the top.
+        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; an anchor,
+            an alias, a tag, a merge key or a second document; a duplicate key; a key that is not text; NaN, an
+            infinity, an integer of more than 300 digits, NUL or a lone surrogate anywhere; or anything but a mapping at
+            the top.
     """
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB")])
@@ -178,7 +179,7 @@ class _Loader(_Base):
             raise FormatError([((), _TOO_MANY_DIGITS)])
         return super().construct_yaml_int(node)
 
-    yaml_constructors = _Base.yaml_constructors | {"tag:yaml.org,2002:int": construct_yaml_int}  # noqa: RUF012
+    yaml_constructors = _Base.yaml_constructors | {"tag:yaml.org,2002:int": construct_yaml_int}
 
 
 def _parse_yaml(text: str) -> Any:
