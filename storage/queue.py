@@ -28,7 +28,7 @@ from explorer.spec.target import BEXP, describe_target
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
 from storage.database import Database
 from storage.events import insert_events
-from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_job_row
+from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.queue_settings import QueueSettings
 from storage.tables import UTCDateTime, jobs
@@ -73,14 +73,10 @@ class Queue:
         if body_hash is None:
             body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         job_id = secrets.token_hex(8)
+        document = request.model_dump(mode="json")  # before the transaction, which others wait for
+        devices_needed = request.devices_needed()
         drafts = [EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices]
         draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued")
-        values = {
-            "request": request.model_dump(mode="json"),
-            "device_kind": request.device_kind,
-            "target": request.target_name,
-            "devices_needed": request.devices_needed(),
-        }
         try:
             with self.database.begin() as connection:
                 now = self.database.now(connection)
@@ -88,7 +84,11 @@ class Queue:
                     sa.insert(jobs).values(
                         id=job_id,
                         state=JobState.QUEUED.value,
-                        **values,
+                        request=document,
+                        model_name=request.model_name,
+                        device_kind=request.device_kind,
+                        target=request.target_name,
+                        devices_needed=devices_needed,
                         created_at=now,
                         queued_at=now,
                         attempt=0,
@@ -102,7 +102,7 @@ class Queue:
                     )
                 )
                 insert_events(self.database, connection, job_id, 1 + len(drafts), [draft, *drafts])
-                row = select_job_row(connection, job_id)
+                row = select_row(connection, job_id)
             return job_from_row(row), True
         except sa.exc.IntegrityError:
             if idempotency_key is None:
@@ -336,14 +336,14 @@ class Queue:
             JobNotFoundError: there is no such job.
         """
         with self.database.begin() as connection:
-            row = select_job_row(connection, job_id, lock=True)
+            row = select_row(connection, job_id, lock=True)
             here = jobs.c.id == job_id
             if not JobState(row.state).is_final:
                 if row.lease_expires_at is None or row.lease_expires_at <= self.database.now(connection):
                     end_job(self.database, connection, [here], JobState.CANCELLED)
                 elif not row.cancel_requested:
                     change_job(self.database, connection, [here], cancel_requested=True)
-                row = select_job_row(connection, job_id)
+                row = select_row(connection, job_id)
         return job_from_row(row)
 
     def confirm_cancel(self, lease: Lease) -> None:
@@ -434,6 +434,8 @@ def _values(step: Progress) -> dict[str, Any]:
         values["space"] = step.space
     if step.recommendation is not None:
         values["recommendation"] = step.recommendation.model_dump(mode="json")
+        values["micro_batch_size"] = step.recommendation.candidate.micro_batch_size
+        values["confidence"] = step.recommendation.confidence
     if step.answer is not None:
         values["answer"] = step.answer.model_dump(mode="json")
     return values

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from explorer.records.run_report import RunReport
 from storage.database import Database
-from storage.jobs import get_job, select_job_row
+from storage.jobs import get_job, select_row
 from storage.tables import run_reports
 
 MAX_REPORTS = 1000
@@ -47,7 +47,7 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
         raise NoAnswerError(f"exploration {job_id} has recommended nothing yet")
     document = report.model_dump(mode="json")
     with database.begin() as connection:
-        select_job_row(connection, job_id, lock=True)  # keeps the numbers of two writers apart
+        select_row(connection, job_id, lock=True)  # keeps the numbers of two writers apart
         last = sa.select(sa.func.max(run_reports.c.seq)).where(run_reports.c.job_id == job_id)
         seq = (connection.scalar(last) or 0) + 1
         if seq > MAX_REPORTS:

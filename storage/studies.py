@@ -19,7 +19,7 @@ from optuna.storages import RDBStorage
 from explorer.cost_model.search_space import explored_models
 from explorer.records.trial import Trial, TrialKind
 from explorer.search.optuna_trials import distributions, frozen_trial
-from storage.database import CONNECT_TIMEOUT, SQLITE_BUSY_TIMEOUT, Database
+from storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
 from storage.jobs import Job, JobNotFoundError, get_job
 from storage.schema import exclusive
 from storage.trials import read_all_trials
@@ -121,7 +121,7 @@ def _display_url(database: Database) -> str:
 def _storage(database: Database) -> Iterator[RDBStorage]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would announce every study on stderr
     timeout = "connect_timeout" if database.is_postgresql else "timeout"
-    seconds = int((CONNECT_TIMEOUT if database.is_postgresql else SQLITE_BUSY_TIMEOUT).total_seconds())
+    seconds = int((DatabaseLimits().connect if database.is_postgresql else SQLITE_BUSY_TIMEOUT).total_seconds())
     # Optuna formats the URL as a template.
     url = database.url.replace("{", "{{").replace("}", "}}")
     options = {"connect_args": {timeout: seconds}}

@@ -20,7 +20,7 @@ from filelock import Timeout
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.target import LOCAL
-from storage.database import DATABASE_TROUBLE, Database, open_database
+from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
 from storage.queue import Queue
 from storage.schema import upgrade
 from workers.devices.discovery import visible_devices
@@ -37,8 +37,8 @@ from workers.settings import Settings, read_settings
 SERVICE_FAILED = 3
 """The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""
 
-MAX_CONNECTIONS = 10
-"""To the database. A busy worker uses up to three at once: for its steps, its lease and its entry in the list."""
+LIMITS = DatabaseLimits(max_connections=10)
+"""A busy worker uses up to three connections at once: for its steps, its lease and its entry in the list."""
 
 _log = logging.getLogger("workers")
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     try:
         settings = read_settings()
-        database = open_database(options.database_url or settings.database_url, max_connections=MAX_CONNECTIONS)
+        database = open_database(options.database_url or settings.database_url, LIMITS)
         job_ids: list[str] | None = [] if options.jobs_from_stdin else None
         if options.ray is not None:
             workers = [_build_cluster_worker(database, options.ray, options.device, settings, job_ids)]

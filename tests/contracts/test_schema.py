@@ -13,7 +13,9 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
 import storage.migrations
+from explorer.formats.request import parse_request
 from storage.database import Database
+from storage.jobs import list_jobs
 from storage.queue import Queue
 from storage.schema import VERSION_TABLE, include_name, is_current, upgrade
 from storage.tables import metadata
@@ -108,6 +110,26 @@ def test_a_downgrade_keeps_the_trials(database: Database) -> None:
         ]
     upgrade(database)
     assert read_trials(database, claim.job.id) == [StoredTrial(1, make_trial(1))]
+
+
+def test_an_upgrade_fills_in_what_a_list_shows_of_stored_explorations(database: Database) -> None:
+    queue = Queue(database)
+    requests = [make_request(), parse_request({"model": {"model_type": "llama", "_name_or_path": "a/Llama-1"}})]
+    for request in requests:
+        queue.enqueue(request)
+        claim = queue.claim(
+            "a", device_kind="cpu", num_devices=1, fingerprint="f", targets={"bexp": "", "transformers": ""}
+        )
+        assert claim is not None
+        queue.record(claim.lease, make_progress(1))
+    before = list_jobs(database)
+    migrate(database, command.downgrade, "0004")
+    upgrade(database)
+    assert list_jobs(database) == before
+    assert {(job.model_name, job.micro_batch_size, job.confidence) for job in before[0]} == {
+        ("tiny", 2, 45),
+        ("Llama-1", 2, 45),
+    }
 
 
 def test_upgrade_twice_changes_nothing(database: Database) -> None:

@@ -3,12 +3,14 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
-from storage.database import SQLITE_BUSY_TIMEOUT, Database, open_database
+from storage.database import Database, DatabaseLimits, open_database
 from storage.jobs import JobState, get_job, list_jobs
 from storage.queue import Queue
+from storage.schema import upgrade
 from storage.workers import list_workers
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
@@ -137,12 +139,13 @@ def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database)
 def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database) -> None:
     """As by a process that is frozen within a transaction."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
-    other = open_database(sqlite_database.url)
+    impatient = open_database(sqlite_database.url, DatabaseLimits(lock=timedelta(seconds=0.1)))
     with ThreadPoolExecutor(1) as pool:
-        with other.begin():
-            done = pool.submit(make_worker(sqlite_database, FakeProfiler()).run, max_jobs=1)
-            time.sleep(SQLITE_BUSY_TIMEOUT.total_seconds() + 0.5)
+        with sqlite_database.begin():
+            upgrade(impatient)
+            done = pool.submit(make_worker(impatient, FakeProfiler()).run, max_jobs=1)
+            time.sleep(0.5)
             assert not done.done()
         done.result(timeout=30)
-    other.dispose()
+    impatient.dispose()
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
