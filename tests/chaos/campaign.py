@@ -69,6 +69,7 @@ def run_campaign(seconds: float, *, postgres: bool, seed: int, num_workers: int 
             finally:
                 statuses = service.end()
             result.violations += [f"a worker ended with status {status}" for status in statuses if status not in OK]
+            result.violations += [f"logged: {line}" for line in service.complaints()]
             if orphans := service.orphans():
                 result.violations.append(f"{orphans} orphans")
             opened.dispose()

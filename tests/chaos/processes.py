@@ -29,7 +29,7 @@ class Service:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self._num_workers = num_workers
-        self._log = (folder / "processes.log").open("ab")
+        self._log = (folder / "processes.log").open("w+b")
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
         self._environment |= {
             "BEXP_DATABASE_URL": database_url,
@@ -73,8 +73,15 @@ class Service:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._log.close()
         return [worker.returncode for worker in self.workers]
+
+    def complaints(self) -> list[str]:
+        """The errors that the processes logged, apart from a database that was away when a worker started."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        errors = [line for line in lines if " ERROR " in line or line.startswith("Traceback")]
+        self._log.close()
+        return [line for line in errors if "the database cannot be used" not in line]
 
     def orphans(self) -> int:
         """The number of processes on this database that are still there."""
