@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from storage.compact import dump_json
 from storage.tables import UTCDateTime
 
 if TYPE_CHECKING:
@@ -131,9 +130,6 @@ def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
     raise ValueError(f"database '{parsed.drivername}' is not supported; use sqlite:///PATH or postgresql://...")
 
 
-_dump_json = partial(json.dumps, allow_nan=False, separators=(",", ":"))
-
-
 def _pool_options(limits: DatabaseLimits | None) -> dict[str, Any]:
     if limits is None:
         return {"pool_size": 5, "max_overflow": 20}
@@ -159,7 +155,7 @@ def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         }
         arguments = {name: value for name, value in arguments.items() if name not in url.query}
     engine = sa.create_engine(
-        url, pool_pre_ping=True, json_serializer=_dump_json, connect_args=arguments, **_pool_options(limits)
+        url, pool_pre_ping=True, json_serializer=dump_json, connect_args=arguments, **_pool_options(limits)
     )
     if limits is not None:
 
@@ -185,7 +181,7 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
     busy_timeout = limits.lock if limits is not None else SQLITE_BUSY_TIMEOUT
     engine = sa.create_engine(
         url.set(database=str(path)),
-        json_serializer=_dump_json,
+        json_serializer=dump_json,
         connect_args={"timeout": busy_timeout.total_seconds()},
         **_pool_options(limits),
     )

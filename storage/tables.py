@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 from sqlalchemy.types import TypeDecorator
 
+from storage.compact import CompactJSON, CompactText
+
 PREFIX = "bexp_"
 
 
@@ -80,12 +82,12 @@ jobs = sa.Table(
     sa.Column("lease_expires_at", UTCDateTime),
     sa.Column("cancel_requested", sa.Boolean, nullable=False),
     sa.Column("fingerprint", sa.String(64), doc="Of the hardware that the first claim pinned."),
-    sa.Column("report", _JSON),
-    sa.Column("space", _JSON),
-    sa.Column("recommendation", _JSON),
+    sa.Column("report", CompactJSON),
+    sa.Column("space", CompactJSON),
+    sa.Column("recommendation", CompactJSON),
     sa.Column("micro_batch_size", sa.Integer, doc="Of the recommendation."),
     sa.Column("confidence", sa.Integer, doc="Of the recommendation."),
-    sa.Column("answer", _JSON),
+    sa.Column("answer", CompactJSON),
     sa.Column("error", PlainText),
     sa.Column("waiting_reason", PlainText),
     sa.Column("last_seq", sa.Integer, nullable=False),
@@ -103,8 +105,8 @@ events = sa.Table(
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("code", sa.Integer, nullable=False),
-    sa.Column("message", PlainText, nullable=False),
-    sa.Column("data", _JSON, nullable=False),
+    sa.Column("message", CompactText, nullable=False),
+    sa.Column("data", CompactJSON, nullable=False),
 )
 
 trials = sa.Table(
@@ -115,7 +117,7 @@ trials = sa.Table(
     sa.Column("seq", sa.Integer, nullable=False, doc="Grows in the order of storing, which is not that of number."),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("outcome", sa.String(16), nullable=False),
-    sa.Column("trial", _JSON, nullable=False),
+    sa.Column("trial", CompactJSON, nullable=False),
     sa.UniqueConstraint("job_id", "seq"),
 )
 
