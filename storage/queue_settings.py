@@ -30,7 +30,7 @@ class QueueSettings:
     def pause(self, num_failures: int) -> timedelta:
         """Return how long a job waits after `num_failures` failures in a row."""
         doublings = min(max(0, num_failures - 1), 16)
-        return min(self.retry_pause * 2**doublings, LONGEST_PAUSE)
+        return min(self.retry_pause * (1 << doublings), LONGEST_PAUSE)
 
 
 def read_queue_settings(variables: Mapping[str, str]) -> QueueSettings:
