@@ -32,13 +32,19 @@ class ServiceSettings:
     `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
     `takes_local_target` is for a command that serves itself alone: its worker has a target that is named by its file.
-    Durations are in seconds.
+    `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
+    start of a response may take. A job that no live worker can run fails after `max_wait_seconds`.
     """
 
     database_url: str
     require_token: bool = False
     takes_local_target: bool = False
     max_body_bytes: int = 256 * 1024
+    max_connections: int = 4096
+    header_seconds: float = 10.0
+    body_seconds: float = 10.0
+    answer_seconds: float = 4.5
+    max_wait_seconds: float = 7 * 86_400.0
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
     waiting_check_seconds: float = 2.0

@@ -29,7 +29,7 @@ from storage.jobs import Job, JobState, describe_unreadable, job_from_row, selec
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.tables import UTCDateTime, jobs
 from storage.trials import insert_trial, select_trials
-from storage.waiting import find_waiting
+from storage.waiting import MAX_WAIT, end_overdue, find_waiting
 from storage.workers import LIVE_WITHIN
 
 DEFAULT_LEASE = timedelta(seconds=30)
@@ -311,9 +311,19 @@ class Queue:
         """
         self.finish(lease, JobState.CANCELLED)
 
-    def note_waiting(self, *, live_within: timedelta = LIVE_WITHIN, grace: timedelta = WAITING_GRACE) -> None:
-        """Append an event to each job that no live worker can serve, whenever the reason changes."""
+    def note_waiting(
+        self,
+        *,
+        live_within: timedelta = LIVE_WITHIN,
+        grace: timedelta = WAITING_GRACE,
+        max_wait: timedelta = MAX_WAIT,
+    ) -> None:
+        """Append an event to each job that no live worker can serve, whenever the reason changes.
+
+        A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
+        """
         self._end_abandoned()
+        end_overdue(self.database, max_wait)
         with self.database.read() as connection:
             overdue = sa.or_(
                 (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < self.database.clock(-grace)),
