@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from storage.location import default_database_url
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
+MAX_WAIT_HOURS = 7 * 24.0
 DEFAULT_API_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
@@ -44,7 +46,7 @@ class ServiceSettings:
     header_seconds: float = 10.0
     body_seconds: float = 10.0
     answer_seconds: float = 4.5
-    max_wait_seconds: float = 7 * 86_400.0
+    max_wait_seconds: float = 3600 * MAX_WAIT_HOURS
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
     waiting_check_seconds: float = 2.0
@@ -69,6 +71,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         host=given.get("BEXP_HOST", DEFAULT_HOST),
         port=int(port),
     )
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL for a person: without user, password and query, each of which may be a secret."""
+    scheme, separator, rest = url.partition("://")
+    plain, *query = re.split(r"[?#]", rest if separator else url, maxsplit=1)
+    in_doubt = "@" not in plain and "@" in "".join(query)  # either part may belong to a password
+    shown = "..." if in_doubt else plain.rpartition("@")[2]
+    return f"{scheme}{separator}{shown}" if separator else shown
 
 
 def is_loopback(host: str) -> bool:

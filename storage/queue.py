@@ -323,7 +323,6 @@ class Queue:
         A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
         """
         self._end_abandoned()
-        end_overdue(self.database, max_wait)
         with self.database.read() as connection:
             overdue = sa.or_(
                 (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < self.database.clock(-grace)),
@@ -342,6 +341,7 @@ class Queue:
                 drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
             with self.database.begin() as connection:
                 change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
+        end_overdue(self.database, max_wait)
 
     def _open_claim(
         self, connection: sa.Connection, job: Job, owner: str, description: str | None, target: str

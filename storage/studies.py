@@ -120,6 +120,7 @@ def locate_studies(database: Database, job_id: str) -> StudyLocation:
     with database.read() as connection:
         names = connection.scalars(sa.select(studies.c.study_name).where(mine).order_by(studies.c.study_name))
         url = database.engine.url.set(password=None) if database.is_postgresql else database.engine.url
+        url = url.difference_update_query(["password", "sslpassword"])  # libpq takes them there, too
         return StudyLocation(url.render_as_string(hide_password=True), tuple(names))
 
 
