@@ -24,6 +24,14 @@ SQLITE_BUSY_TIMEOUT = timedelta(seconds=30)
 SQLITE_WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
 """Earlier versions can corrupt a database when a write-ahead log is reset: https://sqlite.org/wal.html#walresetbug."""
 
+DATABASE_TROUBLE = (
+    sa.exc.OperationalError,
+    sa.exc.InterfaceError,
+    sa.exc.InternalError,
+    sa.exc.TimeoutError,
+)
+"""The database cannot be reached, is too busy, or has no room; the same step may be tried again."""
+
 _READ_ONLY = "bexp_read_only"
 
 
@@ -32,13 +40,15 @@ class DatabaseLimits:
     """How long a process waits for a database, and how many connections it opens.
 
     SQLite has one wait, for the lock of the file; `lock` limits it. Without limits a connection waits as its driver
-    does, which suits a worker: it has nothing else to do.
+    does. PostgreSQL ends a transaction whose process has been silent for `idle_transaction`, as a frozen one is, and
+    frees its locks.
     """
 
     connect: timedelta = timedelta(seconds=3)
     statement: timedelta = timedelta(seconds=4)
     lock: timedelta = timedelta(seconds=3)
     pool: timedelta = timedelta(seconds=3)
+    idle_transaction: timedelta = timedelta(seconds=5)
     max_connections: int = 10
 
 
@@ -155,7 +165,11 @@ def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
 
         @event.listens_for(engine, "connect")
         def limit_waiting(connection: psycopg.Connection[Any], _: object) -> None:
-            for name, limit in (("statement_timeout", limits.statement), ("lock_timeout", limits.lock)):
+            for name, limit in (
+                ("statement_timeout", limits.statement),
+                ("lock_timeout", limits.lock),
+                ("idle_in_transaction_session_timeout", limits.idle_transaction),
+            ):
                 value = f"{int(limit.total_seconds() * 1000)}ms"
                 connection.execute("SELECT set_config(%s, %s, false)", (name, value))
             connection.commit()

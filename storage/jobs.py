@@ -144,11 +144,6 @@ def list_jobs(
     return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
 
 
-def select_job(connection: sa.Connection, job_id: str, *, lock: bool = False) -> Job:
-    """`get_job` within a transaction; `lock` keeps other writers off the row until it ends."""
-    return job_from_row(select_row(connection, job_id, lock=lock))
-
-
 def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
     """Return the row of a job for `job_from_row`, which then parses it after the transaction.
 
@@ -163,7 +158,10 @@ def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False) ->
 
 
 def job_from_row(row: sa.Row[Any]) -> Job:
-    """Return the job in a row that holds every column of the table."""
+    """Return the job in a row that holds every column of the table.
+
+    It validates documents of any size, so call it after the transaction that read the row.
+    """
     problems: list[str] = []
 
     def parse(model: type[Model], name: str) -> Model | None:

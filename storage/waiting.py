@@ -21,17 +21,24 @@ MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
 
 
-def find_waiting(
+def select_overdue(
     database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
+) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
+    """Return the live workers and the `overdue` jobs, within a transaction."""
+    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
+    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.target, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
+    query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
+    return live, list(connection.execute(query))
+
+
+def find_waiting(
+    live: Sequence[WorkerInfo], overdue: Sequence[sa.Row[*tuple[Any, ...]]]
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
     The reason is null when a live worker could run the job and is merely busy.
     """
-    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
-    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.target, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
-    query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
-    found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in connection.execute(query)]
+    found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in overdue]
     return [(job_id, new) for job_id, old, new in found if new != old]
 
 

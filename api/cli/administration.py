@@ -73,11 +73,11 @@ def upgrade() -> None:
 def study(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
 ) -> None:
-    """Show where the Optuna study of an exploration is stored, for optuna-dashboard and other Optuna tools."""
-    from storage.studies import locate_studies  # noqa: PLC0415 - for this command alone
+    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools."""
+    from storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
-        found = locate_studies(database, job_id)
+        found = write_studies(database, job_id)
     if not found.names:
         raise CommandError(ExitCode.USAGE, f"there is no study of an exploration {job_id!r}")
     if as_json:

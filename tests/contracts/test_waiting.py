@@ -10,6 +10,7 @@ from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobState, get_job
 from storage.queue import Queue
+from storage.queue_settings import QueueSettings
 from storage.tables import jobs
 from storage.waiting import describe_duration
 from storage.workers import WorkerInfo, forget_worker, register_worker
@@ -108,7 +109,7 @@ def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> Non
 
 
 def test_a_pinned_job_names_its_hardware(database: Database) -> None:
-    queue = Queue(database, lease=timedelta(0))
+    queue = Queue(database, QueueSettings(lease=timedelta(0)))
     job, _ = queue.enqueue(make_request())
     claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT)
     assert claim is not None
