@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -57,7 +58,8 @@ class DeadlineMiddleware:
 
         task = asyncio.create_task(_run(self.app, scope, receive_timed, send_in_time))
         try:
-            await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, started}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if task.done() or started.result():
                 await task
             else:
