@@ -33,7 +33,7 @@ from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease,
 from storage.queue_settings import QueueSettings
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
-from storage.waiting import find_waiting, select_overdue
+from storage.waiting import MAX_WAIT, end_overdue, find_waiting, select_overdue
 from storage.workers import LIVE_WITHIN
 
 WAITING_GRACE = timedelta(seconds=3)
@@ -354,8 +354,17 @@ class Queue:
         """
         self.finish(lease, JobState.CANCELLED)
 
-    def note_waiting(self, *, live_within: timedelta = LIVE_WITHIN, grace: timedelta = WAITING_GRACE) -> None:
-        """Append an event to each job that no live worker can serve, whenever the reason changes."""
+    def note_waiting(
+        self,
+        *,
+        live_within: timedelta = LIVE_WITHIN,
+        grace: timedelta = WAITING_GRACE,
+        max_wait: timedelta = MAX_WAIT,
+    ) -> None:
+        """Append an event to each job that no live worker can serve, whenever the reason changes.
+
+        A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
+        """
         self._end_abandoned(jobs.c.cancel_requested)
         with self.database.read() as connection:
             overdue = sa.or_(
@@ -375,6 +384,7 @@ class Queue:
                 drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
             with self.database.begin() as connection:
                 change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
+        end_overdue(self.database, max_wait)
 
     def _open_claim(self, job: Job, owner: str, documents: Sequence[Any]) -> Claim | None:
         """Return the claim of a job that `owner` has just taken. If the job cannot be read, end it and return null."""

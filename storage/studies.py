@@ -114,6 +114,7 @@ def _choices(trials: Sequence[Trial], space: Mapping[str, Any]) -> dict[str, Bas
 
 def _display_url(database: Database) -> str:
     url = database.engine.url.set(password=None) if database.is_postgresql else database.engine.url
+    url = url.difference_update_query(["password", "sslpassword"])  # libpq takes them there, too
     return url.render_as_string(hide_password=True)
 
 

@@ -62,7 +62,7 @@ SummaryDep = Annotated[JobSummary, Depends(_summary_of)]
 
 
 async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
-    return await bodies.read_document(request, service.settings.max_body_bytes)
+    return await bodies.read_document(request, service.settings.max_body_bytes, service.settings.body_seconds)
 
 
 @router.post(

@@ -32,7 +32,7 @@ async def healthz() -> Health:
     },
 )
 def readyz(service: ServiceDep) -> Health:
-    """Whether the database answers and its schema is the one that this version works with.
+    """Whether the database takes writes, its schema is that of this version, and the background tasks do their work.
 
     Workers do not matter here: submissions wait for them in the queue.
     """
@@ -48,6 +48,14 @@ def readyz(service: ServiceDep) -> Health:
             "The database's schema is not the one of this version: run `bexp db upgrade`.",
             name="schema-not-current",
         )
+    try:
+        service.write_probe.check()
+    except SQLAlchemyError:
+        raise ProblemException(
+            HTTPStatus.SERVICE_UNAVAILABLE, "The database takes no writes.", name="database-unavailable"
+        ) from None
+    if (trouble := service.supervisor.find_trouble()) is not None:
+        raise ProblemException(HTTPStatus.SERVICE_UNAVAILABLE, f"{trouble}.", name="background-task-failed")
     return Health(status="ready")
 
 

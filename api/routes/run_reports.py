@@ -24,8 +24,8 @@ MAX_REPORT_BYTES = 16 * 1024
 _HERE = f"{exploration_path(examples.JOB_ID)}/run-reports"
 
 
-async def _document_of(request: Request) -> dict[str, Any]:
-    return await bodies.read_document(request, MAX_REPORT_BYTES)
+async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
+    return await bodies.read_document(request, MAX_REPORT_BYTES, service.settings.body_seconds)
 
 
 @router.post(

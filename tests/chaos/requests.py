@@ -72,7 +72,7 @@ FILLERS: dict[str, Filler] = {
     "nested": lambda n, leaf: _nest(min(n, 31), leaf),
     "known": lambda n, _: {name: list(range(n // len(FIELDS))) for name in FIELDS},
 }
-LEAVES = (1, 0, -1, 1.5, "", "x", "explore", None, True, [], {}, "\u00e9", "../x")
+LEAVES: tuple[Any, ...] = (1, 0, -1, 1.5, "", "x", "explore", None, True, [], {}, "\u00e9", "../x")
 
 
 @dataclass

@@ -12,6 +12,7 @@ from storage.jobs import JobState, get_job
 from storage.queue import Queue
 from storage.queue_settings import QueueSettings
 from storage.tables import jobs
+from storage.waiting import describe_duration
 from storage.workers import WorkerInfo, forget_worker, register_worker
 from tests.contracts.samples import make_report, make_request
 
@@ -48,6 +49,26 @@ def test_a_job_says_once_what_it_waits_for(database: Database) -> None:
     forget_worker(database, "gpu")
     queue.note_waiting(grace=NO_GRACE)
     assert len(reasons(database, job.id)) == 3
+
+
+def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database: Database) -> None:
+    queue = Queue(database)
+    too_large, _ = queue.enqueue(make_request(num_devices=4096, context_parallel={"sizes": [16]}, batch_size=4096))
+    busy, _ = queue.enqueue(make_request())
+    add_worker(database)
+    queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(hours=1))
+    assert get_job(database, too_large.id).state is JobState.QUEUED
+    queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(0))
+    ended = get_job(database, too_large.id)
+    assert ended.state is JobState.FAILED
+    assert ended.error == "no worker could run it within 0 s: none with 16 devices is running"
+    assert [event.code.ends_job for event in read_events(database, too_large.id)] == [False, False, True]
+    assert get_job(database, busy.id).state is JobState.QUEUED
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(90, "90 s"), (7200, "2 h"), (7 * 86_400, "7 days"), (180, "3 min")])
+def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
+    assert describe_duration(timedelta(seconds=seconds)) == text
 
 
 def test_a_fresh_job_is_given_time(database: Database) -> None:
