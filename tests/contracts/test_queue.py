@@ -563,7 +563,7 @@ def test_a_job_that_is_put_back_with_trouble_waits_twice_as_long_each_time(datab
     again = claim_one(queue)
     queue.release(again.lease, trouble="the disk is full")
     with database.read() as connection:
-        wait = connection.scalar(sa.select(jobs.c.not_before)) - database.now(connection)
+        wait = connection.execute(sa.select(jobs.c.not_before)).scalar_one() - database.now(connection)
     assert timedelta(seconds=50) < wait <= timedelta(seconds=60)
 
 

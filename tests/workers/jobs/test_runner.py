@@ -270,7 +270,7 @@ def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lea
         end = pool.submit(run_job, claim_next(queue), queue, FakeProfiler(), stopping=stopping, explore=fake_explore)
         time.sleep(0.3)
         assert not end.done()
-        queue.release = queue.watch = queue.finish  # type: ignore[method-assign,assignment]
+        queue.release = queue.watch = queue.finish  # type: ignore[method-assign]
         stopping.set()
         assert end.result(timeout=20) is JobEnd.LOST
     assert get_job(queue.database, job.id).state is JobState.RUNNING
