@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from explorer.records.event import EventCode
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import Job, JobState
 from storage.trials import read_trials
+
+OF_A_TRIAL = {EventCode.TRIAL, EventCode.WHOLE_MODEL, EventCode.INFEASIBLE, EventCode.WARNING}
+"""One of these is stored with each trial."""
 
 
 def violations_of(database: Database, job: Job) -> list[str]:
@@ -13,7 +17,7 @@ def violations_of(database: Database, job: Job) -> list[str]:
     events = read_events(database, job.id, after=0, limit=100_000)
     trials = [stored.trial for stored in read_trials(database, job.id, limit=100_000)]
     numbers = [trial.number for trial in trials]
-    told = [event.data["trial"] for event in events if event.code in {201, 203, 301} and "trial" in event.data]
+    told = [event.data["trial"] for event in events if event.code in OF_A_TRIAL and "trial" in event.data]
     ends = [event for event in events if event.code.ends_job]
     found = job.answer.recommendation if job.answer is not None else None
     checks = {
