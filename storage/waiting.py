@@ -15,7 +15,7 @@ from storage.changes import end_job
 from storage.database import Database
 from storage.jobs import JobState
 from storage.tables import jobs
-from storage.workers import WorkerInfo, select_workers
+from storage.workers import REPLAYED, WorkerInfo, select_workers
 
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
@@ -79,6 +79,8 @@ def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) ->
     able = [worker for worker in enough if job.target in worker.targets]
     if not able:
         return f"none with the target '{job.target}' is running{_describe_installation(job.target)}"
+    if job.fingerprint is None and all(worker.device_name.endswith(REPLAYED) for worker in able):
+        return "only recorded tables are replayed, and each takes the explorations that it can answer"
     if job.fingerprint is None or any(worker.fingerprint == job.fingerprint for worker in able):
         return None
     return f"none with the hardware that this exploration started on is running ({_describe_pinned(job.report)})"

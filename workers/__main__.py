@@ -31,6 +31,7 @@ from workers.jobs.worker import Worker
 from workers.process.interface import DeviceProfiler, ProfilerError
 from workers.process.profiler import Profiler
 from workers.ray.pool import RayDevicePool
+from workers.replay.answerable import AnswerableJobs
 from workers.replay.profiler import PREFIX, ReplayProfiler
 from workers.settings import Settings, read_settings
 
@@ -148,7 +149,8 @@ def _build_worker(
     if devices[0].startswith(PREFIX):
         replay = ReplayProfiler(Path(devices[0].removeprefix(PREFIX)))
         replayed = partial(explore, clock=replay.clock)
-        return _worker(database, replay, "replay", settings, explore=replayed, job_ids=job_ids)
+        chosen = AnswerableJobs(database, replay.recording) if job_ids is None else job_ids
+        return _worker(database, replay, "replay", settings, explore=replayed, job_ids=chosen)
     profiler = Profiler(devices, environment=settings.environment, on_wait=_log.info)
     named = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
     targets = installed_targets()

@@ -16,6 +16,8 @@ from storage.schema import is_current
 
 router = APIRouter(tags=["monitoring"])
 
+_LATER = {"Retry-After": "2"}
+
 
 @router.get("/healthz", summary="Alive", responses={200: examples.example({"status": "alive"})})
 async def healthz() -> Health:
@@ -40,7 +42,7 @@ def readyz(service: ServiceDep) -> Health:
         current = is_current(service.database)
     except SQLAlchemyError:
         raise ProblemException(
-            HTTPStatus.SERVICE_UNAVAILABLE, "The database does not answer.", name="database-unavailable"
+            HTTPStatus.SERVICE_UNAVAILABLE, "The database does not answer.", name="database-unavailable", headers=_LATER
         ) from None
     if not current:
         raise ProblemException(
@@ -52,10 +54,12 @@ def readyz(service: ServiceDep) -> Health:
         service.write_probe.check()
     except SQLAlchemyError:
         raise ProblemException(
-            HTTPStatus.SERVICE_UNAVAILABLE, "The database takes no writes.", name="database-unavailable"
+            HTTPStatus.SERVICE_UNAVAILABLE, "The database takes no writes.", name="database-unavailable", headers=_LATER
         ) from None
     if (trouble := service.supervisor.find_trouble()) is not None:
-        raise ProblemException(HTTPStatus.SERVICE_UNAVAILABLE, f"{trouble}.", name="background-task-failed")
+        raise ProblemException(
+            HTTPStatus.SERVICE_UNAVAILABLE, f"{trouble}.", name="background-task-failed", headers=_LATER
+        )
     return Health(status="ready")
 
 

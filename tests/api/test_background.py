@@ -131,6 +131,7 @@ def test_a_database_that_takes_no_writes_is_told_and_submissions_come_back_later
         ready = impatient.get("/readyz")
         assert_problem(ready, 503)
         assert "no writes" in ready.json()["detail"]
+        assert ready.headers["Retry-After"]
         start = time.monotonic()
         response = impatient.post("/v1/explorations", json=REQUEST)
         assert time.monotonic() - start < 4

@@ -99,6 +99,19 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
     assert get_job(database, job.id).waiting_reason is None
 
 
+def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    register_worker(database, WorkerInfo("r", "host", 1, "cpu", "A, replayed", 1, FINGERPRINT, {"bexp": "1"}))
+    queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == [
+        "only recorded tables are replayed, and each takes the explorations that it can answer"
+    ]
+    add_worker(database)
+    queue.note_waiting(grace=NO_GRACE)
+    assert get_job(database, job.id).waiting_reason is None
+
+
 def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))

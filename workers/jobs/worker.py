@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
@@ -34,9 +34,9 @@ class Worker:
     """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else another is
-    started at once. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; the list may
-    grow meanwhile. `targets` has the version of each target by name; the default is what is installed here. An idle
-    worker polls at intervals that grow to `max_poll_seconds`.
+    started at once. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; they are
+    iterated over before each claim, so there may be others each time. `targets` has the version of each target by name;
+    the default is what is installed here. An idle worker polls at intervals that grow to `max_poll_seconds`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Worker:
         device: str,
         *,
         explore: Explore = explore,
-        job_ids: list[str] | None = None,
+        job_ids: Iterable[str] | None = None,
         targets: Mapping[str, str] | None = None,
         max_poll_seconds: float = MAX_POLL_SECONDS,
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
