@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from api import examples
 from api.auth import authorize
+from api.deadlines import DeadlineMiddleware
 from api.metrics import LatencyMiddleware, Metrics
 from api.problems import Problem, install_problem_handlers
 from api.routes import explorations, logs, monitoring, results, run_reports, schemas
@@ -52,6 +53,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
     for module in (explorations, results, run_reports, logs, schemas):

@@ -46,8 +46,9 @@ def _refuse_foreign(request: Request) -> None:
             "Without --require-token, the service answers only requests to a loopback name such as localhost; "
             "behind a proxy, start it with --require-token.",
         )
+    # A page of another port of this machine is another origin: any local program may serve it.
     origin = request.headers.get("origin")
-    if origin is not None and not is_loopback(_host_name(origin)):
+    if origin is not None and origin.lower() != f"{request.url.scheme}://{request.headers.get('host', '').lower()}":
         raise ProblemException(HTTPStatus.FORBIDDEN, "Pages of other origins may not use the service.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from email.message import Message
 from http import HTTPStatus
 from typing import Any
@@ -17,16 +18,22 @@ YAML = "application/yaml"
 _YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
 
 
-async def read_document(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_document(request: Request, max_bytes: int, max_seconds: float) -> dict[str, Any]:
     """Return the JSON or YAML mapping in the body of `request`.
 
     Raises:
-        ProblemException: 415 for another media type or an encoded body, 413 if it has more than `max_bytes`, 422 for
-            bytes that are not UTF-8.
+        ProblemException: 415 for another media type or an encoded body, 413 if it has more than `max_bytes`, 408 if it
+            takes longer than `max_seconds` to arrive, 422 for bytes that are not UTF-8.
         FormatError: the text is not a mapping of plain data.
     """
     _check_media_type(request)
-    body = await _read_body(request, max_bytes)
+    try:
+        async with asyncio.timeout(max_seconds):
+            body = await _read_body(request, max_bytes)
+    except TimeoutError:
+        raise ProblemException(
+            HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive.", headers={"Connection": "close"}
+        ) from None
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from api.settings import is_loopback
+from api.settings import is_loopback, without_secrets
 from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.records.run_report import RunReport
@@ -27,6 +27,8 @@ JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 FINAL_STATES: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""What an id may be. A service is not trusted with more: the id becomes a part of a path, here and there."""
+
 NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
 SILENCE_SECONDS = 45.0  # the server sends comments more often than this while nothing happens
 
@@ -58,7 +60,7 @@ class Job(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    id: str
+    id: Annotated[str, Field(pattern=f"^{JOB_ID.pattern}$")]
     state: JobState
     model: str
     micro_batch_size: int | None = None
@@ -125,19 +127,20 @@ class Client:
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.url = url.rstrip("/")
+        address_of_service = url.rstrip("/")
+        self.url = without_secrets(address_of_service)
         self._sleep = sleep
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            address = httpx.URL(self.url)
+            address = httpx.URL(address_of_service)
             if address.scheme not in {"http", "https"}:
                 raise ValueError("it must start with http:// or https://")  # noqa: TRY301 - one message for both
             beyond = not is_loopback(address.host)  # no proxy stands between this machine and itself
             self._http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=beyond
+                base_url=address_of_service, headers=headers, timeout=timeout, transport=transport, trust_env=beyond
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise ServiceError(f"{url!r} is not a URL of a service: {error}") from error
+            raise ServiceError(f"{self.url!r} is not a URL of a service: {error}") from error
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import InterfaceError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from explorer.formats.document import FormatError
 from storage.jobs import JobNotFoundError
@@ -112,6 +113,17 @@ def problem_response(
     )
 
 
+def database_unavailable(request: Request) -> JSONResponse:
+    """Return the response while the database does not do its work."""
+    return problem_response(
+        request,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "The database does not answer as it should; /readyz and the service's log say more.",
+        name="database-unavailable",
+        headers={"Retry-After": "2"},
+    )
+
+
 def install_problem_handlers(app: FastAPI) -> None:
     """Answer every error of `app` with a problem document."""
 
@@ -167,13 +179,12 @@ def install_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(PoolTimeoutError)
     async def no_database(request: Request, error: Exception) -> JSONResponse:
         logger.warning("the database failed: %s", getattr(error, "orig", error))
-        return problem_response(
-            request,
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "The database does not answer as it should; /readyz and the service's log say more.",
-            name="database-unavailable",
-            headers={"Retry-After": "2"},
-        )
+        return database_unavailable(request)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(request: Request, _error: ClientDisconnect) -> JSONResponse:
+        logger.warning("a client left before it had sent its request: %s", readable(request.url.path, 256))
+        return problem_response(request, HTTPStatus.BAD_REQUEST, "The request is incomplete.")
 
     @app.exception_handler(Exception)
     async def fault(request: Request, _error: Exception) -> JSONResponse:

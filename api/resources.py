@@ -13,7 +13,7 @@ from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
-from storage.jobs import Job, JobState
+from storage.jobs import Job, JobState, JobSummary
 from storage.run_reports import StoredRunReport
 
 NextCursor = Annotated[
@@ -57,28 +57,24 @@ class ExplorationSummary(BaseModel):
     links: Links
 
     @classmethod
-    def of(cls, job: Job) -> Self:
-        """Return the summary of a job."""
-        return cls.model_validate(cls.fields_of(job))
+    def of(cls, job: JobSummary) -> Self:
+        """Return the resource of a summary."""
+        return cls(**_shared_fields(job), micro_batch_size=job.micro_batch_size, confidence=job.confidence)
 
-    @classmethod
-    def fields_of(cls, job: Job) -> dict[str, Any]:
-        """Return the fields that a summary shows of a job."""
-        best = job.recommendation
-        return {
-            "id": job.id,
-            "state": job.state,
-            "model": job.model_name,
-            "micro_batch_size": best.candidate.micro_batch_size if best else None,
-            "confidence": best.confidence if best else None,
-            "created_at": job.created_at,
-            "started_at": job.started_at,
-            "finished_at": job.finished_at,
-            "cancel_requested": job.cancel_requested,
-            "waiting_reason": job.waiting_reason,
-            "error": job.error or job.unreadable,
-            "links": Links.of(job.id),
-        }
+
+def _shared_fields(job: Job | JobSummary) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "state": job.state,
+        "model": job.model_name,
+        "created_at": job.created_at,
+        "started_at": job.started_at,
+        "finished_at": job.finished_at,
+        "cancel_requested": job.cancel_requested,
+        "waiting_reason": job.waiting_reason,
+        "error": job.error,
+        "links": Links.of(job.id),
+    }
 
 
 class Exploration(ExplorationSummary):
@@ -97,10 +93,15 @@ class Exploration(ExplorationSummary):
     answer: Answer | None
 
     @classmethod
-    def fields_of(cls, job: Job) -> dict[str, Any]:
-        """Return the fields that are shown of a job."""
+    def of_job(cls, job: Job) -> Self:
+        """Return the resource of a job."""
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
-        return super().fields_of(job) | {name: getattr(job, name) for name in names}
+        best = job.recommendation
+        shown = _shared_fields(job) | {name: getattr(job, name) for name in names}
+        shown["error"] = job.error or job.unreadable
+        shown["micro_batch_size"] = best.candidate.micro_batch_size if best else None
+        shown["confidence"] = best.confidence if best else None
+        return cls(**shown)
 
 
 class RecommendationResource(BaseModel):

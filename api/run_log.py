@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
@@ -11,8 +12,13 @@ from explorer.records.event import Event, render_line
 
 
 def log_path(directory: Path, mode: Literal["train", "eval"], model_name: str, job_id: str) -> Path:
-    """Return the file for the BEXP lines of a job, below `directory`."""
-    return directory / f"local_compile_{mode}" / model_name / f"run_{job_id}.log"
+    """Return the file for the BEXP lines of a job; it is below `directory`, whatever a service calls model and job."""
+    return directory / f"local_compile_{mode}" / _file_name(model_name) / f"run_{_file_name(job_id)}.log"
+
+
+def _file_name(name: str) -> str:
+    """Return `name` as one part of a path, which never leads out of the folder that it is in."""
+    return re.sub(r"[^A-Za-z0-9._ -]|^\.+", "-", name)[:128] or "-"
 
 
 class ObservationLog:

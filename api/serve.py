@@ -13,6 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
+from api.connections import BACKLOG, ConnectionLimits, allow_connections, guarded_protocol
+from api.log_lines import log_config
 from api.settings import ServiceSettings, is_loopback
 from storage.database import open_database
 from storage.schema import upgrade
@@ -92,6 +94,12 @@ def serve_on(
     app = create_app(settings)
     config = uvicorn.Config(
         app,
+        http=guarded_protocol(
+            ConnectionLimits(allow_connections(settings.max_connections), settings.header_seconds),
+        ),
+        ws="none",
+        backlog=BACKLOG,
+        log_config=log_config(),
         log_level="info" if access_log else "warning",
         access_log=access_log,
         server_header=False,

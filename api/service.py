@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Annotated
 
 from anyio.to_thread import run_sync
 from fastapi import Depends, Request
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
+from api.background import Beat, Supervisor
 from api.metrics import Metrics
 from api.settings import ServiceSettings
 from api.streams import EventFeed
-from storage.database import Database, open_database
+from storage.database import Database, DatabaseLimits, open_database
+from storage.probe import try_write
 from storage.queue import Queue
 
 logger = logging.getLogger(__name__)
@@ -31,24 +38,41 @@ class Service:
     queue: Queue
     feed: EventFeed
     metrics: Metrics
+    supervisor: Supervisor
+    write_probe: WriteProbe
+
+
+class WriteProbe:
+    """Tries a write, at most once a second, however often it is asked."""
+
+    def __init__(self, database: Database, *, keep_seconds: float = 1.0) -> None:
+        self._database = database
+        self._keep_seconds = keep_seconds
+        self._lock = threading.Lock()
+        self._succeeded_at = -math.inf
+
+    def check(self) -> None:
+        """Raise sqlalchemy.exc.SQLAlchemyError if the database does not take a write."""
+        with self._lock:
+            if time.monotonic() - self._succeeded_at > self._keep_seconds:
+                try_write(self._database)
+                self._succeeded_at = time.monotonic()
 
 
 @asynccontextmanager
 async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncIterator[Service]:
     """Open what the service needs and keep its background work going."""
-    database = open_database(settings.database_url)
+    database = open_database(settings.database_url, DatabaseLimits())
     feed = EventFeed(database, poll_seconds=settings.poll_seconds, keep_alive_seconds=settings.keep_alive_seconds)
-    service = Service(settings, database, Queue(database), feed, metrics)
-    tasks = [asyncio.create_task(feed.run()), asyncio.create_task(_note_waiting(service))]
-    for task in tasks:
-        task.add_done_callback(_report_fault)
+    supervisor = Supervisor()
+    service = Service(settings, database, Queue(database), feed, metrics, supervisor, WriteProbe(database))
+    supervisor.start("events", feed.run, interval_seconds=settings.poll_seconds)
+    supervisor.start("waiting", partial(_note_waiting, service), interval_seconds=settings.waiting_check_seconds)
     try:
         yield service
     finally:
         feed.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await supervisor.close()
         database.dispose()
 
 
@@ -61,16 +85,13 @@ def service_of(request: Request) -> Service:
 ServiceDep = Annotated[Service, Depends(service_of)]
 
 
-async def _note_waiting(service: Service) -> None:
+async def _note_waiting(service: Service, beat: Beat) -> None:
     """Write into the log of each job that no worker can take, whenever the reason changes."""
+    max_wait = timedelta(seconds=service.settings.max_wait_seconds)
     while True:
         try:
-            await run_sync(service.queue.note_waiting)
-        except DBAPIError as error:
-            logger.warning("the database does not answer: %s", error.orig)
+            await run_sync(partial(service.queue.note_waiting, max_wait=max_wait))
+            beat()
+        except SQLAlchemyError as error:
+            logger.warning("the database does not answer: %s", getattr(error, "orig", error))
         await asyncio.sleep(service.settings.waiting_check_seconds)
-
-
-def _report_fault(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("background work of the service ended", exc_info=error)

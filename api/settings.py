@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from storage.location import default_database_url
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
+MAX_WAIT_HOURS = 7 * 24.0
 DEFAULT_API_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
@@ -32,13 +34,19 @@ class ServiceSettings:
     `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
     `takes_local_target` is for a command that serves itself alone: its worker has a target that is named by its file.
-    Durations are in seconds.
+    `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
+    start of a response may take. A job that no live worker can run fails after `max_wait_seconds`.
     """
 
     database_url: str
     require_token: bool = False
     takes_local_target: bool = False
     max_body_bytes: int = 256 * 1024
+    max_connections: int = 4096
+    header_seconds: float = 10.0
+    body_seconds: float = 10.0
+    answer_seconds: float = 4.5
+    max_wait_seconds: float = 3600 * MAX_WAIT_HOURS
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
     waiting_check_seconds: float = 2.0
@@ -63,6 +71,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         host=given.get("BEXP_HOST", DEFAULT_HOST),
         port=int(port),
     )
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL for a person: without user, password and query, each of which may be a secret."""
+    scheme, separator, rest = url.partition("://")
+    plain, *query = re.split(r"[?#]", rest if separator else url, maxsplit=1)
+    in_doubt = "@" not in plain and "@" in "".join(query)  # either part may belong to a password
+    shown = "..." if in_doubt else plain.rpartition("@")[2]
+    return f"{scheme}{separator}{shown}" if separator else shown
 
 
 def is_loopback(host: str) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from anyio.to_thread import run_sync
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
 from explorer.records.event import Event
 from storage.database import Database
@@ -46,17 +46,19 @@ class EventFeed:
         """The number of streams that wait for an event."""
         return sum(watch.watchers for watch in self._watches.values())
 
-    async def run(self) -> None:
-        """Poll the watched jobs until cancelled."""
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Poll the watched jobs until cancelled; `beat` is called after each round that went well."""
         while True:
             await asyncio.sleep(self._poll_seconds)
             if not self._watches:
+                beat()
                 continue
             asked = {job_id: watch.after for job_id, watch in self._watches.items()}
             try:
                 grown = await run_sync(self._select_grown, asked)
-            except DBAPIError as error:
-                logger.warning("the database does not answer: %s", error.orig)
+                beat()
+            except SQLAlchemyError as error:
+                logger.warning("the database does not answer: %s", getattr(error, "orig", error))
                 grown = list(asked)  # each stream then gets the error itself, and ends
             for job_id in grown:
                 if (watch := self._watches.pop(job_id, None)) is not None:
@@ -77,7 +79,7 @@ class EventFeed:
         while not self._closing:
             try:
                 events = await self.read(job_id, after)
-            except DBAPIError:
+            except SQLAlchemyError:
                 return
             if events:
                 yield events

@@ -29,8 +29,11 @@ def change_job(
     conditions: Conditions,
     drafts: Sequence[EventDraft] = (),
     **values: Any,
-) -> bool:
-    """Change the one job that meets `conditions` and append `drafts` to its log; return false if there is none."""
+) -> int | None:
+    """Change the one job that meets `conditions` and append `drafts` to its log.
+
+    Returns the seq of its last event; null if no job meets the conditions.
+    """
     change = (
         sa.update(jobs)
         .where(*conditions)
@@ -39,9 +42,10 @@ def change_job(
     )
     row = connection.execute(change).one_or_none()
     if row is None:
-        return False
+        return None
     insert_events(database, connection, row.id, row.last_seq, drafts)
-    return True
+    last_seq: int = row.last_seq
+    return last_seq
 
 
 def write_job(
@@ -52,7 +56,7 @@ def write_job(
     Raises:
         LeaseLostError: the lease is gone, and nothing was written.
     """
-    if not change_job(database, connection, fence(lease), drafts, **values):
+    if change_job(database, connection, fence(lease), drafts, **values) is None:
         raise LeaseLostError(lease)
 
 

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from storage.compact import dump_json
 from storage.tables import UTCDateTime
+
+if TYPE_CHECKING:
+    import psycopg
 
 SQLITE_BUSY_TIMEOUT = timedelta(seconds=30)
 SQLITE_WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
 """Earlier versions can corrupt a database when a write-ahead log is reset: https://sqlite.org/wal.html#walresetbug."""
 
+DATABASE_TROUBLE = (
+    sa.exc.OperationalError,
+    sa.exc.InterfaceError,
+    sa.exc.InternalError,
+    sa.exc.TimeoutError,
+)
+"""The database cannot be reached, is too busy, or has no room; the same step may be tried again."""
+
 _READ_ONLY = "bexp_read_only"
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseLimits:
+    """How long a process waits for a database, and how many connections it opens.
+
+    SQLite has one wait, for the lock of the file; `lock` limits it. Without limits a connection waits as its driver
+    does. PostgreSQL ends a transaction whose process has been silent for `idle_transaction`, as a frozen one is, and
+    frees its locks.
+    """
+
+    connect: timedelta = timedelta(seconds=3)
+    statement: timedelta = timedelta(seconds=4)
+    lock: timedelta = timedelta(seconds=3)
+    pool: timedelta = timedelta(seconds=3)
+    idle_transaction: timedelta = timedelta(seconds=5)
+    max_connections: int = 10
 
 
 class Database:
@@ -80,11 +109,12 @@ class Database:
         self.engine.dispose()
 
 
-def open_database(url: str) -> Database:
+def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
     """Open a database; nothing is created but the folder of a SQLite file.
 
     Args:
         url: `sqlite:///path`, or `postgresql://user:password@host/name`.
+        limits: on waiting and on connections; null for those of the drivers.
 
     Raises:
         ValueError: the URL is malformed or names another kind of database.
@@ -94,31 +124,66 @@ def open_database(url: str) -> Database:
     except (sa.exc.ArgumentError, ValueError) as error:
         raise ValueError("the database URL is malformed; use sqlite:///PATH or postgresql://...") from error
     if parsed.drivername in {"postgresql", "postgres", "postgresql+psycopg"}:
-        return _open_postgresql(parsed.set(drivername="postgresql+psycopg"))
+        return _open_postgresql(parsed.set(drivername="postgresql+psycopg"), limits)
     if parsed.drivername in {"sqlite", "sqlite+pysqlite"}:
-        return _open_sqlite(parsed)
+        return _open_sqlite(parsed, limits)
     raise ValueError(f"database '{parsed.drivername}' is not supported; use sqlite:///PATH or postgresql://...")
 
 
-_dump_json = partial(json.dumps, allow_nan=False, separators=(",", ":"))
+def _pool_options(limits: DatabaseLimits | None) -> dict[str, Any]:
+    if limits is None:
+        return {"pool_size": 5, "max_overflow": 20}
+    kept = min(5, limits.max_connections)
+    return {
+        "pool_size": kept,
+        "max_overflow": limits.max_connections - kept,
+        "pool_timeout": limits.pool.total_seconds(),
+    }
 
 
-def _open_postgresql(url: sa.URL) -> Database:
-    engine = sa.create_engine(url, pool_pre_ping=True, pool_size=5, max_overflow=20, json_serializer=_dump_json)
+def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
+    arguments: dict[str, Any] = {}
+    if limits is not None:
+        # A host that is gone sends nothing: without these, a statement waits for it for hours.
+        milliseconds = int(limits.statement.total_seconds() * 1000)
+        arguments = {
+            "connect_timeout": max(2, int(limits.connect.total_seconds())),
+            "tcp_user_timeout": milliseconds,
+            "keepalives_idle": 2,
+            "keepalives_interval": 1,
+            "keepalives_count": 2,
+        }
+        arguments = {name: value for name, value in arguments.items() if name not in url.query}
+    engine = sa.create_engine(
+        url, pool_pre_ping=True, json_serializer=dump_json, connect_args=arguments, **_pool_options(limits)
+    )
+    if limits is not None:
+
+        @event.listens_for(engine, "connect")
+        def limit_waiting(connection: psycopg.Connection[Any], _: object) -> None:
+            for name, limit in (
+                ("statement_timeout", limits.statement),
+                ("lock_timeout", limits.lock),
+                ("idle_in_transaction_session_timeout", limits.idle_transaction),
+            ):
+                value = f"{int(limit.total_seconds() * 1000)}ms"
+                connection.execute("SELECT set_config(%s, %s, false)", (name, value))
+            connection.commit()
+
     return Database(engine)
 
 
-def _open_sqlite(url: sa.URL) -> Database:
+def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
     if not url.database or url.database == ":memory:" or "mode=memory" in url.database:
         raise ValueError("the SQLite database must be a file, since several processes share it: sqlite:///PATH")
     path = Path(url.database).expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
+    busy_timeout = limits.lock if limits is not None else SQLITE_BUSY_TIMEOUT
     engine = sa.create_engine(
         url.set(database=str(path)),
-        pool_size=5,
-        max_overflow=20,
-        json_serializer=_dump_json,
-        connect_args={"timeout": SQLITE_BUSY_TIMEOUT.total_seconds()},
+        json_serializer=dump_json,
+        connect_args={"timeout": busy_timeout.total_seconds()},
+        **_pool_options(limits),
     )
 
     @event.listens_for(engine, "connect")

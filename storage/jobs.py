@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest, name_of_config
+from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.tables import jobs
 
@@ -45,6 +45,28 @@ class JobNotFoundError(LookupError):
 
 class InvalidCursorError(ValueError):
     """A page cursor that `list_jobs` has not given out."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """What a list shows of a job. It is read from columns of its own, so no stored document is parsed for it."""
+
+    id: str
+    state: JobState
+    model_name: str
+    micro_batch_size: int | None
+    confidence: int | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    cancel_requested: bool
+    waiting_reason: str | None
+    error: str | None
+    last_seq: int
+    version: int
+
+
+_SUMMARY = tuple(jobs.c[part.name] for part in fields(JobSummary))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +106,32 @@ def get_job(database: Database, job_id: str) -> Job:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        return select_job(connection, job_id)
+        row = select_row(connection, job_id)
+    return job_from_row(row)
+
+
+def get_summary(database: Database, job_id: str) -> JobSummary:
+    """Read the summary of one job.
+
+    Raises:
+        JobNotFoundError: there is none with this id.
+    """
+    with database.read() as connection:
+        row = connection.execute(sa.select(*_SUMMARY).where(jobs.c.id == job_id)).one_or_none()
+    if row is None:
+        raise JobNotFoundError(job_id)
+    return _summary_of(row)
 
 
 def list_jobs(
     database: Database, *, state: JobState | None = None, limit: int = 50, cursor: str | None = None
-) -> tuple[list[Job], str | None]:
+) -> tuple[list[JobSummary], str | None]:
     """Return a page of jobs, newest first, and the cursor of the next page (null at the end).
 
     Raises:
         InvalidCursorError: `cursor` is not one that this function gave out.
     """
-    query = sa.select(jobs).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit + 1)
+    query = sa.select(*_SUMMARY).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit + 1)
     if state is not None:
         query = query.where(jobs.c.state == state.value)
     if cursor is not None:
@@ -104,21 +140,28 @@ def list_jobs(
         query = query.where(older | ((jobs.c.created_at == created_at) & (jobs.c.id < job_id)))
     with database.read() as connection:
         rows = connection.execute(query).all()
-    page = [job_from_row(row) for row in rows[:limit]]
+    page = [_summary_of(row) for row in rows[:limit]]
     return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
 
 
-def select_job(connection: sa.Connection, job_id: str, *, lock: bool = False) -> Job:
-    """`get_job` within a transaction; `lock` keeps other writers off the row until it ends."""
+def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
+    """Return the row of a job for `job_from_row`, which then parses it after the transaction.
+
+    Raises:
+        JobNotFoundError: there is none with this id.
+    """
     query = sa.select(jobs).where(jobs.c.id == job_id)
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
         raise JobNotFoundError(job_id)
-    return job_from_row(row)
+    return row
 
 
 def job_from_row(row: sa.Row[Any]) -> Job:
-    """Return the job in a row that holds every column of the table."""
+    """Return the job in a row that holds every column of the table.
+
+    It validates documents of any size, so call it after the transaction that read the row.
+    """
     problems: list[str] = []
 
     def parse(model: type[Model], name: str) -> Model | None:
@@ -133,7 +176,7 @@ def job_from_row(row: sa.Row[Any]) -> Job:
         id=row.id,
         state=JobState(row.state),
         request=parse(ExplorationRequest, "request"),
-        model_name=_find_model_name(row.request),
+        model_name=row.model_name,
         created_at=row.created_at,
         started_at=row.started_at,
         finished_at=row.finished_at,
@@ -160,19 +203,12 @@ def describe_unreadable(name: str, error: ValidationError) -> str:
     return f"another version stored what this one cannot read: {field}: {first['msg']}"
 
 
-def _find_model_name(request: Any) -> str:
-    """Return the model's name, also in a request that cannot be read as one."""
-    model = request.get("model") if isinstance(request, dict) else None
-    name = model.get("name") if isinstance(model, dict) else None
-    config = request.get("hf_config") if isinstance(request, dict) else None
-    if isinstance(config, dict):
-        name = name_of_config(config)
-    if name is None and isinstance(request, dict):
-        name = request.get("target")
-    return name if isinstance(name, str) else "unknown"
+def _summary_of(row: sa.Row[Any]) -> JobSummary:
+    values = row._asdict()
+    return JobSummary(**values | {"state": JobState(values["state"])})
 
 
-def _cursor_after(job: Job) -> str:
+def _cursor_after(job: JobSummary) -> str:
     return base64.urlsafe_b64encode(f"{job.created_at.isoformat()}~{job.id}".encode()).decode()
 
 
@@ -180,8 +216,9 @@ def _parse_cursor(cursor: str) -> tuple[datetime, str]:
     try:
         moment, _, job_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition("~")
         created_at = datetime.fromisoformat(moment)
-    except ValueError as error:
+        in_utc = created_at.astimezone(UTC)  # as it is compared; at the edges of the calendar there is no such time
+    except (ValueError, OverflowError) as error:
         raise InvalidCursorError("the cursor is not one that this list gave out") from error
     if created_at.tzinfo is None or not job_id.isalnum():
         raise InvalidCursorError("the cursor is not one that this list gave out")
-    return created_at, job_id
+    return in_utc, job_id

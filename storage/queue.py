@@ -2,6 +2,8 @@
 
 A job is queued, claimed under a lease, and ends. Each write of a worker carries its owner and its attempt, so a worker
 that lost its lease writes nothing. A visible change and its events are written in one transaction.
+
+No transaction validates or dumps a model: a process that is frozen within a transaction keeps SQLite's write lock.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -25,16 +28,17 @@ from explorer.spec.target import BEXP, describe_target
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
 from storage.database import Database
 from storage.events import insert_events
-from storage.jobs import Job, JobState, describe_unreadable, job_from_row, select_job
+from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
+from storage.queue_settings import QueueSettings
 from storage.tables import UTCDateTime, jobs
-from storage.trials import insert_trial, select_trials
-from storage.waiting import find_waiting
+from storage.trials import dump_trial, insert_trial, select_trial_documents
+from storage.waiting import MAX_WAIT, end_overdue, find_waiting, select_overdue
 from storage.workers import LIVE_WITHIN
 
-DEFAULT_LEASE = timedelta(seconds=30)
-DEFAULT_MAX_ATTEMPTS = 5
 WAITING_GRACE = timedelta(seconds=3)
+
+_LOST = "in a row that ended with the worker or its device and brought no trial"
 
 
 class IdempotencyConflictError(ValueError):
@@ -49,12 +53,9 @@ class IdempotencyConflictError(ValueError):
 class Queue:
     """Accepts jobs, gives them to workers, and stores what workers report."""
 
-    def __init__(
-        self, database: Database, *, lease: timedelta = DEFAULT_LEASE, max_attempts: int = DEFAULT_MAX_ATTEMPTS
-    ) -> None:
+    def __init__(self, database: Database, settings: QueueSettings | None = None) -> None:
         self.database = database
-        self.lease = lease
-        self.max_attempts = max_attempts
+        self.settings = settings or QueueSettings()
 
     def enqueue(
         self, request: ExplorationRequest, *, idempotency_key: str | None = None, body_hash: str | None = None
@@ -72,6 +73,8 @@ class Queue:
         if body_hash is None:
             body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         job_id = secrets.token_hex(8)
+        document = request.model_dump(mode="json")  # before the transaction, which others wait for
+        devices_needed = request.devices_needed()
         drafts = [EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices]
         draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued")
         try:
@@ -81,14 +84,16 @@ class Queue:
                     sa.insert(jobs).values(
                         id=job_id,
                         state=JobState.QUEUED.value,
-                        request=request.model_dump(mode="json"),
+                        request=document,
+                        model_name=request.model_name,
                         device_kind=request.device_kind,
                         target=request.target_name,
-                        devices_needed=request.devices_needed(),
+                        devices_needed=devices_needed,
                         created_at=now,
                         queued_at=now,
                         attempt=0,
                         num_releases=0,
+                        num_faults=0,
                         cancel_requested=False,
                         last_seq=1 + len(drafts),
                         version=1,
@@ -97,7 +102,8 @@ class Queue:
                     )
                 )
                 insert_events(self.database, connection, job_id, 1 + len(drafts), [draft, *drafts])
-                return select_job(connection, job_id), True
+                row = select_row(connection, job_id)
+            return job_from_row(row), True
         except sa.exc.IntegrityError:
             if idempotency_key is None:
                 raise
@@ -125,7 +131,7 @@ class Queue:
         target is left. `description` of the hardware goes into the event. If another version stored the job and this
         one cannot read it, the job is ended and the next one is taken.
         """
-        self._end_abandoned()
+        self._end_abandoned(jobs.c.cancel_requested | self._is_exhausted())
         conditions = (
             is_unowned(self.database),
             sa.not_(jobs.c.cancel_requested),
@@ -134,6 +140,7 @@ class Queue:
             jobs.c.devices_needed <= num_devices,
             sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == fingerprint),
             sa.not_(self._is_exhausted()),
+            sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= self.database.clock()),
             *([jobs.c.id.in_(among)] if among is not None else []),
         )
         oldest = (
@@ -151,9 +158,10 @@ class Queue:
                 state=JobState.RUNNING.value,
                 owner=owner,
                 attempt=jobs.c.attempt + 1,
-                lease_expires_at=self.database.clock(self.lease),
+                lease_expires_at=self.database.clock(self.settings.lease),
                 started_at=sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
                 waiting_reason=None,
+                not_before=None,
                 last_seq=jobs.c.last_seq + 1,
                 version=jobs.c.version + 1,
             )
@@ -167,8 +175,11 @@ class Queue:
                 row = connection.execute(take).one_or_none()
                 if row is None:
                     return None
+                documents = select_trial_documents(connection, row.id)
                 measured = describe_target(row.target, targets[row.target])
-                claim = self._open_claim(connection, job_from_row(row), owner, description, measured)
+                draft = _claim_event(row.attempt, owner, description, measured, len(documents))
+                insert_events(self.database, connection, row.id, row.last_seq, [draft])
+            claim = self._open_claim(job_from_row(row), owner, documents)
             if claim is not None:
                 return claim
 
@@ -181,14 +192,14 @@ class Queue:
             HardwareMismatchError: the job is bound to other hardware.
             LeaseLostError: the lease is gone.
         """
+        job = get_job(self.database, lease.job_id)  # while the lease is held, nobody else writes the report
+        fingerprint = report.hardware.fingerprint
+        values: dict[str, Any] = {}
+        if not job.report:
+            values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
+            if job.request is not None:
+                values["devices_needed"] = job.request.devices_needed(report.hardware.num_devices)
         with self.database.begin() as connection:
-            job = select_job(connection, lease.job_id, lock=True)
-            fingerprint = report.hardware.fingerprint
-            values: dict[str, Any] = {}
-            if not job.report:
-                values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
-                if job.request is not None:
-                    values["devices_needed"] = job.request.devices_needed(report.hardware.num_devices)
             write_job(self.database, connection, lease, **values)
         pinned = job.report or report
         if pinned.hardware.fingerprint != fingerprint:
@@ -204,7 +215,7 @@ class Queue:
         beat = (
             sa.update(jobs)
             .where(*fence(lease))
-            .values(lease_expires_at=self.database.clock(self.lease))
+            .values(lease_expires_at=self.database.clock(self.settings.lease))
             .returning(jobs.c.cancel_requested)
         )
         with self.database.begin() as connection:
@@ -220,20 +231,33 @@ class Queue:
             query = sa.select(jobs.c.cancel_requested).where(*fence(lease))
             return _status(lease, connection.scalars(query).one_or_none())
 
-    def record(self, lease: Lease, progress: Progress) -> None:
-        """Store one step of an exploration, all of it or nothing, and extend the lease.
+    def record(self, lease: Lease, progress: Progress, *, after_seq: int | None = None) -> int:
+        """Store one step of an exploration, all of it or nothing, and extend the lease; return the log's last seq.
 
-        A step whose trial is stored already changes nothing: its commit succeeded, and only the confirmation was lost.
+        Args:
+            lease: of the job.
+            progress: the step.
+            after_seq: the log's last seq before this step. If the log has this step already, nothing is written: its
+                commit succeeded, and only the confirmation was lost.
 
         Raises:
             LeaseLostError: the lease is gone, and nothing was written.
         """
         assert not any(draft.code.ends_job for draft in progress.events), "an end is written by finish"
-        trial = progress.trial
+        values, trial = _values(progress), dump_trial(progress.trial)
+        if trial is not None:
+            values |= {"num_releases": jobs.c.attempt - 1, "num_faults": 0}
+        conditions = [*fence(lease), *([] if after_seq is None else [jobs.c.last_seq == after_seq])]
         with self.database.begin() as connection:
-            if trial is not None and select_trials(connection, lease.job_id, number=trial.number) == [trial]:
-                progress = Progress()
-            self._store(connection, lease, progress, lease_expires_at=self.database.clock(self.lease))
+            values["lease_expires_at"] = self.database.clock(self.settings.lease)
+            last_seq = change_job(self.database, connection, conditions, progress.events, **values)
+            if last_seq is None:
+                last_seq = connection.scalar(sa.select(jobs.c.last_seq).where(*fence(lease)))
+                if last_seq is None or after_seq is None or last_seq != after_seq + len(progress.events):
+                    raise LeaseLostError(lease)
+            elif trial is not None:
+                insert_trial(self.database, connection, lease.job_id, trial)
+        return last_seq
 
     def finish(
         self,
@@ -258,29 +282,52 @@ class Queue:
         if not any(draft.code.ends_job for draft in drafts):
             drafts.append(end_event(state, error))
         assert [draft.code.ends_job for draft in drafts].index(True) == len(drafts) - 1, "nothing follows the end"
-        step = Progress(tuple(drafts), last.trial, last.recommendation, last.space, answer or last.answer)
+        values, trial = _values(replace(last, answer=answer or last.answer)), dump_trial(last.trial)
         with self.database.begin() as connection:
-            self._store(connection, lease, step, **end_values(self.database, state, error))
+            write_job(self.database, connection, lease, drafts, **values, **end_values(self.database, state, error))
+            if trial is not None:
+                insert_trial(self.database, connection, lease.job_id, trial)
 
     def release(self, lease: Lease, *, trouble: str | None = None) -> None:
         """Put a job back into the queue that its worker cannot finish; its trials stay.
 
         If the worker only shuts down, `trouble` is null and the attempt is not counted. Otherwise `trouble` becomes an
-        event, and the attempt counts.
+        event, the attempt counts as the infrastructure's, and the job waits before its next attempt.
 
         Raises:
             LeaseLostError: the lease is gone.
         """
-        drafts = [] if trouble is None else [EventDraft(code=EventCode.WARNING, message=f"Put back: {trouble}")]
-        values: dict[str, Any] = {
-            "state": JobState.QUEUED.value,
-            "owner": None,
-            "lease_expires_at": None,
-            "queued_at": self.database.clock(),
-            "num_releases": jobs.c.num_releases + int(trouble is None),
-        }
         with self.database.begin() as connection:
-            write_job(self.database, connection, lease, drafts, **values)
+            if trouble is None:
+                self._put_back(connection, lease, num_releases=jobs.c.num_releases + 1)
+                return
+            counts = sa.select(jobs.c.attempt - jobs.c.num_releases).where(*fence(lease))
+            num_attempts = connection.scalar(counts) or 0
+            draft = EventDraft(code=EventCode.WARNING, message=f"Put back: {trouble}")
+            self._put_back(connection, lease, draft, wait=self.settings.pause(num_attempts))
+
+    def report_fault(self, lease: Lease, error: str) -> JobState:
+        """Put a job back whose own search failed, or end it if that happened too often; return its state.
+
+        Raises:
+            LeaseLostError: the lease is gone.
+        """
+        most = self.settings.max_faults
+        count = sa.update(jobs).where(*fence(lease)).values(num_faults=jobs.c.num_faults + 1)
+        with self.database.begin() as connection:
+            num_faults = connection.scalar(count.returning(jobs.c.num_faults))
+            if num_faults is None:
+                raise LeaseLostError(lease)
+            if num_faults >= most:
+                drafts = [end_event(JobState.FAILED, error)]
+                ended = end_values(self.database, JobState.FAILED, error)
+                write_job(self.database, connection, lease, drafts, **ended)
+                return JobState.FAILED
+            message = f"Put back after an {error} (failure {num_faults} of {most})"
+            draft = EventDraft(code=EventCode.WARNING, message=message)
+            wait = self.settings.pause(num_faults)
+            self._put_back(connection, lease, draft, wait=wait, num_releases=jobs.c.num_releases + 1)
+            return JobState.QUEUED
 
     def request_cancel(self, job_id: str) -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as its worker sees this. A finished job stays.
@@ -289,15 +336,15 @@ class Queue:
             JobNotFoundError: there is no such job.
         """
         with self.database.begin() as connection:
-            job = select_job(connection, job_id, lock=True)
+            row = select_row(connection, job_id, lock=True)
             here = jobs.c.id == job_id
-            if job.state.is_final:
-                return job
-            if job.lease_expires_at is None or job.lease_expires_at <= self.database.now(connection):
-                end_job(self.database, connection, [here], JobState.CANCELLED)
-            elif not job.cancel_requested:
-                change_job(self.database, connection, [here], cancel_requested=True)
-            return select_job(connection, job_id)
+            if not JobState(row.state).is_final:
+                if row.lease_expires_at is None or row.lease_expires_at <= self.database.now(connection):
+                    end_job(self.database, connection, [here], JobState.CANCELLED)
+                elif not row.cancel_requested:
+                    change_job(self.database, connection, [here], cancel_requested=True)
+                row = select_row(connection, job_id)
+        return job_from_row(row)
 
     def confirm_cancel(self, lease: Lease) -> None:
         """Record that a running job has been stopped because it was cancelled.
@@ -307,16 +354,25 @@ class Queue:
         """
         self.finish(lease, JobState.CANCELLED)
 
-    def note_waiting(self, *, live_within: timedelta = LIVE_WITHIN, grace: timedelta = WAITING_GRACE) -> None:
-        """Append an event to each job that no live worker can serve, whenever the reason changes."""
-        self._end_abandoned()
+    def note_waiting(
+        self,
+        *,
+        live_within: timedelta = LIVE_WITHIN,
+        grace: timedelta = WAITING_GRACE,
+        max_wait: timedelta = MAX_WAIT,
+    ) -> None:
+        """Append an event to each job that no live worker can serve, whenever the reason changes.
+
+        A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
+        """
+        self._end_abandoned(jobs.c.cancel_requested)
         with self.database.read() as connection:
             overdue = sa.or_(
                 (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < self.database.clock(-grace)),
                 (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < self.database.clock(-grace)),
             )
-            changes = find_waiting(self.database, connection, overdue, live_within=live_within)
-        for job_id, reason in changes:
+            found = select_overdue(self.database, connection, overdue, live_within=live_within)
+        for job_id, reason in find_waiting(*found):
             conditions = [
                 jobs.c.id == job_id,
                 is_unowned(self.database),
@@ -328,31 +384,47 @@ class Queue:
                 drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
             with self.database.begin() as connection:
                 change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
+        end_overdue(self.database, max_wait)
 
-    def _open_claim(
-        self, connection: sa.Connection, job: Job, owner: str, description: str | None, target: str
-    ) -> Claim | None:
+    def _open_claim(self, job: Job, owner: str, documents: Sequence[Any]) -> Claim | None:
         """Return the claim of a job that `owner` has just taken. If the job cannot be read, end it and return null."""
         lease = Lease(job.id, owner, job.attempt)
         history: tuple[Trial, ...] = ()
         unreadable = job.unreadable
         try:
-            history = tuple(select_trials(connection, job.id))
+            history = tuple(Trial.model_validate(document) for document in documents)
         except ValidationError as error:
             unreadable = unreadable or describe_unreadable("trial", error)
-        draft = _claim_event(job, owner, description, target, len(history))
-        insert_events(self.database, connection, job.id, job.last_seq, [draft])
         if unreadable is not None or job.request is None:
-            end_job(self.database, connection, fence(lease), JobState.FAILED, unreadable)
+            with self.database.begin() as connection:
+                end_job(self.database, connection, fence(lease), JobState.FAILED, unreadable)
             return None
         return Claim(job, job.request, lease, history)
 
-    def _is_exhausted(self) -> sa.ColumnElement[bool]:
-        return jobs.c.attempt - jobs.c.num_releases >= self.max_attempts
+    def _put_back(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        draft: EventDraft | None = None,
+        *,
+        wait: timedelta | None = None,
+        **values: Any,
+    ) -> None:
+        values |= {
+            "state": JobState.QUEUED.value,
+            "owner": None,
+            "lease_expires_at": None,
+            "queued_at": self.database.clock(),
+            "not_before": None if wait is None else self.database.clock(wait),
+        }
+        write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
 
-    def _end_abandoned(self) -> None:
-        """End the jobs whose worker was lost after a cancellation, or whose workers were lost too often."""
-        conditions = [is_unowned(self.database), sa.or_(jobs.c.cancel_requested, self._is_exhausted())]
+    def _is_exhausted(self) -> sa.ColumnElement[bool]:
+        return jobs.c.attempt - jobs.c.num_releases >= self.settings.max_attempts
+
+    def _end_abandoned(self, abandoned: sa.ColumnElement[bool]) -> None:
+        """End the `abandoned` jobs that nobody runs: cancelled ones, or those whose workers were lost too often."""
+        conditions = [is_unowned(self.database), abandoned]
         with self.database.read() as connection:
             found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
         for row in found:
@@ -361,25 +433,28 @@ class Queue:
                 if row.cancel_requested:
                     end_job(self.database, connection, here, JobState.CANCELLED)
                 else:
-                    error = f"given up after {self.max_attempts} attempts that ended with the worker or its device"
+                    error = f"given up after {self.settings.max_attempts} attempts {_LOST}"
                     end_job(self.database, connection, here, JobState.FAILED, error)
 
-    def _store(self, connection: sa.Connection, lease: Lease, step: Progress, **values: Any) -> None:
-        if step.space is not None:
-            values["space"] = step.space
-        if step.recommendation is not None:
-            values["recommendation"] = step.recommendation.model_dump(mode="json")
-        if step.answer is not None:
-            values["answer"] = step.answer.model_dump(mode="json")
-        write_job(self.database, connection, lease, step.events, **values)
-        if step.trial is not None:
-            insert_trial(self.database, connection, lease.job_id, step.trial)
+
+def _values(step: Progress) -> dict[str, Any]:
+    """Return what a step changes in the job's row."""
+    values: dict[str, Any] = {}
+    if step.space is not None:
+        values["space"] = step.space
+    if step.recommendation is not None:
+        values["recommendation"] = step.recommendation.model_dump(mode="json")
+        values["micro_batch_size"] = step.recommendation.candidate.micro_batch_size
+        values["confidence"] = step.recommendation.confidence
+    if step.answer is not None:
+        values["answer"] = step.answer.model_dump(mode="json")
+    return values
 
 
-def _claim_event(job: Job, owner: str, description: str | None, target: str, num_trials: int) -> EventDraft:
+def _claim_event(attempt: int, owner: str, description: str | None, target: str, num_trials: int) -> EventDraft:
     where = f"worker {owner}" + (f" ({description})" if description else "")
-    data: dict[str, Any] = {"worker": owner, "attempt": job.attempt, "target": target}
-    if job.attempt == 1:
+    data: dict[str, Any] = {"worker": owner, "attempt": attempt, "target": target}
+    if attempt == 1:
         return EventDraft(
             code=EventCode.STARTED, message=f"Exploration started by {where}, measuring {target}", data=data
         )

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from explorer.records.run_report import RunReport
 from storage.database import Database
-from storage.jobs import select_job
+from storage.jobs import get_job, select_row
 from storage.tables import run_reports
 
 MAX_REPORTS = 1000
@@ -41,17 +41,18 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
         NoAnswerError: it has no recommendation.
         TooManyReportsError: it has as many reports as it keeps.
     """
+    job = get_job(database, job_id)
+    best = job.recommendation if job.answer is None else job.answer.recommendation
+    if best is None:
+        raise NoAnswerError(f"exploration {job_id} has recommended nothing yet")
+    document = report.model_dump(mode="json")
     with database.begin() as connection:
-        job = select_job(connection, job_id, lock=True)  # the lock keeps the numbers of two writers apart
-        best = job.recommendation if job.answer is None else job.answer.recommendation
-        if best is None:
-            raise NoAnswerError(f"exploration {job_id} has recommended nothing yet")
+        select_row(connection, job_id, lock=True)  # keeps the numbers of two writers apart
         last = sa.select(sa.func.max(run_reports.c.seq)).where(run_reports.c.job_id == job_id)
         seq = (connection.scalar(last) or 0) + 1
         if seq > MAX_REPORTS:
             raise TooManyReportsError(f"exploration {job_id} has {MAX_REPORTS} run reports already")
         now = database.now(connection)
-        document = report.model_dump(mode="json")
         connection.execute(sa.insert(run_reports).values(job_id=job_id, seq=seq, at=now, report=document))
     return StoredRunReport(seq, now, report)
 

@@ -16,7 +16,6 @@ from alembic.script import ScriptDirectory
 from filelock import FileLock
 
 from storage.database import SQLITE_WAL_IS_SAFE, Database
-from storage.studies import create_study_tables, has_study_tables
 from storage.tables import PREFIX
 
 VERSION_TABLE = f"{PREFIX}schema_version"
@@ -32,22 +31,28 @@ def include_name(name: str | None, kind: str, parents: object) -> bool:
 
 
 def upgrade(database: Database) -> None:
-    """Bring our tables and Optuna's up to date; several processes may call it at once."""
-    with _exclusive(database):
+    """Bring our tables up to date; several processes may call it at once.
+
+    A schema that is current is only read, so that a process can start while another one holds the write lock.
+    """
+    if is_current(database):
+        return
+    with exclusive(database):
         if not database.is_postgresql:
             _set_journal_mode(database)
         config = _config()
         with database.begin() as connection:
+            if database.is_postgresql:  # to change a large table takes longer than a usual statement may
+                connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
-        create_study_tables(database)
 
 
 def is_current(database: Database) -> bool:
     """Return whether `upgrade` has nothing to do."""
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-        return context.get_current_revision() == _head() and has_study_tables(connection)
+        return context.get_current_revision() == _head()
 
 
 def _config() -> Config:
@@ -62,7 +67,13 @@ def _head() -> str | None:
 
 
 @contextmanager
-def _exclusive(database: Database) -> Iterator[None]:
+def exclusive(database: Database) -> Iterator[None]:
+    """Keep other processes from changing tables meanwhile.
+
+    Raises:
+        filelock.Timeout: another process did so for too long (SQLite).
+        sqlalchemy.exc.OperationalError: the same on PostgreSQL.
+    """
     path = database.sqlite_path
     if path is not None:
         with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS):
@@ -70,13 +81,15 @@ def _exclusive(database: Database) -> Iterator[None]:
         return
     # The lock is a session's and not a transaction's, because Optuna creates its tables over its own connections.
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(sa.select(sa.func.set_config("lock_timeout", f"{_LOCK_SECONDS:.0f}s", sa.false())))
+        for name in ("lock_timeout", "statement_timeout"):
+            connection.execute(sa.select(sa.func.set_config(name, f"{_LOCK_SECONDS:.0f}s", sa.false())))
         connection.execute(sa.select(sa.func.pg_advisory_lock(_ADVISORY_LOCK)))
         try:
             yield
         finally:
             connection.execute(sa.select(sa.func.pg_advisory_unlock(_ADVISORY_LOCK)))
             connection.execute(sa.text("RESET lock_timeout"))
+            connection.execute(sa.text("RESET statement_timeout"))
 
 
 def _set_journal_mode(database: Database) -> None:

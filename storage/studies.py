@@ -1,108 +1,28 @@
-"""A copy of each job's Optuna study in Optuna's own tables, so that Optuna's tools can open it.
+"""The Optuna studies of a job, written into Optuna's own tables when somebody asks for them.
 
-The trials in `storage.trials` are the truth. A job never reads the copy, so nothing depends on it.
+A job's trials are the truth, and a worker keeps its studies in memory. So no worker writes to Optuna's tables, and
+nothing depends on them: a study can be dropped and written again at any time.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import RDBStorage
-from optuna.study import Study
 
-from explorer.search.optuna_trials import TRIAL_NUMBER
-from storage.changes import fence
-from storage.database import SQLITE_BUSY_TIMEOUT, Database
-from storage.leases import Lease, LeaseLostError
-from storage.tables import jobs
-
-_log = logging.getLogger(__name__)
-
-
-class StudyCopy:
-    """Copies the studies of a job, under the worker's lease. A failure is logged and ends the copying; it never raises.
-
-    Optuna commits in transactions of its own. Each of them begins by locking the job's row, if the lease is still held,
-    so a worker that lost its lease writes nothing. Never call it inside a transaction.
-    """
-
-    def __init__(self, database: Database, lease: Lease) -> None:
-        self._database = database
-        self._lease = lease
-        self._storage: RDBStorage | None = None
-        self._copied: dict[str, set[int]] = {}
-        self._failed = False
-
-    def __call__(self, suffix: str, study: Study) -> None:
-        """Add the finished trials of `study` that the copy lacks; `suffix` tells the job's studies apart."""
-        if self._failed:
-            return
-        try:
-            self._add_missing(study_name(self._lease.job_id, suffix), study)
-        except Exception as error:  # noqa: BLE001 - nothing depends on the copy
-            self._failed = True
-            _log.warning("the Optuna study of exploration %s is not copied any further: %s", self._lease.job_id, error)
-
-    def close(self) -> None:
-        """Close Optuna's connections."""
-        if self._storage is not None:
-            _close(self._storage)
-
-    def _add_missing(self, name: str, study: Study) -> None:
-        trials = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished() and TRIAL_NUMBER in t.user_attrs]
-        fresh = [t for t in trials if t.user_attrs[TRIAL_NUMBER] not in self._copied.get(name, ())]
-        if name in self._copied and not fresh:
-            return
-        copy = self._open(name)
-        if name not in self._copied:
-            self._copied[name] = {t.user_attrs.get(TRIAL_NUMBER, -1) for t in copy.get_trials(deepcopy=False)}
-            fresh = [t for t in fresh if t.user_attrs[TRIAL_NUMBER] not in self._copied[name]]
-        try:
-            self._add(copy, name, fresh)
-        except ValueError:  # another version began the copy, with other choices: they can never change
-            optuna.delete_study(study_name=name, storage=self._open_storage())
-            self._copied[name] = set()
-            self._add(self._open(name), name, trials)
-
-    def _add(self, copy: Study, name: str, trials: list[optuna.trial.FrozenTrial]) -> None:
-        for trial in trials:
-            copy.add_trial(trial)
-            self._copied[name].add(trial.user_attrs[TRIAL_NUMBER])
-
-    def _open(self, name: str) -> Study:
-        return optuna.create_study(
-            storage=self._open_storage(), study_name=name, direction="maximize", load_if_exists=True
-        )
-
-    def _open_storage(self) -> RDBStorage:
-        if self._storage is None:
-            with self._database.read() as connection:
-                if not has_study_tables(connection):
-                    raise RuntimeError("the database has no tables for studies: its schema is not up to date")
-            self._storage = _open_storage(self._database, skip_compatibility_check=True, skip_table_creation=True)
-            sa.event.listen(self._storage.engine, "begin", self._check_lease)
-        return self._storage
-
-    def _check_lease(self, connection: sa.Connection) -> None:
-        """Lock the job's row for the transaction that begins.
-
-        Raises:
-            LeaseLostError: the lease is gone.
-        """
-        if not self._database.is_postgresql:
-            # The driver would begin no transaction before the first write, which is after the lease was looked at.
-            driver: Any = connection.connection.driver_connection
-            driver.isolation_level = None
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-        held = sa.select(jobs.c.id).where(*fence(self._lease)).with_for_update(read=True)
-        if connection.execute(held).first() is None:
-            raise LeaseLostError(self._lease)
+from explorer.cost_model.search_space import explored_models
+from explorer.records.trial import Trial, TrialKind
+from explorer.search.optuna_trials import distributions, frozen_trial
+from storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
+from storage.jobs import Job, JobNotFoundError, get_job
+from storage.schema import exclusive
+from storage.trials import read_all_trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +33,39 @@ class StudyLocation:
     names: tuple[str, ...]
 
 
-def locate_studies(database: Database, job_id: str) -> StudyLocation:
-    """Where the studies of a job were copied to; no names if none was copied yet."""
-    studies = sa.table("studies", sa.column("study_name", sa.String))
-    mine = sa.or_(studies.c.study_name == job_id, studies.c.study_name.startswith(f"{job_id}/", autoescape=True))
+def write_studies(database: Database, job_id: str) -> StudyLocation:
+    """Write the studies of a job so that Optuna's own tools can open them; no names if it has no trials yet.
+
+    Studies that are there already stay if they have every trial, else they are written anew.
+    """
+    try:
+        job = get_job(database, job_id)
+    except JobNotFoundError:
+        return StudyLocation(_display_url(database), ())
+    trials = [trial for trial in read_all_trials(database, job_id) if trial.kind is TrialKind.COMPONENTS]
+    with exclusive(database), _storage(database) as storage:
+        if storage.get_current_version() != storage.get_head_version():
+            storage.upgrade()
+        names = []
+        for suffix, members in _by_variant(job, trials).items():
+            name = study_name(job_id, suffix)
+            _write(storage, name, members, {} if suffix else job.space or {})
+            names.append(name)
+    return StudyLocation(_display_url(database), tuple(names))
+
+
+def drop_studies(database: Database, job_ids: Collection[str]) -> int:
+    """Drop the studies of jobs from Optuna's tables; return how many there were."""
     with database.read() as connection:
-        names = connection.scalars(sa.select(studies.c.study_name).where(mine).order_by(studies.c.study_name))
-        url = database.engine.url.set(password=None) if database.is_postgresql else database.engine.url
-        return StudyLocation(url.render_as_string(hide_password=True), tuple(names))
+        if not sa.inspect(connection).has_table("studies"):
+            return 0
+        studies = sa.table("studies", sa.column("study_name", sa.String))
+        found = [name for name in connection.scalars(sa.select(studies.c.study_name)) if _job_of(name) in job_ids]
+    if found:
+        with exclusive(database), _storage(database) as storage:
+            for name in found:
+                optuna.delete_study(study_name=name, storage=storage)
+    return len(found)
 
 
 def study_name(job_id: str, suffix: str = "") -> str:
@@ -128,35 +73,62 @@ def study_name(job_id: str, suffix: str = "") -> str:
     return f"{job_id}/{suffix}" if suffix else job_id
 
 
-def create_study_tables(database: Database) -> None:
-    """Create Optuna's tables, or bring them up to the installed version. One process at a time may do this."""
-    with _storage(database) as storage:
-        if storage.get_current_version() != storage.get_head_version():
-            storage.upgrade()
+def _job_of(name: str) -> str:
+    return name.partition("/")[0]
 
 
-def has_study_tables(connection: sa.Connection) -> bool:
-    """Whether `create_study_tables` has run."""
-    return sa.inspect(connection).has_table("alembic_version")
+def _by_variant(job: Job, trials: Sequence[Trial]) -> dict[str, list[Trial]]:
+    """Return the trials of each variant by what tells its study apart: nothing for the main one."""
+    if job.request is not None and job.report is not None:
+        main = explored_models(job.request, job.report)[0].query_groups
+    else:  # another version stored the request; the main variant is explored first
+        main = trials[0].candidate.num_query_groups if trials else 0
+    found: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups = trial.candidate.num_query_groups
+        found.setdefault("" if groups == main else f"num_query_groups={groups}", []).append(trial)
+    return found
+
+
+def _write(storage: RDBStorage, name: str, trials: Sequence[Trial], space: Mapping[str, Any]) -> None:
+    known = {study.study_name for study in storage.get_all_studies()}
+    if name in known:
+        study = optuna.load_study(study_name=name, storage=storage)
+        if len(study.get_trials(deepcopy=False)) == len(trials):
+            return
+        optuna.delete_study(study_name=name, storage=storage)
+    study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
+    choices = _choices(trials, space)
+    study.add_trials(frozen_trial(trial, choices) for trial in trials)
+
+
+def _choices(trials: Sequence[Trial], space: Mapping[str, Any]) -> dict[str, BaseDistribution]:
+    """Return each dimension with the values of the legal space and of the trials."""
+    found: dict[str, BaseDistribution] = {}
+    for name, tried in distributions([trial.candidate for trial in trials]).items():
+        assert isinstance(tried, CategoricalDistribution)
+        values = {*tried.choices, *space.get(name, ())}
+        found[name] = CategoricalDistribution(sorted(values, key=lambda value: (value is not None, value)))
+    return found
+
+
+def _display_url(database: Database) -> str:
+    url = database.engine.url.set(password=None) if database.is_postgresql else database.engine.url
+    url = url.difference_update_query(["password", "sslpassword"])  # libpq takes them there, too
+    return url.render_as_string(hide_password=True)
 
 
 @contextmanager
 def _storage(database: Database) -> Iterator[RDBStorage]:
-    storage = _open_storage(database, skip_compatibility_check=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would announce every study on stderr
+    timeout = "connect_timeout" if database.is_postgresql else "timeout"
+    seconds = int((DatabaseLimits().connect if database.is_postgresql else SQLITE_BUSY_TIMEOUT).total_seconds())
+    # Optuna formats the URL as a template.
+    url = database.url.replace("{", "{{").replace("}", "}}")
+    options = {"connect_args": {timeout: seconds}}
+    storage = RDBStorage(url, engine_kwargs=options, skip_compatibility_check=True)
     try:
         yield storage
     finally:
-        _close(storage)
-
-
-def _open_storage(database: Database, **options: Any) -> RDBStorage:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would announce every study on stderr
-    connect_args = {} if database.is_postgresql else {"timeout": SQLITE_BUSY_TIMEOUT.total_seconds()}
-    # Optuna formats the URL as a template.
-    url = database.url.replace("{", "{{").replace("}", "}}")
-    return RDBStorage(url, engine_kwargs={"connect_args": connect_args}, **options)
-
-
-def _close(storage: RDBStorage) -> None:
-    storage.remove_session()
-    storage.engine.dispose()
+        storage.remove_session()
+        storage.engine.dispose()

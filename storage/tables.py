@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 from sqlalchemy.types import TypeDecorator
 
+from storage.compact import CompactJSON, CompactText
+
 PREFIX = "bexp_"
 
 
@@ -60,6 +62,7 @@ jobs = sa.Table(
     sa.Column("id", sa.String(32), primary_key=True),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("request", _JSON, nullable=False),
+    sa.Column("model_name", sa.String(128), nullable=False, server_default="unknown", doc="Of the request."),
     sa.Column("device_kind", sa.String(16)),
     sa.Column("target", sa.String(64), nullable=False, server_default="bexp", doc="A worker must have it."),
     sa.Column("devices_needed", sa.Integer, nullable=False),
@@ -68,15 +71,23 @@ jobs = sa.Table(
     sa.Column("started_at", UTCDateTime),
     sa.Column("finished_at", UTCDateTime),
     sa.Column("attempt", sa.Integer, nullable=False, doc="Claims so far; with owner, the fence of every write."),
-    sa.Column("num_releases", sa.Integer, nullable=False, doc="Claims that ended by a clean shutdown."),
+    sa.Column(
+        *("num_releases", sa.Integer),
+        nullable=False,
+        doc="Claims that do not count: a clean shutdown or a fault ended them, or a trial was stored later.",
+    ),
+    sa.Column("num_faults", sa.Integer, nullable=False, server_default="0", doc="Since the last stored trial."),
+    sa.Column("not_before", UTCDateTime, doc="A job that was put back is not claimed earlier."),
     sa.Column("owner", sa.String(128)),
     sa.Column("lease_expires_at", UTCDateTime),
     sa.Column("cancel_requested", sa.Boolean, nullable=False),
     sa.Column("fingerprint", sa.String(64), doc="Of the hardware that the first claim pinned."),
-    sa.Column("report", _JSON),
-    sa.Column("space", _JSON),
-    sa.Column("recommendation", _JSON),
-    sa.Column("answer", _JSON),
+    sa.Column("report", CompactJSON),
+    sa.Column("space", CompactJSON),
+    sa.Column("recommendation", CompactJSON),
+    sa.Column("micro_batch_size", sa.Integer, doc="Of the recommendation."),
+    sa.Column("confidence", sa.Integer, doc="Of the recommendation."),
+    sa.Column("answer", CompactJSON),
     sa.Column("error", PlainText),
     sa.Column("waiting_reason", PlainText),
     sa.Column("last_seq", sa.Integer, nullable=False),
@@ -94,8 +105,8 @@ events = sa.Table(
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("code", sa.Integer, nullable=False),
-    sa.Column("message", PlainText, nullable=False),
-    sa.Column("data", _JSON, nullable=False),
+    sa.Column("message", CompactText, nullable=False),
+    sa.Column("data", CompactJSON, nullable=False),
 )
 
 trials = sa.Table(
@@ -106,7 +117,7 @@ trials = sa.Table(
     sa.Column("seq", sa.Integer, nullable=False, doc="Grows in the order of storing, which is not that of number."),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("outcome", sa.String(16), nullable=False),
-    sa.Column("trial", _JSON, nullable=False),
+    sa.Column("trial", CompactJSON, nullable=False),
     sa.UniqueConstraint("job_id", "seq"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -39,29 +40,33 @@ def read_trials(database: Database, job_id: str, *, after: int = -1, limit: int 
     return [StoredTrial(row.seq, Trial.model_validate(row.trial)) for row in rows]
 
 
-def select_trials(connection: sa.Connection, job_id: str, *, number: int | None = None) -> list[Trial]:
-    """Return all trials in the order of their numbers, within a transaction, or only the one with `number`."""
-    query = sa.select(trials.c.trial).where(trials.c.job_id == job_id)
-    if number is not None:
-        query = query.where(trials.c.number == number)
-    documents = connection.scalars(query.order_by(trials.c.number))
+def read_all_trials(database: Database, job_id: str) -> list[Trial]:
+    """Return all trials of a job in the order of their numbers."""
+    with database.read() as connection:
+        documents = select_trial_documents(connection, job_id)
     return [Trial.model_validate(document) for document in documents]
 
 
-def insert_trial(database: Database, connection: sa.Connection, job_id: str, trial: Trial) -> None:
-    """Insert a trial with the next `seq`.
+def select_trial_documents(connection: sa.Connection, job_id: str) -> list[Any]:
+    """Return the stored documents of all trials in the order of their numbers, within a transaction."""
+    query = sa.select(trials.c.trial).where(trials.c.job_id == job_id)
+    return list(connection.scalars(query.order_by(trials.c.number)))
+
+
+def dump_trial(trial: Trial | None) -> dict[str, Any] | None:
+    """Return the columns of a trial that `insert_trial` stores; call it before the transaction."""
+    if trial is None:
+        return None
+    outcome = trial.measurement.outcome.value
+    return {"number": trial.number, "outcome": outcome, "trial": trial.model_dump(mode="json")}
+
+
+def insert_trial(database: Database, connection: sa.Connection, job_id: str, dumped: dict[str, Any]) -> None:
+    """Insert a dumped trial with the next `seq`.
 
     The caller has changed the job's row in this transaction: that lock keeps concurrent writers apart until the
     commit, so nobody sees a `seq` before all smaller ones.
     """
     last = sa.select(sa.func.coalesce(sa.func.max(trials.c.seq), -1)).where(trials.c.job_id == job_id)
-    connection.execute(
-        sa.insert(trials).values(
-            job_id=job_id,
-            number=trial.number,
-            seq=last.scalar_subquery() + 1,
-            at=database.clock(),
-            outcome=trial.measurement.outcome.value,
-            trial=trial.model_dump(mode="json"),
-        )
-    )
+    seq = last.scalar_subquery() + 1
+    connection.execute(sa.insert(trials).values(job_id=job_id, seq=seq, at=database.clock(), **dumped))

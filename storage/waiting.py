@@ -11,23 +11,59 @@ from pydantic import ValidationError
 
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.target import TRANSFORMERS
+from storage.changes import end_job
 from storage.database import Database
+from storage.jobs import JobState
 from storage.tables import jobs
-from storage.workers import WorkerInfo, select_workers
+from storage.workers import REPLAYED, WorkerInfo, select_workers
+
+MAX_WAIT = timedelta(days=7)
+"""How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
+
+
+def select_overdue(
+    database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
+) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
+    """Return the live workers and the `overdue` jobs, within a transaction."""
+    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
+    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.target, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
+    query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
+    return live, list(connection.execute(query))
 
 
 def find_waiting(
-    database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
+    live: Sequence[WorkerInfo], overdue: Sequence[sa.Row[*tuple[Any, ...]]]
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
     The reason is null when a live worker could run the job and is merely busy.
     """
-    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
-    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.target, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
-    query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
-    found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in connection.execute(query)]
+    found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in overdue]
     return [(job_id, new) for job_id, old, new in found if new != old]
+
+
+def end_overdue(database: Database, max_wait: timedelta) -> None:
+    """End each job that has been in the queue for `max_wait` and that no worker could run when this was last noted."""
+    overdue = [
+        jobs.c.state == JobState.QUEUED.value,
+        jobs.c.waiting_reason.is_not(None),
+        jobs.c.queued_at < database.clock(-max_wait),
+    ]
+    with database.read() as connection:
+        found = connection.execute(sa.select(jobs.c.id, jobs.c.waiting_reason).where(*overdue)).all()
+    for job_id, reason in found:
+        error = f"no worker could run it within {describe_duration(max_wait)}: {reason}"
+        with database.begin() as connection:
+            end_job(database, connection, [jobs.c.id == job_id, *overdue], JobState.FAILED, error)
+
+
+def describe_duration(duration: timedelta) -> str:
+    """Return a duration for a person: `90 s`, `2 h`, `7 days`."""
+    seconds = duration.total_seconds()
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size and seconds % size == 0:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:g} s"
 
 
 def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) -> str | None:
@@ -43,6 +79,8 @@ def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) ->
     able = [worker for worker in enough if job.target in worker.targets]
     if not able:
         return f"none with the target '{job.target}' is running{_describe_installation(job.target)}"
+    if job.fingerprint is None and all(worker.device_name.endswith(REPLAYED) for worker in able):
+        return "only recorded tables are replayed, and each takes the explorations that it can answer"
     if job.fingerprint is None or any(worker.fingerprint == job.fingerprint for worker in able):
         return None
     return f"none with the hardware that this exploration started on is running ({_describe_pinned(job.report)})"

@@ -14,6 +14,9 @@ from storage.tables import workers
 LIVE_WITHIN = timedelta(seconds=15)
 """A worker that has not been seen for longer counts as gone."""
 
+REPLAYED = ", replayed"
+"""The end of the device's name of a worker that replays a recorded table, and takes only what the table answers."""
+
 _KEEP = timedelta(days=1)
 
 

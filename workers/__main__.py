@@ -12,29 +12,34 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
+from filelock import Timeout
 
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.target import LOCAL
-from storage.database import Database, open_database
+from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
 from storage.queue import Queue
 from storage.schema import upgrade
 from workers.devices.discovery import visible_devices
 from workers.devices.lock import DeviceBusyError
 from workers.devices.selection import default_devices, parse_counts, parse_devices
 from workers.doctor import main as diagnose
-from workers.jobs.runner import DATABASE_TROUBLE
 from workers.jobs.worker import Worker
-from workers.process.interface import ProfilerError
+from workers.process.interface import DeviceProfiler, ProfilerError
 from workers.process.profiler import Profiler
 from workers.ray.pool import RayDevicePool
+from workers.replay.answerable import AnswerableJobs
 from workers.replay.profiler import PREFIX, ReplayProfiler
 from workers.settings import Settings, read_settings
 
 SERVICE_FAILED = 3
 """The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""
+
+LIMITS = DatabaseLimits(max_connections=10)
+"""A busy worker uses up to three connections at once: for its steps, its lease and its entry in the list."""
 
 _log = logging.getLogger("workers")
 
@@ -87,12 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     _log.setLevel(logging.INFO)
-    settings = read_settings()
     try:
-        database = open_database(options.database_url or settings.database_url)
+        settings = read_settings()
+        database = open_database(options.database_url or settings.database_url, LIMITS)
         job_ids: list[str] | None = [] if options.jobs_from_stdin else None
         if options.ray is not None:
-            workers = [_build_cluster_worker(database, options.ray, options.device, job_ids)]
+            workers = [_build_cluster_worker(database, options.ray, options.device, settings, job_ids)]
         else:
             devices = _devices(options.device, options.num_devices, settings, group=options.group)
             workers = [_build_worker(database, owned, settings, job_ids) for owned in devices]
@@ -101,13 +106,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"a file cannot be opened: {error.strerror}: {error.filename}")
     try:
-        upgrade(database)
+        _upgrade(database)
         return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)
     except sa.exc.SQLAlchemyError as error:
         _log.error("the database cannot be used: %s", str(error).splitlines()[0])
         return SERVICE_FAILED
     finally:
         database.dispose()
+
+
+def _upgrade(database: Database) -> None:
+    """Bring the schema up to date. While another process holds SQLite's lock, such as a frozen one, this waits."""
+    while True:
+        try:
+            return upgrade(database)
+        except (sa.exc.OperationalError, Timeout) as error:
+            reason = str(error).splitlines()[0]
+            if "database is locked" not in reason and not isinstance(error, Timeout):
+                raise
+            _log.warning("another process keeps the database locked; waiting for it: %s", reason)
 
 
 def _devices(
@@ -131,18 +148,27 @@ def _build_worker(
 ) -> Worker:
     if devices[0].startswith(PREFIX):
         replay = ReplayProfiler(Path(devices[0].removeprefix(PREFIX)))
-        return Worker(Queue(database), replay, "replay", explore=partial(explore, clock=replay.clock), job_ids=job_ids)
+        replayed = partial(explore, clock=replay.clock)
+        chosen = AnswerableJobs(database, replay.recording) if job_ids is None else job_ids
+        return _worker(database, replay, "replay", settings, explore=replayed, job_ids=chosen)
     profiler = Profiler(devices, environment=settings.environment, on_wait=_log.info)
     named = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
     targets = installed_targets()
     if settings.local_target is not None:
         targets[LOCAL] = Path(settings.local_target).name
-    return Worker(Queue(database), profiler, named, job_ids=job_ids, targets=targets)
+    return _worker(database, profiler, named, settings, job_ids=job_ids, targets=targets)
 
 
-def _build_cluster_worker(database: Database, address: str, device: str | None, job_ids: list[str] | None) -> Worker:
+def _build_cluster_worker(
+    database: Database, address: str, device: str | None, settings: Settings, job_ids: list[str] | None
+) -> Worker:
     needed = ("cuda:0",) if device is None else parse_devices(device)
-    return Worker(Queue(database), RayDevicePool(address, needed), f"ray-{needed[0]}", job_ids=job_ids)
+    return _worker(database, RayDevicePool(address, needed), f"ray-{needed[0]}", settings, job_ids=job_ids)
+
+
+def _worker(database: Database, profiler: DeviceProfiler, device: str, settings: Settings, **options: Any) -> Worker:
+    queue = Queue(database, settings.queue)
+    return Worker(queue, profiler, device, max_poll_seconds=settings.max_poll.total_seconds(), **options)
 
 
 def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 from storage.location import default_database_url
+from storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
+
+DEFAULT_MAX_POLL = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """BEXP_DATABASE_URL, BEXP_LOCAL_TARGET, and the environment that profiler processes inherit.
+    """BEXP_DATABASE_URL, BEXP_LOCAL_TARGET, the settings of the queue, and the environment that profilers inherit.
 
-    `local_target` is the target that a person has named by its file, as `/home/me/train.py:Target`.
+    `local_target` is the target that a person has named by its file, as `/home/me/train.py:Target`. An idle worker asks
+    for a job at intervals that grow to `max_poll` (BEXP_POLL_SECONDS).
 
     BEXP_LOCK_DIRECTORY in that environment says where the device locks lie, see `workers.devices.lock`.
     """
@@ -21,10 +26,22 @@ class Settings:
     database_url: str
     environment: Mapping[str, str]
     local_target: str | None = None
+    queue: QueueSettings = field(default_factory=QueueSettings)
+    max_poll: timedelta = DEFAULT_MAX_POLL
 
 
 def read_settings(variables: Mapping[str, str] | None = None) -> Settings:
-    """Read `variables` (default: this process's environment). An empty variable counts as not set."""
+    """Read `variables` (default: this process's environment). An empty variable counts as not set.
+
+    Raises:
+        ValueError: a variable is out of range.
+    """
     given = dict(os.environ if variables is None else variables)
     url = given.get("BEXP_DATABASE_URL") or default_database_url(given.get("XDG_DATA_HOME", ""))
-    return Settings(database_url=url, environment=given, local_target=given.get("BEXP_LOCAL_TARGET") or None)
+    return Settings(
+        database_url=url,
+        environment=given,
+        local_target=given.get("BEXP_LOCAL_TARGET") or None,
+        queue=read_queue_settings(given),
+        max_poll=read_seconds(given, "BEXP_POLL_SECONDS", DEFAULT_MAX_POLL, least=0.05),
+    )

@@ -34,6 +34,7 @@ app.command("serve")(service.serve)
 app.command("worker")(service.worker)
 app.command("doctor")(service.doctor)
 app.command("study")(administration.study)
+app.command("prune")(administration.prune)
 app.add_typer(administration.token_commands, name="token")
 app.add_typer(administration.database_commands, name="db")
 

@@ -1,9 +1,10 @@
-"""`bexp token`, `bexp db` and `bexp study`: commands on the database itself, without a service."""
+"""`bexp token`, `bexp db`, `bexp study` and `bexp prune`: commands on the database itself, without a service."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,11 +74,11 @@ def upgrade() -> None:
 def study(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
 ) -> None:
-    """Show where the Optuna study of an exploration is stored, for optuna-dashboard and other Optuna tools."""
-    from storage.studies import locate_studies  # noqa: PLC0415 - for this command alone
+    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools."""
+    from storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
-        found = locate_studies(database, job_id)
+        found = write_studies(database, job_id)
     if not found.names:
         raise CommandError(ExitCode.USAGE, f"there is no study of an exploration {job_id!r}")
     if as_json:
@@ -87,6 +88,35 @@ def study(
     for name in found.names:
         typer.echo(f"study    {name}")
     say(f"open it with: optuna-dashboard --host 127.0.0.1 '{found.url}'")
+
+
+def prune(
+    older_than_days: Annotated[
+        float | None,
+        typer.Option(min=0, max=36_500, metavar="DAYS", help="Delete explorations that finished longer ago."),
+    ] = None,
+    keep: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep only the N newest finished ones.")] = None,
+    studies: Annotated[
+        bool, typer.Option("--studies", help="Drop the Optuna studies of all finished ones; `bexp study` rewrites one.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would be deleted.")] = False,
+) -> None:
+    """Delete finished explorations, with their logs, trials, run reports and studies."""
+    from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
+    from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
+
+    if older_than_days is None and keep is None and not studies:
+        raise CommandError(ExitCode.USAGE, "say what to keep: --older-than-days DAYS, --keep N, or --studies")
+    older_than = None if older_than_days is None else timedelta(days=older_than_days)
+    with open_storage() as database:
+        found = find_prunable(database, older_than=older_than, keep=keep)
+        if dry_run:
+            say(f"{len(found)} explorations would be deleted")
+            return
+        prune_jobs(database, found)
+        say(f"{len(found)} explorations are deleted")
+        if studies:
+            say(f"{drop_finished_studies(database)} Optuna studies are dropped")
 
 
 @contextmanager

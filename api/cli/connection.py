@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from api.cli.errors import CommandError, ExitCode
 from api.client import Client, ServiceError
 from api.embedded import EmbeddedService
-from api.settings import DEFAULT_API_URL, Environment, read_environment
+from api.settings import DEFAULT_API_URL, Environment, read_environment, without_secrets
 
 
 def environment() -> Environment:
@@ -29,7 +29,7 @@ def connect() -> Iterator[Client]:
     with Client(told.api_url, told.api_token) as client:
         if not client.is_alive():
             raise ServiceError(
-                f"no service answers at {told.api_url}\nstart one with `bexp serve` and `bexp worker`, "
+                f"no service answers at {client.url}\nstart one with `bexp serve` and `bexp worker`, "
                 "or explore without one: `bexp explore CONFIG`"
             )
         yield client
@@ -52,8 +52,7 @@ def connect_or_embed() -> Iterator[Client]:
 
 
 def shown_url(database_url: str) -> str:
-    """Return a database's URL without its password, or the path of a SQLite file."""
+    """Return a database's URL without its user and query, which may hold passwords, or the path of a SQLite file."""
     if database_url.startswith("sqlite:///"):
-        return database_url.removeprefix("sqlite:///")
-    scheme, separator, rest = database_url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+        return database_url.removeprefix("sqlite:///").partition("?")[0]
+    return without_secrets(database_url)

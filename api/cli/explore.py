@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 from typing import Annotated
@@ -90,6 +91,7 @@ def _explore(request: ExplorationRequest, device: str | None, local_target: str 
     database_url = environment().database_url
     counts = usable_device_counts(request)
     group = counts[-1] > 1
+    _check_number_of_devices(device, counts[0])
     if device is None and (request.device_kind == "cpu" or not group):
         device = request.device_kind
     with (
@@ -108,6 +110,22 @@ def _explore(request: ExplorationRequest, device: str | None, local_target: str 
         say(f"exploration {job.id}, kept in {shown_url(database_url)}")
         last = _follow_or_cancel(client, job, service, counts[0], as_json=as_json)
         return conclude(client, job.id, last, as_json=as_json)
+
+
+def _check_number_of_devices(device: str | None, needed: int) -> None:
+    """Raise CommandError if the only worker would own too few devices: the exploration would wait for ever."""
+    if device is None or device.startswith("replay:"):
+        return
+    owned = sum(_count_devices(part) for part in device.split(","))
+    if owned < needed:
+        message = f"the exploration needs {needed} devices, and --device {device} names {owned}"
+        raise CommandError(ExitCode.USAGE, message, "restrict context_parallel.sizes or sharding, or name more devices")
+
+
+def _count_devices(part: str) -> int:
+    """Return how many devices `cpu`, `cuda:0` or `cuda:0-3` names; the worker judges whether they exist."""
+    found = re.fullmatch(r"cuda:(\d{1,4})-(\d{1,4})", part.strip())
+    return max(1, int(found[2]) - int(found[1]) + 1) if found else 1
 
 
 def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from api.cli.administration import database_errors
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
 from api.embedded import child_environment
-from api.settings import ServiceSettings
+from api.settings import MAX_WAIT_HOURS, ServiceSettings
 
 
 def serve(
@@ -29,6 +29,12 @@ def serve(
             help="Require tokens on loopback too, and answer under any host name; for use behind a proxy.",
         ),
     ] = False,
+    max_wait_hours: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="Fail an exploration that no running worker can run after so many hours in the queue."
+        ),
+    ] = MAX_WAIT_HOURS,
 ) -> None:
     """Serve the REST API."""
     from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
@@ -38,7 +44,7 @@ def serve(
     try:
         with database_errors():
             serve_api(
-                ServiceSettings(told.database_url, require_token=require_token),
+                ServiceSettings(told.database_url, require_token=require_token, max_wait_seconds=3600 * max_wait_hours),
                 host if host is not None else told.host,
                 port if port is not None else told.port,
                 on_ready=lambda url: say(f"serving {url}"),

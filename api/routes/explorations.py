@@ -16,7 +16,16 @@ from api.service import ServiceDep
 from explorer.formats.document import FormatError
 from explorer.formats.request import parse_request
 from explorer.spec.target import LOCAL
-from storage.jobs import InvalidCursorError, Job, JobNotFoundError, JobState, get_job, list_jobs
+from storage.jobs import (
+    InvalidCursorError,
+    Job,
+    JobNotFoundError,
+    JobState,
+    JobSummary,
+    get_job,
+    get_summary,
+    list_jobs,
+)
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
 
@@ -43,11 +52,17 @@ def _job_of(job_id: JobIdDep, service: ServiceDep) -> Job:
     return get_job(service.database, job_id)
 
 
+def _summary_of(job_id: JobIdDep, service: ServiceDep) -> JobSummary:
+    return get_summary(service.database, job_id)
+
+
 JobDep = Annotated[Job, Depends(_job_of)]
+SummaryDep = Annotated[JobSummary, Depends(_summary_of)]
+"""What most routes need of an exploration: no stored document is parsed for it."""
 
 
 async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
-    return await bodies.read_document(request, service.settings.max_body_bytes)
+    return await bodies.read_document(request, service.settings.max_body_bytes, service.settings.body_seconds)
 
 
 @router.post(
@@ -102,7 +117,7 @@ def submit_exploration(
         )
     job, _ = service.queue.enqueue(request, idempotency_key=idempotency_key)
     response.headers["Location"] = exploration_path(job.id)
-    return Exploration.of(job)
+    return Exploration.of_job(job)
 
 
 @router.get(
@@ -145,17 +160,19 @@ def list_explorations(
     },
 )
 def get_exploration(
-    job: JobDep,
+    summary: SummaryDep,
+    service: ServiceDep,
     response: Response,
     if_none_match: Annotated[str | None, Header(description="ETags that the client knows.", examples=['"7"'])] = None,
 ) -> Exploration | Response:
     """The state of an exploration, with its request and its results."""
-    etag = f'"{job.version}"'
+    etag = f'"{summary.version}"'
     if if_none_match is not None and (if_none_match.strip() == "*" or etag in _ETAG.findall(if_none_match)):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": etag, "Cache-Control": "no-cache"})
-    response.headers["ETag"] = etag
+    job = get_job(service.database, summary.id)
+    response.headers["ETag"] = f'"{job.version}"'
     response.headers["Cache-Control"] = "no-cache"
-    return Exploration.of(job)
+    return Exploration.of_job(job)
 
 
 @router.post(
@@ -173,4 +190,4 @@ def cancel_exploration(job_id: JobIdDep, service: ServiceDep, response: Response
     """End an exploration. One that has ended stays as it is, so the call can be repeated."""
     job = service.queue.request_cancel(job_id)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
-    return Exploration.of(job)
+    return Exploration.of_job(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Annotated
@@ -19,7 +20,7 @@ from api.routes.explorations import JobIdDep
 from api.service import Service, ServiceDep
 from explorer.records.event import Event, render_line
 from storage.events import read_events
-from storage.jobs import get_job
+from storage.jobs import get_summary
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["events"])
 
@@ -67,10 +68,10 @@ async def follow_events(
     """
     media_type = choose_media_type(request, (EVENT_STREAM, JSON))
     if last_event_id:
-        if not (last_event_id.isascii() and last_event_id.isdigit() and int(last_event_id[:20]) <= _MAX_SEQ):
+        if re.fullmatch(r"[0-9]{1,10}", last_event_id) is None or int(last_event_id) > _MAX_SEQ:
             raise invalid_parameter("Last-Event-ID", "must be the seq of an event")
         after = int(last_event_id)
-    job = await run_sync(get_job, service.database, job_id)
+    job = await run_sync(get_summary, service.database, job_id)
     if media_type == JSON:
         page = await run_sync(_read_page, service, job_id, after, limit)
         return Response(page.model_dump_json(), media_type=JSON, headers={"Vary": "Accept"})
@@ -97,7 +98,7 @@ async def read_log(
 ) -> StreamingResponse:
     """The log for people: `curl -N '.../log?follow=true'` shows it live."""
     choose_media_type(request, (PLAIN_TEXT,))
-    await run_sync(get_job, service.database, job_id)
+    await run_sync(get_summary, service.database, job_id)
     return StreamingResponse(_lines(service, job_id, after, follow=follow), media_type=PLAIN_TEXT, headers=_LIVE)
 
 

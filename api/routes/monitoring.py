@@ -16,6 +16,8 @@ from storage.schema import is_current
 
 router = APIRouter(tags=["monitoring"])
 
+_LATER = {"Retry-After": "2"}
+
 
 @router.get("/healthz", summary="Alive", responses={200: examples.example({"status": "alive"})})
 async def healthz() -> Health:
@@ -32,7 +34,7 @@ async def healthz() -> Health:
     },
 )
 def readyz(service: ServiceDep) -> Health:
-    """Whether the database answers and its schema is the one that this version works with.
+    """Whether the database takes writes, its schema is that of this version, and the background tasks do their work.
 
     Workers do not matter here: submissions wait for them in the queue.
     """
@@ -40,13 +42,23 @@ def readyz(service: ServiceDep) -> Health:
         current = is_current(service.database)
     except SQLAlchemyError:
         raise ProblemException(
-            HTTPStatus.SERVICE_UNAVAILABLE, "The database does not answer.", name="database-unavailable"
+            HTTPStatus.SERVICE_UNAVAILABLE, "The database does not answer.", name="database-unavailable", headers=_LATER
         ) from None
     if not current:
         raise ProblemException(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "The database's schema is not the one of this version: run `bexp db upgrade`.",
             name="schema-not-current",
+        )
+    try:
+        service.write_probe.check()
+    except SQLAlchemyError:
+        raise ProblemException(
+            HTTPStatus.SERVICE_UNAVAILABLE, "The database takes no writes.", name="database-unavailable", headers=_LATER
+        ) from None
+    if (trouble := service.supervisor.find_trouble()) is not None:
+        raise ProblemException(
+            HTTPStatus.SERVICE_UNAVAILABLE, f"{trouble}.", name="background-task-failed", headers=_LATER
         )
     return Health(status="ready")
 

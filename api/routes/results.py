@@ -11,7 +11,7 @@ from api import examples
 from api.negotiation import accepts_json
 from api.problems import ProblemException
 from api.resources import RecommendationResource, TrialPage, exploration_path
-from api.routes.explorations import JobDep
+from api.routes.explorations import JobDep, SummaryDep
 from api.service import ServiceDep
 from storage.jobs import JobState
 from storage.trials import read_trials
@@ -56,7 +56,7 @@ def get_recommendation(job: JobDep) -> RecommendationResource:
     },
 )
 def list_trials(
-    job: JobDep,
+    job: SummaryDep,
     service: ServiceDep,
     cursor: Annotated[
         int | None,

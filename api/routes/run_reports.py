@@ -12,7 +12,7 @@ from api import bodies, examples
 from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_body
 from api.resources import RunReportPage, RunReportResource, exploration_path
-from api.routes.explorations import JobDep
+from api.routes.explorations import SummaryDep
 from api.service import ServiceDep
 from explorer.records.run_report import RunReport
 from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
@@ -24,8 +24,8 @@ MAX_REPORT_BYTES = 16 * 1024
 _HERE = f"{exploration_path(examples.JOB_ID)}/run-reports"
 
 
-async def _document_of(request: Request) -> dict[str, Any]:
-    return await bodies.read_document(request, MAX_REPORT_BYTES)
+async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
+    return await bodies.read_document(request, MAX_REPORT_BYTES, service.settings.body_seconds)
 
 
 @router.post(
@@ -57,7 +57,7 @@ async def _document_of(request: Request) -> dict[str, Any]:
     },
 )
 def report_run(
-    job: JobDep, document: Annotated[dict[str, Any], Depends(_document_of)], service: ServiceDep, response: Response
+    job: SummaryDep, document: Annotated[dict[str, Any], Depends(_document_of)], service: ServiceDep, response: Response
 ) -> RunReportResource:
     """Store what a training run with the recommendation reached. 409 while there is no recommendation."""
     try:
@@ -85,7 +85,7 @@ def report_run(
     },
 )
 def list_run_reports(
-    job: JobDep,
+    job: SummaryDep,
     service: ServiceDep,
     cursor: Annotated[int, Query(ge=0, lt=1 << 31, description="`next_cursor` of the page before.", examples=[2])] = 0,
     limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,

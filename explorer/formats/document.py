@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import yaml
@@ -17,6 +18,15 @@ except ImportError:  # PyYAML built without libyaml
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 32
+MAX_VALUES = 20_000
+"""The most values of a document, collections and YAML's keys included; every later step takes time for each of them."""
+
+MAX_DIGITS = 300
+"""Python refuses to print integers of more than 4300 digits, and JSON's readers elsewhere end far below that."""
+
+_TOO_LARGE = 10**MAX_DIGITS
+_TOO_MANY_DIGITS = "a number has too many digits"
+_TOO_MANY_VALUES = f"has more than {MAX_VALUES:,} values"
 
 Location = tuple[str | int, ...]
 Problem = tuple[Location, str]
@@ -44,9 +54,10 @@ def load_document(text: str) -> dict[str, Any]:
     """Parse a JSON or YAML mapping.
 
     Raises:
-        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; an anchor, an alias, a tag, a merge
-            key or a second document; a duplicate key; a key that is not text; NaN, an infinity, NUL or a lone
-            surrogate anywhere; or anything but a mapping at the top.
+        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; an anchor,
+            an alias, a tag, a merge key or a second document; a duplicate key; a key that is not text; NaN, an
+            infinity, an integer of more than 300 digits, NUL or a lone surrogate anywhere; or anything but a mapping at
+            the top.
     """
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB")])
@@ -58,10 +69,22 @@ def load_document(text: str) -> dict[str, Any]:
         raise FormatError([((), "is empty")])
     if not isinstance(data, dict):
         raise FormatError([((), f"must be a mapping of field names to values, not {_describe(data)}")])
-    problems = list(find_problems(data))
+    _check_number_of_values(data)
+    problems = list(islice(find_problems(data), 20))
     if problems:
-        raise FormatError(problems[:20])
+        raise FormatError(problems)
     return data
+
+
+def _check_number_of_values(data: Any) -> None:
+    number, collections = 1, [data]
+    while collections:
+        collection = collections.pop()
+        number += len(collection)
+        if number > MAX_VALUES:
+            raise FormatError([((), _TOO_MANY_VALUES)])
+        inner = collection.values() if isinstance(collection, dict) else collection
+        collections += [value for value in inner if isinstance(value, dict | list)]
 
 
 def find_problems(data: Any, location: Location = ()) -> Iterator[Problem]:
@@ -71,7 +94,8 @@ def find_problems(data: Any, location: Location = ()) -> Iterator[Problem]:
     elif isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
-                yield location, f"the key {key!r:.40} must be text: quote it"
+                named = _TOO_MANY_DIGITS if _has_too_many_digits(key) else f"the key {key!r:.40} must be text: quote it"
+                yield location, named
             elif reason := _refuse_text(key):
                 yield location, f"a key contains {reason}"
             else:
@@ -85,8 +109,14 @@ def find_problems(data: Any, location: Location = ()) -> Iterator[Problem]:
     elif isinstance(data, float):
         if not math.isfinite(data):
             yield location, "must be a finite number"
+    elif _has_too_many_digits(data):
+        yield location, _TOO_MANY_DIGITS
     elif not isinstance(data, bool | int) and data is not None:
         yield location, f"must be text, a number, true, false, null, a list or a mapping, not {_describe(data)}"
+
+
+def _has_too_many_digits(data: Any) -> bool:
+    return isinstance(data, int) and abs(data) >= _TOO_LARGE
 
 
 def _refuse_text(text: str) -> str | None:
@@ -115,7 +145,7 @@ def _parse_json(text: str) -> Any:
     except FormatError:
         raise
     except ValueError:  # beyond Python's limit for the conversion of text to an integer
-        raise FormatError([((), "a number has too many digits")]) from None
+        raise FormatError([((), _TOO_MANY_DIGITS)]) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,7 +158,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(_Base):
-    """PyYAML's safe loader without dates (they stay text), and with duplicate keys refused."""
+    """PyYAML's safe loader without dates (they stay text), and with duplicate keys and endless integers refused."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and the form are PyYAML's
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
@@ -144,6 +174,13 @@ class _Loader(_Base):
             seen.add(name)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MAX_DIGITS:  # digits to the base of 60 take a time that grows with their square
+            raise FormatError([((), _TOO_MANY_DIGITS)])
+        return super().construct_yaml_int(node)
+
+    yaml_constructors = _Base.yaml_constructors | {"tag:yaml.org,2002:int": construct_yaml_int}
+
 
 def _parse_yaml(text: str) -> Any:
     try:
@@ -158,19 +195,23 @@ def _parse_yaml(text: str) -> Any:
     except FormatError:
         raise
     except (ValueError, OverflowError):  # beyond Python's limit for the conversion of text to an integer
-        raise FormatError([((), "a number has too many digits")]) from None
+        raise FormatError([((), _TOO_MANY_DIGITS)]) from None
 
 
 def _check_events(text: str) -> None:
-    depth = documents = 0
+    depth = documents = values = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.AliasEvent):
             raise FormatError([((), f"the alias *{event.anchor} in line {line} is not allowed: write the value out")])
         if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
             raise FormatError([((), f"the anchor &{event.anchor} in line {line} is not allowed: remove it")])
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise FormatError([((), f"the tag {event.tag:.60} in line {line} is not allowed")])
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            values += 1
+            if values > MAX_VALUES:
+                raise FormatError([((), _TOO_MANY_VALUES)])
+            if event.tag is not None:
+                raise FormatError([((), f"the tag {event.tag:.60} in line {line} is not allowed")])
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:

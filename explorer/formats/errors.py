@@ -26,13 +26,15 @@ SHARDING_RULE = f"must be one of {_NAMES}, a list of them, or 'explore'"
 LEVELS_RULE = f"must be a list of {_NAMES}, or 'explore'"
 
 
-def explain(error: ValidationError, sources: Mapping[Location, Location]) -> list[Problem]:
-    """Return each problem once, at the field of the document; `sources` maps native fields to those."""
+def explain(error: ValidationError, sources: Mapping[Location, Location], limit: int) -> list[Problem]:
+    """Return `limit` problems, each once, at the field of the document; `sources` maps native fields to those."""
     problems: dict[Problem, None] = {}
-    for detail in error.errors(include_url=False):
+    for detail in error.errors(include_url=False, include_input=False):
         native, message = _simplify(detail)
         fields = _related_fields(detail, native)
         problems[relocate(fields[0], sources), message + _other_names(fields, sources)] = None
+        if len(problems) == limit:
+            break
     within = {location[:length] for location, _ in problems for length in range(len(location))}
     return [problem for problem in problems if problem[1] != MICRO_BATCH_RULE or problem[0] not in within]
 

@@ -176,7 +176,8 @@ def _take_experts(model: Section, family: Family) -> None:
         if not isinstance(dense, list | tuple):
             model.refuse("mlp_only_layers", "must be a list of layer indices")
             dense = []
-        kinds = [bool(num_experts) and i not in dense and (i + 1) % (step or 1) == 0 for i in range(num_layers)]
+        without = {i for i in dense if isinstance(i, int)}
+        kinds = [bool(num_experts) and i not in without and (i + 1) % (step or 1) == 0 for i in range(num_layers)]
         pattern = find_layer_pattern(kinds)
         if pattern is None:
             model.refuse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,9 +35,9 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     if not isinstance(document, Mapping):
         raise FormatError([((), "must be a mapping of field names to values")])
     changes = _nest(overrides or {})
-    problems = [*find_problems(dict(document)), *find_problems(changes)]
+    problems = list(islice(chain(find_problems(dict(document)), find_problems(changes)), MAX_ERRORS))
     if problems:
-        raise FormatError(problems[:MAX_ERRORS])
+        raise FormatError(problems)
     translation = _translate(document, changes)
     merged = _merge(_one_device_field(translation.document, translation), changes)
     if translation.problems:
@@ -47,13 +48,13 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     try:
         request = ExplorationRequest.model_validate(merged)
     except ValidationError as error:
-        raise FormatError(explain(error, sources)[:MAX_ERRORS]) from None
+        raise FormatError(explain(error, sources, MAX_ERRORS)) from None
     booleans = [
         (relocate(location, sources), "must not be true or false")
-        for location in _find_lost_booleans(merged, request.model_dump())
+        for location in islice(_find_lost_booleans(merged, request.model_dump()), MAX_ERRORS)
     ]
     if booleans:
-        raise FormatError(booleans[:MAX_ERRORS])
+        raise FormatError(booleans)
     return request
 
 

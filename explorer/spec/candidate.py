@@ -132,28 +132,33 @@ def recomputed_layers(model: ModelSpec, recompute: Recompute) -> tuple[bool, ...
     The recomputed layers are spread evenly over each kind of layer, so that a partial policy means the same share of
     dense and of expert layers. Every partial policy recomputes at least one layer.
     """
-    share = recompute.layer_share
     kinds = model.layer_kinds
     chosen = [False] * len(kinds)
-    for kind in LayerKind:
+    for kind, count in zip(LayerKind, _count_recomputed(model, recompute), strict=True):
         indices = [i for i, k in enumerate(kinds) if k is kind]
-        count = round(share * len(indices))
-        if share > 0 and indices:
-            count = max(1, count)
         for j in range(count):
             chosen[indices[j * len(indices) // count]] = True
     return tuple(chosen)
+
+
+def _count_recomputed(model: ModelSpec, recompute: Recompute) -> tuple[int, ...]:
+    """Return how many layers of each kind `recompute` recomputes as a whole."""
+    share = recompute.layer_share
+    counts = [model.count_layers(kind) for kind in LayerKind]
+    return tuple(max(1, round(share * count)) if share > 0 and count else 0 for count in counts)
 
 
 def distinct_policies(model: ModelSpec | None, allowed: Collection[Recompute]) -> tuple[Recompute, ...]:
     """Return the policies of `allowed` without those that recompute the same layers as another.
 
     In a shallow model some shares round to the same layers. One of them is enough, and `full` goes before a part.
+    Policies that recompute equally many layers of each kind recompute the same ones, so no layer is looked at here: a
+    request is checked in a time that does not grow with its number of layers.
     """
     if model is None:
         return tuple(policy for policy in Recompute if policy in allowed)
     distinct: dict[object, Recompute] = {}
     for policy in sorted(allowed, key=lambda p: p is not Recompute.FULL):
-        layers = recomputed_layers(model, policy)
-        distinct.setdefault(layers if any(layers) else policy, policy)
+        counts = _count_recomputed(model, policy)
+        distinct.setdefault(counts if any(counts) else policy, policy)
     return tuple(policy for policy in Recompute if policy in distinct.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -142,7 +143,7 @@ class ModelSpec(Frozen):
                 "moe.first_k_dense",
                 "num_layers",
             )
-        if self.moe is not None and LayerKind.MOE not in self.layer_kinds:
+        if self.moe is not None and self.count_layers(LayerKind.MOE) == 0:
             raise RuleError(
                 "moe.first_k_dense and moe.moe_layer_frequency leave no layer with experts",
                 "moe.first_k_dense",
@@ -152,7 +153,7 @@ class ModelSpec(Frozen):
 
     @model_validator(mode="after")
     def _dense_layers_have_width(self) -> Self:
-        if LayerKind.DENSE in self.layer_kinds and self.ffn_hidden_size == 0:
+        if self.count_layers(LayerKind.DENSE) > 0 and self.ffn_hidden_size == 0:
             message = "ffn_hidden_size must be given: this model has layers with a dense FFN"
             raise RuleError(message, "ffn_hidden_size")
         return self
@@ -182,12 +183,21 @@ class ModelSpec(Frozen):
         """The kind of each layer, from the embedding to the head."""
         if self.moe is None:
             return (LayerKind.DENSE,) * self.num_layers
-        first, every = self.moe.first_k_dense, self.moe.moe_layer_frequency
-        return tuple(
-            LayerKind.MOE if i >= first and (i - first) % every == every - 1 else LayerKind.DENSE
-            for i in range(self.num_layers)
-        )
+        return _layer_kinds(self.num_layers, self.moe.first_k_dense, self.moe.moe_layer_frequency)
 
     def count_layers(self, kind: LayerKind) -> int:
-        """Number of layers of `kind`."""
-        return sum(layer is kind for layer in self.layer_kinds)
+        """Number of layers of `kind`; the time does not depend on the number of layers."""
+        with_experts = 0
+        if self.moe is not None:
+            with_experts = max(0, self.num_layers - self.moe.first_k_dense) // self.moe.moe_layer_frequency
+        return with_experts if kind is LayerKind.MOE else self.num_layers - with_experts
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(num_layers: int, first_k_dense: int, moe_layer_frequency: int) -> tuple[LayerKind, ...]:
+    return tuple(
+        LayerKind.MOE
+        if i >= first_k_dense and (i - first_k_dense) % moe_layer_frequency == moe_layer_frequency - 1
+        else LayerKind.DENSE
+        for i in range(num_layers)
+    )

@@ -5,6 +5,7 @@ A rule may rely on the rules before it in `RULES`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,7 @@ def check_micro_batch_sizes(request: ExplorationRequest) -> None:
 
 def check_tiles(request: ExplorationRequest) -> None:
     """At least one tile is left, and each listed tile divides a micro-batch size."""
-    tiles = {tile for m in request.micro_batch_sizes for tile in request.tiles_for(m)}
+    tiles = _count_tilings(request)
     if not tiles:
         raise RuleError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space", "bta")
     unused = [tile for tile in request.bta.tiles or () if tile not in tiles]
@@ -176,8 +177,7 @@ def check_policies_of_mode(request: ExplorationRequest) -> None:
 
 def check_policies_of_tiles(request: ExplorationRequest) -> None:
     """At least one recomputation policy can be combined with the tiles."""
-    tiles = {tile for m in request.micro_batch_sizes for tile in request.tiles_for(m)}
-    if not any(request.policies_for(tile) for tile in tiles):
+    if not any(request.policies_for(tile) for tile in _count_tilings(request)):
         named = "' and '".join(request.recompute_policies)
         raise RuleError(
             f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already",
@@ -188,8 +188,8 @@ def check_policies_of_tiles(request: ExplorationRequest) -> None:
 
 def check_combinations(request: ExplorationRequest) -> None:
     """The space is small enough to be enumerated."""
-    tilings = [tile for m in request.micro_batch_sizes for tile in request.tiles_for(m)]
-    combinations = sum(len(request.policies_for(tile)) for tile in tilings)
+    tilings = _count_tilings(request)
+    combinations = sum(number * len(request.policies_for(tile)) for tile, number in tilings.items())
     if combinations > MAX_COMBINATIONS:
         raise RuleError(
             f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
@@ -203,6 +203,11 @@ def check_combinations(request: ExplorationRequest) -> None:
             f"sharding the space has {shared} combinations; at most {MAX_SHARED_COMBINATIONS} are explored: "
             "restrict sizes, layouts, sharding_levels, micro_batch_size, bta or recompute"
         )
+
+
+def _count_tilings(request: ExplorationRequest) -> Counter[int | None]:
+    """Return how many micro-batch sizes go with each tile; null is no tiling."""
+    return Counter(tile for m in request.micro_batch_sizes for tile in request.tiles_for(m))
 
 
 def check_query_groups(request: ExplorationRequest) -> None:

@@ -12,6 +12,7 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from api.app import create_app
+from api.connections import ConnectionLimits, guarded_protocol
 from api.serve import Server, bind
 from api.settings import ServiceSettings
 from storage.database import Database
@@ -85,7 +86,8 @@ def serve() -> Iterator[Callable[[ServiceSettings], Served]]:
         listener = bind("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         app = create_app(settings)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=15)
+        protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
+        config = uvicorn.Config(app, http=protocol, log_level="warning", timeout_graceful_shutdown=15)
         server = Server(config, app, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

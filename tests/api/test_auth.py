@@ -90,6 +90,8 @@ def test_without_tokens_a_foreign_name_is_refused(client: TestClient, host: str)
 
 
 def test_without_tokens_other_origins_are_refused(client: TestClient) -> None:
-    for origin in ("https://evil.example", "null", "file://"):
-        assert_problem(client.post("/v1/explorations/0/cancel", headers={"Origin": origin}), 403)
-    assert client.get("/v1/explorations", headers={"Origin": "http://localhost:3000"}).status_code == 200
+    for origin in ("https://evil.example", "null", "file://", "http://localhost:3000", "https://localhost:8642", ""):
+        headers = {"Origin": origin, "Host": "localhost:8642"}
+        assert_problem(client.post("/v1/explorations", json=REQUEST, headers=headers), 403)
+    own = {"Origin": "http://LOCALHOST:8642", "Host": "localhost:8642"}
+    assert client.post("/v1/explorations", json=REQUEST, headers=own).status_code == 202

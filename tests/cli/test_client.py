@@ -78,10 +78,19 @@ def test_problem_names_every_field_and_rule() -> None:
         (lambda _: httpx.Response(200, text="<html>"), "did not answer with JSON"),
         (lambda _: httpx.Response(200, json=["?"]), "cannot be read"),
         (lambda _: httpx.Response(200, json={"id": "job1"}), "cannot be read"),
+        (lambda _: httpx.Response(200, json=job_document(id="x/../../../../evil/pwn")), "Job cannot be read: id"),
     ],
 )
 def test_a_failing_service_is_a_service_error(handler: Handler, expected: str) -> None:
     with client_of(handler) as client, pytest.raises(ServiceError, match=expected):
+        client.get("job1")
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    with (
+        Client("http://me:secret@127.0.0.1:9?token=secret", timeout=2.0) as client,
+        pytest.raises(ServiceError, match=r"no service answers at http://127\.0\.0\.1:9$"),
+    ):
         client.get("job1")
 
 

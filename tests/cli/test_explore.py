@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,11 +83,26 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("device", "needed", "enough"),
+    [("cpu", 2, False), ("cpu,cpu", 2, True), ("cuda:0-2", 4, False), ("cuda:0-3", 4, True), (None, 8, True)],
+)
+def test_too_few_named_devices_are_refused_before_anything_starts(
+    device: str | None, needed: int, enough: bool
+) -> None:
+    expected = nullcontext() if enough else pytest.raises(CommandError, match=f"needs {needed} devices")
+    with expected:
+        explore._check_number_of_devices(device, needed)
+
+
+@pytest.mark.parametrize(
     ("url", "shown"),
     [
         ("sqlite:////data/bexp.db", "/data/bexp.db"),
         ("postgresql://me:se@cret@host/name", "postgresql://host/name"),
         ("postgresql://host/name", "postgresql://host/name"),
+        ("postgresql://host/name?user=me&password=se@cret", "postgresql://..."),
+        ("postgresql://host/name?user=me&password=secret", "postgresql://host/name"),
+        ("postgresql://me:se?cret@host/name", "postgresql://..."),
     ],
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:

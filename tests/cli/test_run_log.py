@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from api.run_log import ObservationLog, log_path
 from explorer.records.event import render_line
 from tests.cli.samples import EVENTS
@@ -19,6 +21,15 @@ def write(path: Path, count: int) -> None:
 
 def test_path_is_where_a_cerebras_user_looks(tmp_path: Path) -> None:
     assert log_path(tmp_path, "eval", "gpt2", "abc") == tmp_path / "local_compile_eval" / "gpt2" / "run_abc.log"
+
+
+@pytest.mark.parametrize("name", ["x/../../../../evil/pwn", "..", "../x", "/etc/x", "", ".ssh", "a\0b", "x" * 500])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "local_compile_train"
+    for path in (log_path(tmp_path, "train", name, "abc"), log_path(tmp_path, "train", "gpt2", name)):
+        assert path.resolve().parent.parent == folder
+        with ObservationLog(path):
+            assert path.is_file()
 
 
 def test_watching_again_adds_only_what_is_new(tmp_path: Path) -> None:

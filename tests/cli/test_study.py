@@ -1,4 +1,4 @@
-"""`bexp study`: where the Optuna study of an exploration is."""
+"""`bexp study`: writes the Optuna study of an exploration and says where it is."""
 
 from __future__ import annotations
 
@@ -8,30 +8,17 @@ from collections.abc import Callable
 import optuna
 import pytest
 import sqlalchemy as sa
-from optuna.distributions import CategoricalDistribution
 from typer.testing import CliRunner
 
 from api.cli import app
 from api.cli.errors import ExitCode
-from explorer.search.optuna_trials import TRIAL_NUMBER
+from explorer.records.event import Progress
 from storage.database import Database
 from storage.queue import Queue
-from storage.studies import StudyCopy
 from tests.cli.samples import REQUEST
+from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial
 
 PASSWORD = "a-secret"
-
-
-def make_study() -> optuna.Study:
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
-    trial = optuna.trial.create_trial(
-        params={"size": 1},
-        distributions={"size": CategoricalDistribution((1, 2))},
-        value=1.0,
-        user_attrs={TRIAL_NUMBER: 0},
-    )
-    study.add_trial(trial)
-    return study
 
 
 @pytest.fixture
@@ -51,15 +38,17 @@ def study(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
 @pytest.fixture
 def job_id(database: Database) -> str:
-    """A job that a worker has claimed and copies the studies of."""
+    """A job that a worker has claimed, with a trial of each of two variants."""
     queue = Queue(database)
-    queue.enqueue(REQUEST)
+    queue.enqueue(make_request(num_query_groups=[4, 1]))
     claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
     assert claim is not None
-    copy = StudyCopy(database, claim.lease)
-    copy("", make_study())
-    copy("num_query_groups=1", make_study())
-    copy.close()
+    queue.pin(claim.lease, make_report())
+    queue.record(claim.lease, make_progress(0))
+    candidate = make_candidate().model_copy(update={"num_query_groups": 1})
+    measurement = make_trial(1).measurement.model_copy(update={"candidate": candidate})
+    trial = make_trial(1).model_copy(update={"measurement": measurement})
+    queue.record(claim.lease, Progress(make_progress(1).events, trial=trial))
     return claim.lease.job_id
 
 
@@ -90,7 +79,7 @@ def test_optuna_opens_what_is_printed(
     values = [optuna.load_study(study_name=name, storage=storage).best_value for name in names]
     storage.remove_session()
     storage.engine.dispose()
-    assert values == [1.0, 1.0]
+    assert values == [make_trial(0).tokens_per_second] * 2
 
 
 def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[int, str, str]], job_id: str) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
 
-from storage.database import Database
+from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
 from storage.tables import jobs
 from tests.contracts.samples import make_request
 
@@ -38,3 +39,18 @@ def test_nan_is_refused_alike(database: Database) -> None:
     document = make_request().model_dump(mode="json") | {"tolerance": float("nan")}
     with pytest.raises((sa.exc.StatementError, ValueError), match="JSON compliant"), database.begin() as connection:
         connection.execute(sa.insert(jobs).values(**row, request=document))
+
+
+def test_a_process_that_is_frozen_within_a_transaction_keeps_no_lock_of_postgresql(database: Database) -> None:
+    if not database.is_postgresql:
+        pytest.skip("SQLite's lock is the file's, which the kernel frees when the process ends")
+    limited = open_database(database.url, DatabaseLimits(idle_transaction=timedelta(seconds=0.3)))
+    change = "UPDATE bexp_schema_version SET version_num = version_num"
+    with pytest.raises(DATABASE_TROUBLE), limited.begin() as frozen:
+        frozen.exec_driver_sql(change)
+        time.sleep(0.5)
+        with database.begin() as other:
+            other.exec_driver_sql("SET LOCAL lock_timeout = '1s'")
+            other.exec_driver_sql(change)
+        frozen.exec_driver_sql(change)
+    limited.dispose()

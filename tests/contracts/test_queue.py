@@ -5,22 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from pydantic import BaseModel
 
 from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.recommendation import Answer, VariantAnswer
+from explorer.records.recommendation import Answer, Recommendation, VariantAnswer
 from explorer.records.trial import Trial
 from explorer.spec.context_parallel import ContextParallelSpec
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
 from storage.leases import Claim, HardwareMismatchError, Lease, LeaseLostError
 from storage.queue import IdempotencyConflictError, Queue
+from storage.queue_settings import QueueSettings
 from storage.tables import jobs, trials
 from storage.trials import read_trials
 from tests.contracts.samples import (
@@ -129,7 +135,6 @@ def test_paging_while_trials_end_out_of_order_misses_none_and_repeats_none(datab
     after = -1
     for number in order:
         queue.record(claim.lease, make_progress(number))
-        queue.record(claim.lease, make_progress(number))  # as when the first commit was not confirmed
         if number in {3, 4}:
             continue  # two at once
         while page := read_trials(database, job.id, after=after, limit=limit):
@@ -377,7 +382,7 @@ def test_a_heartbeat_extends_the_lease(database: Database) -> None:
 
 
 def test_a_live_lease_keeps_others_out_and_an_expired_one_does_not(database: Database) -> None:
-    queue = Queue(database, lease=timedelta(seconds=0.3))
+    queue = Queue(database, QueueSettings(lease=timedelta(seconds=0.3)))
     queue.enqueue(make_request())
     claim_one(queue)
     assert claim_next(queue, "b") is None
@@ -389,7 +394,8 @@ WRITES: dict[str, Callable[[Queue, Lease], object]] = {
     "heartbeat": lambda queue, lease: queue.heartbeat(lease),
     "watch": lambda queue, lease: queue.watch(lease),
     "record": lambda queue, lease: queue.record(lease, make_progress(5)),
-    "record_again": lambda queue, lease: queue.record(lease, make_progress(0)),
+    "record_again": lambda queue, lease: queue.record(lease, make_progress(0), after_seq=2),
+    "report_fault": lambda queue, lease: queue.report_fault(lease, "a bug"),
     "pin": lambda queue, lease: queue.pin(lease, make_report()),
     "finish": lambda queue, lease: queue.finish(lease, JobState.SUCCEEDED, answer=ANSWER),
     "release": lambda queue, lease: queue.release(lease),
@@ -442,14 +448,19 @@ def test_a_resumed_job_brings_its_history(database: Database) -> None:
     assert "2 stored trials" in read_events(database, job.id)[-1].message
 
 
-def test_a_step_stored_twice_counts_once(database: Database) -> None:
+@pytest.mark.parametrize(
+    "step", [make_progress(0), Progress((EventDraft(code=EventCode.WARNING, message="one event without a trial"),))]
+)
+def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, step: Progress) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
     claim = claim_one(queue)
-    queue.record(claim.lease, make_progress(0))
-    queue.record(claim.lease, make_progress(0))
-    assert codes(database, job.id) == [101, 102, 201]
-    assert stored_trials(database, job.id) == [make_trial(0)]
+    for _ in range(2):
+        assert queue.record(claim.lease, step, after_seq=claim.job.last_seq) == 3
+    assert len(codes(database, job.id)) == 3
+    assert stored_trials(database, job.id) == ([] if step.trial is None else [step.trial])
+    with pytest.raises(LeaseLostError):  # a step that the log has gone beyond
+        queue.record(claim.lease, make_progress(5), after_seq=1)
 
 
 def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -> None:
@@ -484,7 +495,7 @@ def test_seq_has_no_gaps_under_concurrent_writers(database: Database) -> None:
 
 
 def test_a_released_job_goes_back_and_its_attempt_is_not_counted(database: Database) -> None:
-    queue = Queue(database, max_attempts=2)
+    queue = Queue(database, QueueSettings(max_attempts=2, retry_pause=timedelta(0)))
     job, _ = queue.enqueue(make_request())
     for attempt in range(1, 5):
         claim = claim_one(queue)
@@ -495,7 +506,7 @@ def test_a_released_job_goes_back_and_its_attempt_is_not_counted(database: Datab
 
 
 def test_a_job_whose_workers_keep_dying_is_given_up(database: Database) -> None:
-    queue = Queue(database, max_attempts=2)
+    queue = Queue(database, QueueSettings(max_attempts=2, retry_pause=timedelta(0)))
     job, _ = queue.enqueue(make_request())
     for _ in range(2):
         claim_one(queue)
@@ -503,18 +514,114 @@ def test_a_job_whose_workers_keep_dying_is_given_up(database: Database) -> None:
     assert claim_next(queue) is None
     failed = get_job(database, job.id)
     assert failed.state is JobState.FAILED
-    assert failed.error == "given up after 2 attempts that ended with the worker or its device"
+    assert "given up after 2 attempts in a row that ended with the worker" in str(failed.error)
     assert codes(database, job.id) == [101, 102, 106, 403]
 
 
 def test_a_job_that_is_put_back_with_trouble_says_so_and_is_given_up_in_the_end(database: Database) -> None:
-    queue = Queue(database, max_attempts=2)
+    queue = Queue(database, QueueSettings(max_attempts=2, retry_pause=timedelta(0)))
     job, _ = queue.enqueue(make_request())
     for _ in range(2):
         queue.release(claim_one(queue).lease, trouble="the device fell off the bus")
     assert claim_next(queue) is None
     assert get_job(database, job.id).state is JobState.FAILED
     assert codes(database, job.id) == [101, 102, 302, 106, 302, 403]
+
+
+def test_a_stored_trial_clears_the_count_of_attempts_and_of_faults(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=2, max_faults=2, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for number in range(4):
+        claim = claim_one(queue)
+        queue.record(claim.lease, make_progress(number))
+        if number % 2:
+            expire(database, job.id)
+        else:
+            assert queue.report_fault(claim.lease, "internal error") is JobState.QUEUED
+    claim_one(queue)
+    assert get_job(database, job.id).state is JobState.RUNNING
+
+
+def test_faults_of_a_job_and_of_the_infrastructure_are_counted_apart(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=3, max_faults=3, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        queue.release(claim_one(queue).lease, trouble="the disk is full")
+        assert queue.report_fault(claim_one(queue).lease, "internal error: of all things") is JobState.QUEUED
+    assert queue.report_fault(claim_one(queue).lease, "internal error: of all things") is JobState.FAILED
+    assert get_job(database, job.id).error == "internal error: of all things"
+    assert codes(database, job.id)[-2:] == [106, 403]
+
+
+def test_a_job_that_is_put_back_with_trouble_waits_twice_as_long_each_time(database: Database) -> None:
+    queue = Queue(database, QueueSettings(retry_pause=timedelta(seconds=40)))
+    queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.release(claim.lease, trouble="the disk is full")
+    assert claim_next(queue) is None
+    store(database, claim.job.id, not_before=datetime.now(UTC))
+    again = claim_one(queue)
+    queue.release(again.lease, trouble="the disk is full")
+    with database.read() as connection:
+        wait = connection.execute(sa.select(jobs.c.not_before)).scalar_one() - database.now(connection)
+    assert timedelta(seconds=50) < wait <= timedelta(seconds=60)
+
+
+# Transactions
+
+
+def test_no_transaction_is_open_while_a_document_is_validated_or_dumped(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is frozen within a transaction would keep the lock that all others wait for."""
+    queue = Queue(sqlite_database)
+    open_transactions: list[str] = []
+    held: list[int] = []
+    for name in ("begin", "read"):
+        monkeypatch.setattr(sqlite_database, name, _watched(getattr(sqlite_database, name), held))
+    for model in (ExplorationRequest, DeviceReport, Recommendation, Answer, Trial):
+        for name in ("model_validate", "model_dump"):
+            monkeypatch.setattr(model, name, _noting(model, name, held, open_transactions))
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.pin(claim.lease, make_report())
+    queue.record(claim.lease, make_progress(0))
+    queue.note_waiting()
+    expire(sqlite_database, job.id)
+    claim = claim_one(queue, "b")
+    queue.request_cancel(job.id)
+    queue.finish(claim.lease, JobState.SUCCEEDED, answer=ANSWER, last=make_progress(1))
+    get_job(sqlite_database, job.id)
+    list_jobs(sqlite_database)
+    read_trials(sqlite_database, job.id)
+    assert open_transactions == []
+
+
+def _watched(open_one: Callable[[], Any], held: list[int]) -> Callable[[], Any]:
+    @contextmanager
+    def watched() -> Iterator[sa.Connection]:
+        with open_one() as connection:
+            held.append(1)
+            try:
+                yield connection
+            finally:
+                held.pop()
+
+    return watched
+
+
+def _noting(model: type[BaseModel], name: str, held: list[int], found: list[str]) -> Any:
+    original = getattr(model, name)
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        if held:
+            found.append(f"{model.__name__}.{name}")
+        return original(*arguments, **options)
+
+    def method(self: BaseModel, *arguments: Any, **options: Any) -> Any:
+        return noting(self, *arguments, **options)
+
+    return noting if name == "model_validate" else method
 
 
 # Hardware

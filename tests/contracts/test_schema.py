@@ -13,7 +13,10 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
 import storage.migrations
+from explorer.formats.request import parse_request
 from storage.database import Database
+from storage.events import read_events
+from storage.jobs import get_job, list_jobs
 from storage.queue import Queue
 from storage.schema import VERSION_TABLE, include_name, is_current, upgrade
 from storage.tables import metadata
@@ -70,22 +73,28 @@ def test_an_upgrade_keeps_the_cursors_of_stored_trials_and_takes_more(
         "owner": "a",
         "lease_expires_at": moment,
         "cancel_requested": False,
-        "last_seq": 0,
+        "last_seq": 1,
+        "space": {"size": 7},
         "version": 1,
     }
     row = {"job_id": "old", "at": moment, "outcome": "ok"}
     with database.begin() as connection:
         old = sa.MetaData()
-        old.reflect(connection, only=["bexp_jobs", "bexp_trials"])
+        old.reflect(connection, only=["bexp_jobs", "bexp_trials", "bexp_events"])
         connection.execute(sa.insert(old.tables["bexp_jobs"]), [job])
         for number in (1, 0, 4):  # 2 and 3 are in flight
             document = make_trial(number).model_dump(mode="json")
             connection.execute(sa.insert(old.tables["bexp_trials"]), [row | {"number": number, "trial": document}])
+        event = {"job_id": "old", "seq": 1, "at": moment, "code": 101, "message": "é", "data": {"a": [1]}}
+        connection.execute(sa.insert(old.tables["bexp_events"]), [event])
     assert not is_current(database)
 
     upgrade(database)
     assert is_current(database)
     assert read_trials(database, "old") == [StoredTrial(number, make_trial(number)) for number in (0, 1, 4)]
+    (event_of_old,) = read_events(database, "old")
+    assert (event_of_old.message, event_of_old.data) == ("é", {"a": [1]})
+    assert get_job(database, "old").space == {"size": 7}
     queue = Queue(database)
     claim = queue.claim("b", device_kind="cpu", num_devices=1, fingerprint="f")
     assert claim is not None
@@ -108,6 +117,26 @@ def test_a_downgrade_keeps_the_trials(database: Database) -> None:
         ]
     upgrade(database)
     assert read_trials(database, claim.job.id) == [StoredTrial(1, make_trial(1))]
+
+
+def test_an_upgrade_fills_in_what_a_list_shows_of_stored_explorations(database: Database) -> None:
+    queue = Queue(database)
+    requests = [make_request(), parse_request({"model": {"model_type": "llama", "_name_or_path": "a/Llama-1"}})]
+    for request in requests:
+        queue.enqueue(request)
+        claim = queue.claim(
+            "a", device_kind="cpu", num_devices=1, fingerprint="f", targets={"bexp": "", "transformers": ""}
+        )
+        assert claim is not None
+        queue.record(claim.lease, make_progress(1))
+    before = list_jobs(database)
+    migrate(database, command.downgrade, "0004")
+    upgrade(database)
+    assert list_jobs(database) == before
+    assert {(job.model_name, job.micro_batch_size, job.confidence) for job in before[0]} == {
+        ("tiny", 2, 45),
+        ("Llama-1", 2, 45),
+    }
 
 
 def test_upgrade_twice_changes_nothing(database: Database) -> None:

@@ -1,49 +1,28 @@
-"""The copy of a job's Optuna study in Optuna's own tables."""
+"""The Optuna studies of a job, written into Optuna's own tables on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-
 import optuna
-import pytest
 import sqlalchemy as sa
-from optuna.distributions import CategoricalDistribution
 
-from explorer.search.optuna_trials import TRIAL_NUMBER
 from storage.database import Database
+from storage.jobs import JobState
 from storage.leases import Lease
 from storage.queue import Queue
-from storage.studies import StudyCopy, locate_studies
-from storage.tables import jobs
-from tests.contracts.samples import make_request
+from storage.studies import StudyLocation, drop_studies, write_studies
+from tests.contracts.samples import make_progress, make_report, make_request
 
 
-@pytest.fixture
-def lease(database: Database) -> Lease:
+def make_job(database: Database, *numbers: int) -> tuple[Queue, Lease]:
+    """A running job with these trials, whose micro-batch is one more than their number."""
     queue = Queue(database)
     queue.enqueue(make_request())
     claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
     assert claim is not None
-    return claim.lease
-
-
-def add(study: optuna.Study, number: int, size: int, choices: Sequence[int] = (1, 2, 4)) -> None:
-    study.add_trial(
-        optuna.trial.create_trial(
-            params={"size": size},
-            distributions={"size": CategoricalDistribution(choices)},
-            value=float(size),
-            user_attrs={TRIAL_NUMBER: number},
-        )
-    )
-
-
-def make_study(*sizes: int, choices: Sequence[int] = (1, 2, 4)) -> optuna.Study:
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
-    for number, size in enumerate(sizes):
-        add(study, number, size, choices)
-    return study
+    queue.pin(claim.lease, make_report())
+    for number in numbers:
+        queue.record(claim.lease, make_progress(number))
+    return queue, claim.lease
 
 
 def read_sizes(database: Database, name: str) -> list[int]:
@@ -52,82 +31,55 @@ def read_sizes(database: Database, name: str) -> list[int]:
     try:
         study = optuna.load_study(study_name=name, storage=storage)
         assert study.direction is optuna.study.StudyDirection.MAXIMIZE
-        return [trial.params["size"] for trial in study.trials]
+        return [trial.params["micro_batch_size"] for trial in study.trials]
     finally:
         storage.remove_session()
         storage.engine.dispose()
 
 
-def expire_and_claim_again(database: Database) -> Lease:
-    with database.begin() as connection:
-        connection.execute(sa.update(jobs).values(lease_expires_at=database.clock(timedelta(seconds=-1))))
-    claim = Queue(database).claim("b", device_kind="cpu", num_devices=1, fingerprint="f")
-    assert claim is not None
-    return claim.lease
+def tables(database: Database) -> set[str]:
+    with database.read() as connection:
+        return set(sa.inspect(connection).get_table_names())
 
 
-def test_optuna_opens_the_copy_beside_our_tables(database: Database, lease: Lease) -> None:
-    copy = StudyCopy(database, lease)
-    study = make_study(4)
-    study.ask({"size": CategoricalDistribution((1, 2, 4))})  # in flight: copied once it is finished
-    copy("", study)
-    add(study, 3, 2)
-    copy("", study)
-    copy("num_query_groups=1", make_study(1))
-    copy.close()
-    assert read_sizes(database, lease.job_id) == [4, 2]
-    assert read_sizes(database, f"{lease.job_id}/num_query_groups=1") == [1]
-    found = locate_studies(database, lease.job_id)
-    assert found.names == (lease.job_id, f"{lease.job_id}/num_query_groups=1")
+def test_a_study_is_written_when_it_is_asked_for_and_grows_with_the_job(database: Database) -> None:
+    queue, lease = make_job(database, 3, 1)
+    assert "studies" not in tables(database), "a worker writes nothing for Optuna"
+    found = write_studies(database, lease.job_id)
+    assert found.names == (lease.job_id,)
     password = database.engine.url.password
     assert not password or str(password) not in found.url
-    assert locate_studies(database, "another").names == ()
+    assert read_sizes(database, lease.job_id) == [2, 4]
+    queue.record(lease, make_progress(7))
+    assert write_studies(database, lease.job_id) == found
+    assert read_sizes(database, lease.job_id) == [2, 4, 8]
+    assert "bexp_jobs" in tables(database)
 
 
-def test_a_resumed_job_continues_its_copy_without_repeating_trials(database: Database, lease: Lease) -> None:
-    first = StudyCopy(database, lease)
-    first("", make_study(4, 2))
-    first.close()
-    second = StudyCopy(database, expire_and_claim_again(database))
-    second("", make_study(4, 2, 1))
-    second.close()
-    assert read_sizes(database, lease.job_id) == [4, 2, 1]
+def test_the_variants_of_a_job_are_studies_of_their_own(database: Database) -> None:
+    queue, lease = make_job(database, 0)
+    other = make_progress(1)
+    assert other.trial is not None
+    candidate = other.trial.candidate.model_copy(update={"num_query_groups": 1})
+    measurement = other.trial.measurement.model_copy(update={"candidate": candidate})
+    trial = other.trial.model_copy(update={"measurement": measurement})
+    queue.record(lease, type(other)(other.events, trial=trial))
+    assert write_studies(database, lease.job_id).names == (lease.job_id, f"{lease.job_id}/num_query_groups=1")
+    assert read_sizes(database, f"{lease.job_id}/num_query_groups=1") == [2]
 
 
-def test_a_worker_without_its_lease_writes_nothing(
-    database: Database, lease: Lease, caplog: pytest.LogCaptureFixture
-) -> None:
-    stale = StudyCopy(database, lease)
-    study = make_study(4)
-    stale("", study)
-    expire_and_claim_again(database)
-    add(study, 1, 2)
-    stale("", study)
-    stale.close()
-    assert read_sizes(database, lease.job_id) == [4]
-    assert "no longer owns" in caplog.text
+def test_a_job_without_trials_has_no_study(database: Database) -> None:
+    _, lease = make_job(database)
+    assert write_studies(database, lease.job_id).names == ()
+    assert write_studies(database, "another").names == ()
 
 
-def test_a_copy_that_was_begun_with_other_choices_is_written_anew(database: Database, lease: Lease) -> None:
-    older = StudyCopy(database, lease)
-    older("", make_study(1, 2, choices=(1, 2)))
-    older.close()
-    newer = StudyCopy(database, lease)
-    newer("", make_study(1, 2, 4))
-    newer.close()
-    assert read_sizes(database, lease.job_id) == [1, 2, 4]
-
-
-def test_a_failure_is_logged_once_and_ends_the_copying(
-    open_url: Callable[[str], Database], empty_database_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is created at run time, so that several workers never create tables at once."""
-    database = open_url(empty_database_url)
-    copy = StudyCopy(database, Lease("job", "a", 1))
-    copy("", make_study(1))
-    copy("", make_study(1))
-    copy.close()
-    assert caplog.text.count("is not copied any further") == 1
-    assert "not up to date" in caplog.text
-    with database.read() as connection:
-        assert sa.inspect(connection).get_table_names() == []
+def test_studies_are_dropped_and_written_again(database: Database) -> None:
+    queue, lease = make_job(database, 0)
+    assert drop_studies(database, [lease.job_id]) == 0
+    first: StudyLocation = write_studies(database, lease.job_id)
+    queue.finish(lease, JobState.CANCELLED)
+    assert drop_studies(database, ["another"]) == 0
+    assert drop_studies(database, [lease.job_id]) == 1
+    assert write_studies(database, lease.job_id) == first
+    assert read_sizes(database, lease.job_id) == [1]

@@ -10,7 +10,9 @@ from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobState, get_job
 from storage.queue import Queue
+from storage.queue_settings import QueueSettings
 from storage.tables import jobs
+from storage.waiting import describe_duration
 from storage.workers import WorkerInfo, forget_worker, register_worker
 from tests.contracts.samples import make_report, make_request
 
@@ -49,6 +51,26 @@ def test_a_job_says_once_what_it_waits_for(database: Database) -> None:
     assert len(reasons(database, job.id)) == 3
 
 
+def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database: Database) -> None:
+    queue = Queue(database)
+    too_large, _ = queue.enqueue(make_request(num_devices=4096, context_parallel={"sizes": [16]}, batch_size=4096))
+    busy, _ = queue.enqueue(make_request())
+    add_worker(database)
+    queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(hours=1))
+    assert get_job(database, too_large.id).state is JobState.QUEUED
+    queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(0))
+    ended = get_job(database, too_large.id)
+    assert ended.state is JobState.FAILED
+    assert ended.error == "no worker could run it within 0 s: none with 16 devices is running"
+    assert [event.code.ends_job for event in read_events(database, too_large.id)] == [False, False, True]
+    assert get_job(database, busy.id).state is JobState.QUEUED
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(90, "90 s"), (7200, "2 h"), (7 * 86_400, "7 days"), (180, "3 min")])
+def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
+    assert describe_duration(timedelta(seconds=seconds)) == text
+
+
 def test_a_fresh_job_is_given_time(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
@@ -77,6 +99,19 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
     assert get_job(database, job.id).waiting_reason is None
 
 
+def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    register_worker(database, WorkerInfo("r", "host", 1, "cpu", "A, replayed", 1, FINGERPRINT, {"bexp": "1"}))
+    queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == [
+        "only recorded tables are replayed, and each takes the explorations that it can answer"
+    ]
+    add_worker(database)
+    queue.note_waiting(grace=NO_GRACE)
+    assert get_job(database, job.id).waiting_reason is None
+
+
 def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))
@@ -87,7 +122,7 @@ def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> Non
 
 
 def test_a_pinned_job_names_its_hardware(database: Database) -> None:
-    queue = Queue(database, lease=timedelta(0))
+    queue = Queue(database, QueueSettings(lease=timedelta(0)))
     job, _ = queue.enqueue(make_request())
     claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT)
     assert claim is not None

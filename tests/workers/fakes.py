@@ -9,7 +9,6 @@ from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from explorer.search.candidate_study import CopyStudy
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
@@ -79,7 +78,6 @@ def fake_explore(
     measure: Measure,
     *,
     history: Sequence[Trial] = (),
-    copy_study: CopyStudy | None = None,
 ) -> Iterator[Progress]:
     """Three trials, numbered on from the history, and an answer; nothing is found when `seed` is 13."""
     for number in range(len(history), NUM_TRIALS):

@@ -31,8 +31,9 @@ class Interruption(StrEnum):
 class LeaseHeartbeat:
     """A thread that extends the lease three times in its duration, and checks for a cancellation every `poll`.
 
-    It calls `interrupt` once if the job is cancelled, or the lease is lost or cannot be extended in time. `reason` then
-    says which.
+    It calls `interrupt` once if the job is cancelled or the lease is lost; `reason` then says which. While the database
+    does not answer it goes on trying: nobody can claim the job meanwhile, and what the job writes later is refused if
+    somebody has claimed it.
     """
 
     def __init__(self, queue: Queue, lease: Lease, interrupt: Callable[[], None], *, poll: timedelta = POLL) -> None:
@@ -41,7 +42,7 @@ class LeaseHeartbeat:
         self._lease = lease
         self._interrupt = interrupt
         self._poll_seconds = poll.total_seconds()
-        self._lease_seconds = queue.lease.total_seconds()
+        self._lease_seconds = queue.settings.lease.total_seconds()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease-{lease.job_id}", daemon=True)
 
@@ -69,10 +70,8 @@ class LeaseHeartbeat:
                 self._stop(Interruption.LEASE_LOST)
                 return
             except sa.exc.SQLAlchemyError as error:
-                _log.warning("the lease of %s could not be extended: %s", self._lease.job_id, error)
-                if now - extended_at >= self._lease_seconds:
-                    self._stop(Interruption.LEASE_LOST)
-                    return
+                reason = str(error).splitlines()[0]
+                _log.warning("the lease of %s could not be extended: %s", self._lease.job_id, reason)
                 continue
             if status.cancel_requested:
                 self._stop(Interruption.CANCELLED)

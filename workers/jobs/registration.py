@@ -10,7 +10,7 @@ from typing import Self
 
 import sqlalchemy as sa
 
-from storage.database import Database
+from storage.database import DATABASE_TROUBLE, Database
 from storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker, worker_heartbeat
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,10 @@ class Registration:
         self._thread = threading.Thread(target=self._beat, name=f"registration-{worker.id}", daemon=True)
 
     def __enter__(self) -> Self:
-        register_worker(self._database, self._worker)
+        try:
+            register_worker(self._database, self._worker)
+        except DATABASE_TROUBLE as trouble:  # the thread does it later
+            _log.warning("worker %s is not in the list yet: %s", self._worker.id, str(trouble).splitlines()[0])
         self._thread.start()
         return self
 
@@ -47,4 +50,5 @@ class Registration:
                 if not worker_heartbeat(self._database, self._worker.id):
                     register_worker(self._database, self._worker)
             except sa.exc.SQLAlchemyError as error:
-                _log.warning("worker %s could not report to the database: %s", self._worker.id, error)
+                reason = str(error).splitlines()[0]
+                _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)

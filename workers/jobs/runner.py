@@ -1,4 +1,7 @@
-"""Runs one claimed job. Each step of its exploration is stored before the next begins."""
+"""Runs one claimed job. Each step of its exploration is stored before the next begins.
+
+While the database does not answer, the job holds its step and goes on when it does.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,35 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
-from typing import Protocol
-
-import sqlalchemy as sa
+from functools import partial
+from typing import Protocol, TypeVar
 
 from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.measurement import Measurement
 from explorer.records.trial import Measure, Trial, TrialPlan
-from explorer.search.candidate_study import CopyStudy
 from explorer.search.explore import explore
 from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
+from storage.database import DATABASE_TROUBLE
 from storage.jobs import JobState
 from storage.leases import Claim, HardwareMismatchError, LeaseLostError
 from storage.queue import Queue
-from storage.studies import StudyCopy
-from workers.jobs.heartbeat import Interruption, LeaseHeartbeat
+from workers.jobs.heartbeat import LeaseHeartbeat
 from workers.jobs.timings import JobTimings
 from workers.process.interface import DevicePool, DeviceProfiler, ProfilerError, ProfilerInterruptedError
 
-DATABASE_TROUBLE = (
-    sa.exc.OperationalError,
-    sa.exc.InterfaceError,
-    sa.exc.TimeoutError,
-)
-"""The database cannot be reached or is too busy; the job itself is well."""
+HOST_TROUBLE = (OSError, MemoryError)
+"""The worker's host lacks something; the job itself is well."""
+
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Explore(Protocol):
@@ -49,7 +50,6 @@ class Explore(Protocol):
         measure: Measure,
         *,
         history: Sequence[Trial] = (),
-        copy_study: CopyStudy | None = None,
     ) -> Iterator[Progress]: ...
 
 
@@ -77,31 +77,21 @@ def run_job(
 ) -> JobEnd:
     """Run a job until it ends or is cancelled, its lease is lost, or `stopping` is set.
 
-    The caller that sets `stopping` must then interrupt the profiler, so that a trial ends at once.
-
-    Raises:
-        ProfilerError: the device cannot be used; the job has been put back.
-        sqlalchemy.exc.SQLAlchemyError: the database cannot be used; the lease is left to expire.
+    The caller that sets `stopping` must then interrupt the profiler, so that a trial ends at once. If the device or the
+    host cannot go on, the job is put back with the reason.
     """
-    lease = claim.lease
-    with LeaseHeartbeat(queue, lease, profiler.interrupt) as heartbeat:
+    with LeaseHeartbeat(queue, claim.lease, profiler.interrupt) as heartbeat:
         run = _Run(claim, queue, profiler, heartbeat, stopping)
         try:
             return run.explore(explore)
         except (ProfilerInterruptedError, _JobStoppedError, LeaseLostError):
-            return _give_up(claim, queue, heartbeat)
-        except ProfilerError as error:
-            with suppress(LeaseLostError):
-                queue.release(lease, trouble=str(error))
-            raise
-        except HardwareMismatchError as error:
-            queue.release(lease, trouble=str(error))
-            return JobEnd.RELEASED
-        except DATABASE_TROUBLE:
-            raise
-        except Exception as error:  # noqa: BLE001 - a fault of the search must end this job, not the worker
-            _log.exception("exploration %s failed", lease.job_id)
-            return _fail(claim, queue, f"internal error: {type(error).__name__}: {error}")
+            return run.give_up()
+        except (ProfilerError, HardwareMismatchError, *HOST_TROUBLE) as error:
+            _log.error("exploration %s is put back: %s", claim.lease.job_id, error)
+            return run.put_back(str(error) or type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - whatever the search raises, the worker goes on
+            _log.exception("exploration %s stopped", claim.lease.job_id)
+            return run.report_fault(f"internal error: {type(error).__name__}: {error}")
 
 
 class _Run:
@@ -122,27 +112,76 @@ class _Run:
         self._stopping = stopping
         self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
+        self._last_seq = job.last_seq
 
     def explore(self, explore: Explore) -> JobEnd:
         claim, account = self._claim, self._account
         report = self._begin()
         with account.spend("storage"):
-            report = self._queue.pin(claim.lease, report)
-        studies = StudyCopy(self._queue.database, claim.lease)
+            report = self._hold(partial(self._queue.pin, claim.lease, report), self.check)
+        measure = _Trials(self, self._profiler) if isinstance(self._profiler, DevicePool) else self._measure
+        steps = explore(claim.request, report, measure, history=claim.history)
+        while True:
+            with account.spend("suggest"):
+                step = next(steps, None)
+            assert step is not None, "an exploration ends with an answer"
+            self.check()
+            if step.answer is not None:
+                return self._finish(step)
+            with account.spend("storage"):
+                step = self._with_replacements(step)
+                record = partial(self._queue.record, claim.lease, step, after_seq=self._last_seq)
+                self._last_seq = self._hold(record, self.check)
+
+    def give_up(self) -> JobEnd:
+        """Confirm the cancellation of a job, or put the job back."""
+
+        def give_up() -> JobEnd:
+            if self._queue.watch(self._claim.lease).cancel_requested:
+                self._queue.confirm_cancel(self._claim.lease)
+                return JobEnd.CANCELLED
+            self._queue.release(self._claim.lease)
+            return JobEnd.RELEASED
+
+        return self._end(give_up)
+
+    def put_back(self, trouble: str) -> JobEnd:
+        """Put the job back because of trouble that is not its own."""
+
+        def put_back() -> JobEnd:
+            self._queue.release(self._claim.lease, trouble=trouble)
+            return JobEnd.RELEASED
+
+        return self._end(put_back)
+
+    def report_fault(self, error: str) -> JobEnd:
+        """Put the job back because of a fault of its own, or end it if that happened too often."""
+
+        def report() -> JobEnd:
+            state = self._queue.report_fault(self._claim.lease, error)
+            return JobEnd.FAILED if state is JobState.FAILED else JobEnd.RELEASED
+
+        return self._end(report)
+
+    def _hold(self, write: Callable[[], T], check: Callable[[], None]) -> T:
+        """Return what `write` returns, and repeat it while the database is in trouble and `check` does not raise."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return write()
+            except DATABASE_TROUBLE as error:
+                _log.warning("exploration %s holds its step: %s", self._claim.job.id, str(error).splitlines()[0])
+            check()
+            self._stopping.wait(pause)
+            check()
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _end(self, end: Callable[[], JobEnd]) -> JobEnd:
+        """Return how the attempt ends: it is lost if the lease is, or if the worker ends while the database is away."""
         try:
-            measure = _Trials(self, self._profiler) if isinstance(self._profiler, DevicePool) else self._measure
-            steps = explore(claim.request, report, measure, history=claim.history, copy_study=studies)
-            while True:
-                with account.spend("suggest"):
-                    step = next(steps, None)
-                assert step is not None, "an exploration ends with an answer"
-                self.check()
-                if step.answer is not None:
-                    return self._finish(step)
-                with account.spend("storage"):
-                    self._queue.record(claim.lease, self._with_replacements(step))
-        finally:
-            studies.close()
+            return self._hold(end, self._check_worker)
+        except (LeaseLostError, _JobStoppedError):
+            return JobEnd.LOST
 
     def _begin(self) -> DeviceReport:
         request = self._claim.request
@@ -186,19 +225,21 @@ class _Run:
 
     def check(self) -> None:
         """Raise if the job must not go on."""
-        if self._heartbeat.reason is not None or self._stopping.is_set():
+        if self._heartbeat.reason is not None:
+            raise _JobStoppedError
+        self._check_worker()
+
+    def _check_worker(self) -> None:
+        if self._stopping.is_set():
             raise _JobStoppedError
 
     def _finish(self, step: Progress) -> JobEnd:
         assert step.answer is not None
         answer = step.answer.model_copy(update={"timings": self._account.seconds()})
         found = answer.recommendation is not None
-        self._queue.finish(
-            self._claim.lease,
-            JobState.SUCCEEDED if found else JobState.FAILED,
-            error=None if found else "no feasible candidate",
-            last=replace(self._with_replacements(step), answer=answer),
-        )
+        last = replace(self._with_replacements(step), answer=answer)
+        state, error = (JobState.SUCCEEDED, None) if found else (JobState.FAILED, "no feasible candidate")
+        self._hold(partial(self._queue.finish, self._claim.lease, state, error=error, last=last), self.check)
         return JobEnd.SUCCEEDED if found else JobEnd.FAILED
 
 
@@ -219,23 +260,3 @@ class _Trials(TrialExecutor):
 
     def wait(self) -> tuple[TrialPlan, Measurement]:
         return self._run.take(self._pool.wait)
-
-
-def _give_up(claim: Claim, queue: Queue, heartbeat: LeaseHeartbeat) -> JobEnd:
-    """Confirm the cancellation of a job, or put the job back."""
-    try:
-        if heartbeat.reason is Interruption.CANCELLED or queue.watch(claim.lease).cancel_requested:
-            queue.confirm_cancel(claim.lease)
-            return JobEnd.CANCELLED
-        queue.release(claim.lease)
-    except LeaseLostError:
-        return JobEnd.LOST
-    return JobEnd.RELEASED
-
-
-def _fail(claim: Claim, queue: Queue, error: str) -> JobEnd:
-    try:
-        queue.finish(claim.lease, JobState.FAILED, error=error)
-    except LeaseLostError:
-        return JobEnd.LOST
-    return JobEnd.FAILED

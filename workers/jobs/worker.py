@@ -7,20 +7,25 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.hardware import HardwareSpec
+from storage.database import DATABASE_TROUBLE
 from storage.leases import Claim
 from storage.queue import Queue
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
-from workers.jobs.runner import DATABASE_TROUBLE, Explore, JobEnd, run_job
-from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
+from workers.jobs.runner import Explore, JobEnd, run_job
+from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
+"""How long an idle worker waits before it asks for a job again, unless its settings say otherwise."""
+
+START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
+"""The pauses before a device that was usable is tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +34,9 @@ class Worker:
     """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else another is
-    started at once. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; the list may
-    grow meanwhile. `targets` has the version of each target by name; the default is what is installed here.
+    started at once. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; they are
+    iterated over before each claim, so there may be others each time. `targets` has the version of each target by name;
+    the default is what is installed here. An idle worker polls at intervals that grow to `max_poll_seconds`.
     """
 
     def __init__(
@@ -40,8 +46,10 @@ class Worker:
         device: str,
         *,
         explore: Explore = explore,
-        job_ids: list[str] | None = None,
+        job_ids: Iterable[str] | None = None,
         targets: Mapping[str, str] | None = None,
+        max_poll_seconds: float = MAX_POLL_SECONDS,
+        start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
     ) -> None:
         host = socket.gethostname()
         self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
@@ -51,17 +59,18 @@ class Worker:
         self._explore = explore
         self._job_ids = job_ids
         self._targets = dict(installed_targets() if targets is None else targets)
+        self._max_poll_seconds = max_poll_seconds
+        self._start_pauses_seconds = tuple(start_pauses_seconds)
         self._stopping = threading.Event()
 
     def run(self, *, max_jobs: int | None = None) -> None:
         """Claim and run jobs until `stop` is called, or `max_jobs` have been run.
 
         Raises:
-            ProfilerError: the device cannot be used, not even by a new process.
+            ProfilerError: the device cannot be used, not even by a new process after several minutes.
         """
         try:
-            self._profiler.start()
-            hardware = self._profiler.hardware()
+            hardware = self._find_hardware()
             info = WorkerInfo(
                 id=self.id,
                 host=self._host,
@@ -86,6 +95,40 @@ class Worker:
         self._stopping.set()
         self._profiler.interrupt()
 
+    def _find_hardware(self) -> HardwareSpec:
+        """Return the device. A process that is killed as it starts is no fault of the device: another one is started.
+
+        Raises:
+            ProfilerError: there is no such device, or each process was killed.
+        """
+        for pause in self._start_pauses_seconds:
+            try:
+                self._profiler.start()
+                return self._profiler.hardware()
+            except ProfilerStartError as error:
+                _log.warning("%s; it is tried again in %g s", error, pause)
+            self._wait(pause)
+        self._profiler.start()
+        return self._profiler.hardware()
+
+    def _make_ready(self) -> None:
+        """Start the profiler for the next job. A device that was usable before is tried again for some minutes.
+
+        Raises:
+            ProfilerError: it is still unusable.
+        """
+        for pause in self._start_pauses_seconds:
+            try:
+                return self._profiler.start()
+            except ProfilerError as error:
+                _log.warning("the device cannot be used: %s; it is tried again in %g s", error, pause)
+            self._wait(pause)
+        return self._profiler.start()
+
+    def _wait(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise ProfilerInterruptedError("the worker ends")
+
     def _serve(self, hardware: HardwareSpec, max_jobs: int | None) -> None:
         num_jobs = 0
         pause = MIN_POLL_SECONDS
@@ -93,13 +136,13 @@ class Worker:
             claim = self._claim(hardware)
             if claim is None:
                 self._stopping.wait(pause)
-                pause = min(2 * pause, MAX_POLL_SECONDS)
+                pause = min(2 * pause, self._max_poll_seconds)
                 continue
             pause = MIN_POLL_SECONDS
             num_jobs += 1
             self._run(claim)
             if not self._stopping.is_set() and num_jobs != max_jobs:
-                self._profiler.start()
+                self._make_ready()
 
     def _claim(self, hardware: HardwareSpec) -> Claim | None:
         try:
@@ -113,23 +156,13 @@ class Worker:
                 among=None if self._job_ids is None else tuple(self._job_ids),
             )
         except DATABASE_TROUBLE as error:
-            _log.warning("no job could be claimed: %s", error)
+            _log.warning("no job could be claimed: %s", str(error).splitlines()[0])
             return None
 
     def _run(self, claim: Claim) -> None:
         _log.info("exploration %s begins (attempt %d)", claim.job.id, claim.lease.attempt)
-        try:
-            end: JobEnd | None = run_job(
-                claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore
-            )
-        except DATABASE_TROUBLE as error:
-            end = None
-            _log.error("exploration %s is left to its lease: %s", claim.job.id, error)
-        except ProfilerError as error:
-            end = None
-            _log.error("exploration %s was put back: %s", claim.job.id, error)
-        else:
-            _log.info("exploration %s: %s", claim.job.id, end)
+        end = run_job(claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore)
+        _log.info("exploration %s: %s", claim.job.id, end)
         if end in {JobEnd.SUCCEEDED, JobEnd.FAILED}:
             self._profiler.finish_job()
         else:

@@ -13,6 +13,7 @@ from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
+from storage.workers import REPLAYED
 from workers.process.interface import ProfilerError, ProfilerInterruptedError
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
@@ -53,7 +54,7 @@ class ReplayProfiler:
     def hardware(self) -> HardwareSpec:
         """The recorded device, marked as such."""
         found = self.recording.header.report.hardware
-        return found.model_copy(update={"device_name": f"{found.device_name}, replayed"})
+        return found.model_copy(update={"device_name": f"{found.device_name}{REPLAYED}"})
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         """Return the recorded back ends. If the table cannot answer the job, all are unusable, with the reason."""

@@ -17,10 +17,12 @@ from storage.events import read_events
 from storage.jobs import Job, JobState, get_job
 from storage.leases import Claim
 from storage.queue import Queue
+from storage.queue_settings import QueueSettings
 from storage.tables import jobs
 from storage.trials import read_trials
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
+from workers.jobs import runner
 from workers.jobs.runner import JobEnd, run_job
 from workers.process.interface import ProfilerError
 
@@ -171,34 +173,104 @@ def test_a_job_whose_device_is_unusable_is_put_back_with_the_reason(queue: Queue
     job, _ = queue.enqueue(make_request())
     profiler = FakeProfiler()
     profiler.failures = ["no such device"] * 2
-    with pytest.raises(ProfilerError):
-        run(queue, claim_next(queue), profiler)
+    assert run(queue, claim_next(queue), profiler) is JobEnd.RELEASED
     assert get_job(queue.database, job.id).state is JobState.QUEUED
     assert read_events(queue.database, job.id)[-1].message == "Put back: no such device"
 
 
-def test_a_fault_of_the_search_fails_the_job_alone(queue: Queue) -> None:
-    def faulty(request: object, report: object, measure: object, **_: object) -> Iterator[Progress]:
-        yield Progress((EventDraft(code=201, message="so far so good"),))
-        raise ZeroDivisionError("of all things")
-
-    job, _ = queue.enqueue(make_request())
-    assert run(queue, claim_next(queue), FakeProfiler(), faulty) is JobEnd.FAILED
-    done = get_job(queue.database, job.id)
-    assert (done.state, done.error) == (JobState.FAILED, "internal error: ZeroDivisionError: of all things")
-    assert codes(queue, job) == [101, 102, 201, 403]
-
-
-def database_trouble(queue: Queue) -> Callable[..., Iterator[Progress]]:
+def raising(error: Exception) -> Callable[..., Iterator[Progress]]:
     def explore(request: object, report: object, measure: object, **_: object) -> Iterator[Progress]:
-        yield Progress()
-        raise sa.exc.OperationalError("SELECT 1", {}, Exception("the server is gone"))
+        yield Progress((EventDraft(code=201, message="so far so good"),))
+        raise error
 
     return explore
 
 
-def test_a_database_that_is_away_leaves_the_job_to_its_lease(queue: Queue) -> None:
+def test_a_fault_of_the_search_is_tried_again_and_then_fails_the_job_alone(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database, QueueSettings(max_faults=2, retry_pause=timedelta(0)))
     job, _ = queue.enqueue(make_request())
-    with pytest.raises(sa.exc.OperationalError):
-        run(queue, claim_next(queue), FakeProfiler(), database_trouble(queue))
+    faulty = raising(ZeroDivisionError("of all things"))
+    assert run(queue, claim_next(queue), FakeProfiler(), faulty) is JobEnd.RELEASED
+    assert get_job(queue.database, job.id).state is JobState.QUEUED
+    assert run(queue, claim_next(queue), FakeProfiler(), faulty) is JobEnd.FAILED
+    done = get_job(queue.database, job.id)
+    assert (done.state, done.error) == (JobState.FAILED, "internal error: ZeroDivisionError: of all things")
+    assert codes(queue, job) == [101, 102, 201, 302, 106, 201, 403]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
+def test_trouble_of_the_host_puts_the_job_back(queue: Queue, error: Exception) -> None:
+    job, _ = queue.enqueue(make_request())
+    assert run(queue, claim_next(queue), FakeProfiler(), raising(error)) is JobEnd.RELEASED
+    assert get_job(queue.database, job.id).state is JobState.QUEUED
+    assert read_events(queue.database, job.id)[-1].message.startswith("Put back: ")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError("the disk"), ProfilerError("the device")])
+def test_an_error_after_a_lost_lease_ends_the_attempt_quietly(queue: Queue, error: Exception) -> None:
+    job, _ = queue.enqueue(make_request())
+    claim = claim_next(queue)
+
+    def lose(request: object, report: object, measure: object, **_: object) -> Iterator[Progress]:
+        expire(queue, job)
+        claim_next(queue, "b")
+        raise error
+        yield Progress()
+
+    assert run(queue, claim, FakeProfiler(), lose) is JobEnd.LOST
+    assert codes(queue, job) == [101, 102, 106]
+
+
+class Failing(Queue):
+    """Each write fails as often as `failures` says; with `commits` set, after it was stored."""
+
+    def __init__(self, database: Database, failures: int, *, commits: bool) -> None:
+        super().__init__(database)
+        self.failures = dict.fromkeys(("pin", "record", "finish"), failures)
+        self.commits = commits
+
+    def _fail(self, name: str, write: Callable[[], Any]) -> Any:
+        if self.failures[name]:
+            self.failures[name] -= 1
+            if self.commits:
+                write()
+            raise sa.exc.OperationalError("UPDATE", {}, Exception("the server is gone"))
+        return write()
+
+    def pin(self, *arguments: Any, **options: Any) -> Any:
+        return self._fail("pin", lambda: super(Failing, self).pin(*arguments, **options))
+
+    def record(self, *arguments: Any, **options: Any) -> Any:
+        return self._fail("record", lambda: super(Failing, self).record(*arguments, **options))
+
+    def finish(self, *arguments: Any, **options: Any) -> Any:
+        return self._fail("finish", lambda: super(Failing, self).finish(*arguments, **options))
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_job_holds_its_step_while_the_database_is_away(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, commits: bool
+) -> None:
+    """Whether or not the write was stored before the connection broke, it is stored once, and nothing is lost."""
+    monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.01)
+    queue = Failing(sqlite_database, 2, commits=commits)
+    job, _ = queue.enqueue(make_request())
+    profiler = FakeProfiler()
+    assert run(queue, claim_next(queue), profiler) in {JobEnd.SUCCEEDED, JobEnd.LOST}
+    assert get_job(queue.database, job.id).state is JobState.SUCCEEDED
+    assert codes(queue, job) == [101, 102, 201, 201, 201, 401]
+    assert profiler.measured == [0, 1, 2]
+
+
+def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lease(sqlite_database: Database) -> None:
+    queue = Failing(sqlite_database, 1000, commits=False)
+    job, _ = queue.enqueue(make_request())
+    stopping = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(run_job, claim_next(queue), queue, FakeProfiler(), stopping=stopping, explore=fake_explore)
+        time.sleep(0.3)
+        assert not end.done()
+        queue.release = queue.watch = queue.finish  # type: ignore[method-assign]
+        stopping.set()
+        assert end.result(timeout=20) is JobEnd.LOST
     assert get_job(queue.database, job.id).state is JobState.RUNNING

@@ -3,17 +3,19 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
-from storage.database import Database
+from storage.database import Database, DatabaseLimits, open_database
 from storage.jobs import JobState, get_job, list_jobs
 from storage.queue import Queue
+from storage.schema import upgrade
 from storage.workers import list_workers
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 from workers.jobs.worker import Worker
-from workers.process.interface import ProfilerError
+from workers.process.interface import ProfilerError, ProfilerStartError
 
 
 def make_worker(database: Database, profiler: FakeProfiler) -> Worker:
@@ -92,3 +94,58 @@ def test_a_worker_without_a_device_says_so(sqlite_database: Database) -> None:
         make_worker(sqlite_database, profiler).run()
     assert profiler.calls == ["close"]
     assert list_workers(sqlite_database) == []
+
+
+class Moody(FakeProfiler):
+    """Its starts fail as listed; null is a start that succeeds."""
+
+    def __init__(self, *starts: ProfilerError | None) -> None:
+        super().__init__()
+        self._starts = list(starts)
+
+    def start(self) -> None:
+        super().start()
+        if self._starts and (error := self._starts.pop(0)) is not None:
+            raise error
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        [ProfilerStartError("killed")] * 2,
+        [None, None, ProfilerStartError("killed"), ProfilerError("the device fell off the bus")],
+    ],
+)
+def test_a_profiler_that_cannot_start_for_a_while_does_not_end_its_worker(
+    sqlite_database: Database, starts: list[ProfilerError | None]
+) -> None:
+    queue = Queue(sqlite_database)
+    for _ in range(2):
+        queue.enqueue(make_request())
+    pauses = [0.01] * 3
+    profiler = Moody(*starts)
+    Worker(queue, profiler, "cpu", explore=fake_explore, start_pauses_seconds=pauses).run(max_jobs=2)
+    assert {job.state for job in list_jobs(sqlite_database)[0]} == {JobState.SUCCEEDED}
+
+
+def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database) -> None:
+    Queue(sqlite_database).enqueue(make_request())
+    profiler = Moody(None, None, *[ProfilerError("the device fell off the bus")] * 9)
+    worker = Worker(Queue(sqlite_database), profiler, "cpu", explore=fake_explore, start_pauses_seconds=[0.01] * 3)
+    with pytest.raises(ProfilerError, match="fell off"):
+        worker.run(max_jobs=2)
+
+
+def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database) -> None:
+    """As by a process that is frozen within a transaction."""
+    job, _ = Queue(sqlite_database).enqueue(make_request())
+    impatient = open_database(sqlite_database.url, DatabaseLimits(lock=timedelta(seconds=0.1)))
+    with ThreadPoolExecutor(1) as pool:
+        with sqlite_database.begin():
+            upgrade(impatient)
+            done = pool.submit(make_worker(impatient, FakeProfiler()).run, max_jobs=1)
+            time.sleep(0.5)
+            assert not done.done()
+        done.result(timeout=30)
+    impatient.dispose()
+    assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED

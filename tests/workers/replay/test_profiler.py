@@ -20,6 +20,7 @@ from tests.workers.replay.samples import MODEL, recording, request, table_of
 from workers.jobs.runner import JobEnd, run_job
 from workers.jobs.worker import Worker
 from workers.process.interface import ProfilerInterruptedError
+from workers.replay.answerable import AnswerableJobs
 from workers.replay.profiler import ReplayProfiler, mismatch
 from workers.replay.recording import Recording
 
@@ -147,6 +148,19 @@ def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: D
     answers = [get_job(sqlite_database, job.id).answer for job in (whole, cut)]
     assert answers[0] is not None and answers[1] is not None
     assert answers[0].recommendation == answers[1].recommendation
+
+
+def test_a_worker_leaves_what_its_table_cannot_answer_to_others(sqlite_database: Database, path: Path) -> None:
+    queue, other = enqueue(sqlite_database, request(model=MODEL | {"num_layers": 8}))
+    _, own = enqueue(sqlite_database, request())
+    profiler = ReplayProfiler(path)
+    answerable = AnswerableJobs(sqlite_database, profiler.recording)
+    Worker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock), job_ids=answerable).run(
+        max_jobs=1
+    )
+    assert get_job(sqlite_database, own.id).state is JobState.SUCCEEDED
+    assert get_job(sqlite_database, other.id).state is JobState.QUEUED
+    assert list(answerable) == []
 
 
 def test_a_worker_serves_a_table(sqlite_database: Database, path: Path) -> None:

@@ -1,0 +1,96 @@
+"""A limit on the time to the start of a response, for a database that neither answers nor refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.problems import database_unavailable
+
+logger = logging.getLogger(__name__)
+
+
+class DeadlineMiddleware:
+    """Answers 503 if a response has not started `seconds` after the request was received as a whole.
+
+    A thread that waits for the database cannot be stopped. It is left to its own time limits, and what it returns is
+    dropped.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self.app = app
+        self.seconds = seconds
+        self._abandoned: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[bool] = loop.create_future()
+
+        def settle(in_time: bool) -> None:
+            if not started.done():
+                started.set_result(in_time)
+
+        def start_clock() -> asyncio.TimerHandle:
+            return loop.call_later(self.seconds, settle, False)
+
+        timer = None if _has_body(scope) else start_clock()
+
+        async def receive_timed() -> Message:
+            nonlocal timer
+            message = await receive()
+            if timer is None and not message.get("more_body", False):
+                timer = start_clock()
+            return message
+
+        async def send_in_time(message: Message) -> None:
+            settle(True)
+            if started.result():
+                await send(message)
+
+        task = asyncio.create_task(_run(self.app, scope, receive_timed, send_in_time))
+        try:
+            either: set[asyncio.Future[Any]] = {task, started}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() or started.result():
+                await task
+            else:
+                self._abandon(task)
+                await _refuse(scope, receive, send)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _abandon(self, task: asyncio.Task[None]) -> None:
+        self._abandoned.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a request failed after its client was told to come back", exc_info=error)
+
+
+async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    logger.warning("no answer in time: %d is sent", HTTPStatus.SERVICE_UNAVAILABLE)
+    await database_unavailable(Request(scope))(scope, receive, send)
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"

@@ -1,0 +1,51 @@
+"""Retention: finished jobs are deleted by age and by count, with their events, trials, run reports and studies."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.jobs import JobState
+from storage.studies import drop_studies
+from storage.tables import jobs
+
+_BATCH = 20
+"""Jobs a transaction, so that nobody waits long for the lock."""
+
+
+def find_prunable(database: Database, *, older_than: timedelta | None = None, keep: int | None = None) -> list[str]:
+    """Return the ids of finished jobs that retention does not keep, oldest first.
+
+    Args:
+        database: to look in.
+        older_than: a job that finished earlier is not kept; null: age does not matter.
+        keep: the number of finished jobs to keep, the newest ones; null: any number.
+    """
+    final = [state.value for state in JobState if state.is_final]
+    query = sa.select(jobs.c.id, jobs.c.finished_at).where(jobs.c.state.in_(final))
+    with database.read() as connection:
+        newest_first = connection.execute(query.order_by(jobs.c.finished_at.desc(), jobs.c.id.desc())).all()
+        now = database.now(connection)
+    found = [
+        row.id
+        for place, row in enumerate(newest_first)
+        if (keep is not None and place >= keep) or (older_than is not None and row.finished_at < now - older_than)
+    ]
+    return found[::-1]
+
+
+def prune(database: Database, job_ids: list[str]) -> None:
+    """Delete finished jobs and all that belongs to them; a job that is not finished stays."""
+    drop_studies(database, job_ids)
+    final = [state.value for state in JobState if state.is_final]
+    for start in range(0, len(job_ids), _BATCH):
+        batch = job_ids[start : start + _BATCH]
+        with database.begin() as connection:
+            connection.execute(sa.delete(jobs).where(jobs.c.id.in_(batch), jobs.c.state.in_(final)))
+
+
+def drop_finished_studies(database: Database) -> int:
+    """Drop the Optuna studies of all finished jobs, which can be written again; return how many there were."""
+    return drop_studies(database, set(find_prunable(database, keep=0)))

@@ -1,0 +1,183 @@
+"""The service while its background work or its database fails."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
+from api.app import create_app
+from api.background import Beat, Supervisor
+from api.examples import REQUEST
+from api.routes import explorations
+from api.settings import ServiceSettings
+from storage.database import Database, DatabaseLimits, open_database
+from storage.events import read_events
+from storage.jobs import Job
+from storage.queue import Queue
+from tests.api.conftest import wait_until
+from tests.api.test_submissions import assert_problem
+
+SHORT = DatabaseLimits(
+    statement=timedelta(seconds=0.3), lock=timedelta(seconds=0.2), pool=timedelta(seconds=0.2), max_connections=2
+)
+
+
+def test_a_task_that_fails_or_ends_is_started_again_and_its_trouble_is_told() -> None:
+    rounds: list[str | None] = []
+
+    async def scenario() -> None:
+        supervisor = Supervisor(restart_seconds=0.0)
+
+        async def work(beat: Beat) -> None:
+            rounds.append(supervisor.find_trouble())
+            if len(rounds) == 1:
+                raise sa.exc.TimeoutError
+            if len(rounds) == 2:
+                return
+            beat()
+            await asyncio.sleep(60)
+
+        supervisor.start("work", work, interval_seconds=0.1)
+        async with asyncio.timeout(5):
+            while len(rounds) < 3:
+                await asyncio.sleep(0)
+        assert supervisor.find_trouble() is None
+        await supervisor.close()
+
+    asyncio.run(scenario())
+    assert rounds == [
+        None,
+        "the background task 'work' failed: TimeoutError",
+        "the background task 'work' failed: it ended",
+    ]
+
+
+def test_a_task_that_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> str | None:
+        supervisor = Supervisor()
+
+        async def hang(_beat: Beat) -> None:
+            await asyncio.sleep(60)
+
+        supervisor.start("hang", hang, interval_seconds=1.0)
+        now = time.monotonic()
+        monkeypatch.setattr("api.background.time.monotonic", lambda: now + 12.0)
+        try:
+            return supervisor.find_trouble()
+        finally:
+            monkeypatch.undo()
+            await supervisor.close()
+
+    assert asyncio.run(scenario()) == "the background task 'hang' has not finished a round for 12 s"
+
+
+def test_events_go_on_after_a_pool_of_connections_was_exhausted(
+    client: TestClient, queue: Queue, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = client.app.state.service.feed  # type: ignore[attr-defined]  # of the application that the client holds
+    faults = [sa.exc.TimeoutError(), RuntimeError("anything")]
+
+    def fail_twice(database: Database, job_id: str, *, after: int = 0, limit: int = 500) -> object:
+        if limit == 1 and faults:
+            raise faults.pop()
+        return read_events(database, job_id, after=after, limit=limit)
+
+    monkeypatch.setattr("api.streams.read_events", fail_twice)
+
+    def cancel() -> None:
+        wait_until(lambda: feed.num_watchers > 0)
+        wait_until(lambda: not faults)
+        queue.request_cancel(job.id)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    text = ""
+    while "CANCELLED" not in text.upper():  # the stream ends with the first fault, and a client comes back
+        text = client.get(f"/v1/explorations/{job.id}/log?follow=true").text
+    thread.join()
+    wait_until(lambda: client.get("/readyz").status_code == 200)
+
+
+def test_ready_reports_a_background_task_that_failed(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.get("/readyz").status_code == 200
+    monkeypatch.setattr(Supervisor, "find_trouble", lambda _: "the background task 'events' failed: it ended")
+    response = client.get("/readyz")
+    assert_problem(response, 503)
+    assert "'events'" in response.json()["detail"]
+
+
+@pytest.fixture
+def impatient(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """An application that does not wait long for its database."""
+    monkeypatch.setattr("api.service.open_database", lambda url, _: open_database(url, SHORT))
+    settings = ServiceSettings(sqlite_url, waiting_check_seconds=60.0)
+    with TestClient(create_app(settings), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        yield client
+
+
+def test_a_database_that_takes_no_writes_is_told_and_submissions_come_back_later(
+    impatient: TestClient, sqlite_database: Database
+) -> None:
+    with sqlite_database.begin():  # holds the write lock
+        ready = impatient.get("/readyz")
+        assert_problem(ready, 503)
+        assert "no writes" in ready.json()["detail"]
+        assert ready.headers["Retry-After"]
+        start = time.monotonic()
+        response = impatient.post("/v1/explorations", json=REQUEST)
+        assert time.monotonic() - start < 4
+        assert_problem(response, 503)
+        assert 1 <= int(response.headers["Retry-After"]) <= 5
+        assert impatient.get("/v1/explorations").status_code == 200
+    assert impatient.get("/readyz").status_code == 200
+
+
+def test_a_database_that_hangs_gets_a_503_in_time(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(explorations, "list_jobs", lambda *_, **__: release.wait(30))
+    app = create_app(replace(settings, answer_seconds=0.2))
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        try:
+            start = time.monotonic()
+            response = client.get("/v1/explorations")
+            assert time.monotonic() - start < 3
+            assert_problem(response, 503)
+            assert response.headers["Retry-After"]
+            assert client.get("/healthz").status_code == 200
+        finally:
+            release.set()
+
+
+def test_waiting_for_postgresql_is_limited(postgresql_server: str) -> None:
+    database = open_database(postgresql_server, SHORT)
+    try:
+        with database.read() as connection:
+            assert connection.execute(sa.text("SHOW lock_timeout")).scalar_one() == "200ms"
+            start = time.monotonic()
+            with pytest.raises(sa.exc.OperationalError, match="statement timeout"):
+                connection.execute(sa.text("SELECT pg_sleep(20)"))
+        with database.read(), database.read(), pytest.raises(sa.exc.TimeoutError), database.read():
+            pass
+        assert time.monotonic() - start < 5
+    finally:
+        database.dispose()
+
+
+def test_nobody_waits_for_a_host_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://a@127.0.0.1:{silent.getsockname()[1]}/b"
+        database = open_database(url, DatabaseLimits(connect=timedelta(seconds=2)))
+        start = time.monotonic()
+        with pytest.raises(sa.exc.OperationalError), database.read():
+            pass
+        assert time.monotonic() - start < 5
+        database.dispose()

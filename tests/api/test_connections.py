@@ -1,0 +1,103 @@
+"""Clients that open connections and send nothing, too little, or only a part."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from api.log_lines import OneLineFormatter, RateFilter
+from api.settings import ServiceSettings
+from tests.api.conftest import Served
+from tests.api.test_serve import started
+
+HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def hasty(serve: Callable[[ServiceSettings], Served], settings: ServiceSettings) -> Served:
+    """A service with short patience and few connections."""
+    return serve(replace(settings, max_connections=20, header_seconds=0.4, body_seconds=0.4))
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def connect(url: str, stack: ExitStack, sent: bytes = b"") -> socket.socket:
+    address = urlsplit(url)
+    connection = socket.create_connection((address.hostname, address.port), timeout=10)
+    stack.enter_context(connection)
+    connection.sendall(sent)
+    return connection
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HEAD])
+def test_a_connection_without_a_whole_header_is_closed(hasty: Served, opened: ExitStack, sent: bytes) -> None:
+    connection = connect(hasty.url, opened, sent)
+    start = time.monotonic()
+    with pytest.raises(ConnectionResetError):
+        assert not connection.recv(1)
+        raise ConnectionResetError  # an orderly end is as good
+    assert time.monotonic() - start < 5
+
+
+def test_single_bytes_do_not_extend_the_time_for_a_header(hasty: Served, opened: ExitStack) -> None:
+    connection = connect(hasty.url, opened)
+    with pytest.raises(OSError, match=r"reset|[Bb]roken|closed"):
+        for _ in range(50):
+            connection.sendall(b"G")
+            time.sleep(0.05)
+
+
+def test_a_body_that_does_not_arrive_is_refused(hasty: Served, opened: ExitStack) -> None:
+    connection = connect(hasty.url, opened, HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_idle_connections_make_room_for_a_new_one(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
+) -> None:
+    url = serve(replace(settings, max_connections=20, header_seconds=60.0)).url
+    for _ in range(60):
+        connect(url, opened, b"G")
+    assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+
+
+def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:
+    with started("127.0.0.1", sqlite_url) as (process, url), ExitStack() as stack:
+        connect(url, stack, HEAD + b"Content-Length: 100\r\n\r\n{").close()
+        httpx.get(f"{url}/healthz")
+        time.sleep(0.3)
+        process.terminate()
+        _, stderr = process.communicate(timeout=10)
+    (line,) = stderr.splitlines()
+    assert line == "warning: a client left before it had sent its request: /v1/explorations"
+
+
+def test_an_exception_is_one_line() -> None:
+    with pytest.raises(ValueError, match="two") as caught:
+        int("two\nlines")
+    fault = (ValueError, caught.value, None)
+    line = OneLineFormatter().format(logging.LogRecord("api", logging.ERROR, "", 0, "it %s", ("failed",), fault))
+    assert line.startswith("error: it failed: ValueError: invalid literal")
+    assert "test_connections.py" in line
+
+
+def test_lines_beyond_a_rate_are_counted_and_left_out() -> None:
+    now = 0.0
+    limited = RateFilter(per_second=1.0, burst=3, clock=lambda: now)
+    records = [logging.LogRecord("api", logging.WARNING, "", 0, "line %d", (i,), None) for i in range(8)]
+    assert [limited.filter(record) for record in records[:6]] == [True] * 3 + [False] * 3
+    now = 1.5
+    assert [limited.filter(record) for record in records[6:]] == [True, False]
+    assert records[6].getMessage() == "line 6 (3 lines before this one were left out)"

@@ -1,0 +1,112 @@
+"""The reverse proxy of deploy/nginx.conf, before a service. It is skipped where nginx is not installed."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from api.examples import REQUEST
+from api.settings import ServiceSettings
+from storage.database import Database
+from storage.queue import Queue
+from storage.tokens import create_token
+from tests.api.conftest import Served, wait_until
+from tests.contracts.samples import make_request
+
+CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nginx.conf"
+NGINX, OPENSSL = shutil.which("nginx"), shutil.which("openssl")
+
+pytestmark = pytest.mark.skipif(None in (NGINX, OPENSSL), reason="needs nginx and openssl")
+
+
+@dataclass
+class Proxy:
+    """A running proxy, a client of it with a token, and the port that it listens on."""
+
+    client: httpx.Client
+    port: int
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def proxy(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, sqlite_database: Database, tmp_path: Path
+) -> Iterator[Proxy]:
+    served = serve(replace(settings, require_token=True))
+    key = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=localhost")
+    names = ("-addext", "subjectAltName=DNS:localhost")
+    files = ("-keyout", tmp_path / "bexp.key", "-out", tmp_path / "bexp.crt")
+    subprocess.run(["openssl", *key, *names, *files], check=True, capture_output=True)
+    port = free_port()
+    text = CONFIGURATION.read_text()
+    for stated, here in (
+        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("127.0.0.1:8642", urlsplit(served.url).netloc),
+        ("/etc/nginx/", f"{tmp_path}/"),
+        ("client_header_timeout 10s", "client_header_timeout 1s"),
+        ("rate=20r/s", "rate=1r/s"),
+        ("server_tokens off;", "server_tokens off; access_log off; client_body_temp_path body; proxy_temp_path proxy;"),
+    ):
+        assert text.count(stated) >= 1, stated
+        text = text.replace(stated, here)
+    path = tmp_path / "nginx.conf"
+    path.write_text(text)
+    options = "daemon off; user root; pid nginx.pid;"
+    log = tmp_path / "error.log"
+    with subprocess.Popen(["nginx", "-p", tmp_path, "-e", log, "-c", path, "-g", options]) as process:
+        try:
+            wait_until(lambda: is_open(port) or process.poll() is not None, 10)
+            assert process.poll() is None, log.read_text()
+            headers = {"Authorization": f"Bearer {create_token(sqlite_database, 'proxy')}"}
+            context = ssl.create_default_context(cafile=tmp_path / "bexp.crt")
+            with httpx.Client(base_url=f"https://localhost:{port}", verify=context, headers=headers) as client:
+                yield Proxy(client, port)
+        finally:
+            process.terminate()
+
+
+def test_the_proxy_passes_requests_and_streams_and_holds_back_floods(proxy: Proxy, queue: Queue) -> None:
+    assert proxy.client.get("/readyz").json() == {"status": "ready"}
+    assert proxy.client.get("/v1/explorations", headers={"Authorization": ""}).status_code == 401
+    here = proxy.client.post("/v1/explorations", json=REQUEST).headers["Location"]
+    assert proxy.client.post("/v1/explorations", content=b"{" * 300_000).status_code in {413, 415}
+
+    job, _ = queue.enqueue(make_request())
+    with proxy.client.stream("GET", f"/v1/explorations/{job.id}/log?follow=true", timeout=10) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("BEXP101")  # it comes through while the exploration goes on
+        threading.Thread(target=queue.request_cancel, args=(job.id,)).start()
+        assert [line[:7] for line in lines] == ["BEXP404"]
+
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as silent:
+        start = time.monotonic()
+        assert silent.recv(1) == b""
+        assert time.monotonic() - start < 5
+
+    answers = [proxy.client.get(here) for _ in range(90)]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert refused[0].headers["Retry-After"] == "2"
+    assert refused[0].json()["title"] == "Too Many Requests"

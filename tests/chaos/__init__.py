@@ -1,0 +1,1 @@
+"""Faults at random against real processes of the service, and what must hold afterwards."""

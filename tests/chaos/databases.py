@@ -1,0 +1,80 @@
+"""The databases of a campaign, and what can happen to them."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import time
+import warnings
+from abc import abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import psutil
+
+
+class ChaosDatabase(Protocol):
+    """A database that a campaign may hurt. `url` stays the same afterwards."""
+
+    url: str
+    fault: str
+
+    @abstractmethod
+    def hurt(self, rng: Random) -> None:
+        """Make the database unusable for a moment."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it."""
+
+
+class SqliteFile:
+    """A file whose write lock is taken for some seconds, as by a process that is frozen within a transaction."""
+
+    fault = "database_lock"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "bexp.db"
+        self.url = f"sqlite:///{self._path}"
+
+    def hurt(self, rng: Random) -> None:
+        """Hold the write lock for longer than a worker waits for it."""
+        connection = sqlite3.connect(self._path, isolation_level=None, timeout=5)
+        try:
+            with suppress(sqlite3.OperationalError):  # it is busy already
+                connection.execute("BEGIN IMMEDIATE")
+                time.sleep(rng.uniform(0.5, 4.0))
+                connection.execute("ROLLBACK")
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """The file goes with its folder."""
+
+
+class PostgresServer:
+    """A server that is killed and started again; it recovers from its write-ahead log."""
+
+    fault = "database_kill"
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # platformdirs, imported by pgserver, wants XDG_RUNTIME_DIR
+            from pgserver import postgres_server
+        self._server: Any = postgres_server.get_server(folder / "postgres", cleanup_mode="stop")
+        self.url = str(self._server.get_uri())
+
+    def hurt(self, rng: Random) -> None:
+        """Kill the server, or make it drop everything at once, and start it again after a moment."""
+        postmaster = psutil.Process(self._server.get_pid())
+        family = [postmaster, *postmaster.children(recursive=True)]
+        postmaster.send_signal(rng.choice((signal.SIGKILL, signal.SIGQUIT)))
+        psutil.wait_procs(family, timeout=20)
+        time.sleep(rng.uniform(0.0, 3.0))
+        self._server.ensure_postgres_running()
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.cleanup()

@@ -1,0 +1,111 @@
+"""The processes of a campaign: an API and workers that answer from a recorded table."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+LEASE_SECONDS = 2.0
+TABLE = ROOT / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
+
+
+class Service:
+    """Starts processes on one database, and starts another for each that has ended."""
+
+    def __init__(self, database_url: str, folder: Path, num_workers: int) -> None:
+        self.database_url = database_url
+        self.exits: dict[str, int] = {}
+        self.workers: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._num_workers = num_workers
+        self._log = (folder / "processes.log").open("w+b")
+        self._environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
+        self._environment |= {
+            "BEXP_DATABASE_URL": database_url,
+            "BEXP_LEASE_SECONDS": str(LEASE_SECONDS),
+            "BEXP_POLL_SECONDS": "0.3",
+            "BEXP_RETRY_SECONDS": "0.2",
+            "TMPDIR": str(folder),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        self.api = self._start_api()
+        self.workers = [self._start_worker() for _ in range(num_workers)]
+
+    @property
+    def url(self) -> str:
+        """Where the API answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def tend(self) -> None:
+        """Start what has ended by itself or by a fault."""
+        if self.api.poll() is not None:
+            self._note("api", self.api)
+            self.api = self._start_api()
+        for index, worker in enumerate(self.workers):
+            if worker.poll() is not None:
+                self._note("worker", worker)
+                self.workers[index] = self._start_worker()
+
+    def end(self) -> list[int]:
+        """End all processes; return the exit statuses of the workers. Whoever does not end in time is killed."""
+        processes = [self.api, *self.workers]
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        deadline = time.monotonic() + 30
+        for process in processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return [worker.returncode for worker in self.workers]
+
+    def complaints(self) -> list[str]:
+        """The errors that the processes logged, apart from a database that was away when a worker started."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        errors = [line for line in lines if " ERROR " in line or line.startswith("Traceback")]
+        self._log.close()
+        return [line for line in errors if "the database cannot be used" not in line]
+
+    def orphans(self) -> int:
+        """The number of processes on this database that are still there."""
+        found = 0
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                found += process.environ().get("BEXP_DATABASE_URL") == self.database_url
+        return found
+
+    def _note(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        key = f"{name} {process.returncode}"
+        self.exits[key] = self.exits.get(key, 0) + 1
+
+    def _start_api(self) -> subprocess.Popen[bytes]:
+        return self._start("-m", "api.cli", "serve", "--port", str(self.port))
+
+    def _start_worker(self) -> subprocess.Popen[bytes]:
+        return self._start("-m", "workers", "--device", f"replay:{TABLE}")
+
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )

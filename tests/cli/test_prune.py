@@ -1,0 +1,31 @@
+"""`bexp prune`: deletes finished explorations."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import app
+from api.cli.errors import ExitCode
+from storage.database import Database
+from storage.jobs import JobState, list_jobs
+from storage.queue import Queue
+from tests.contracts.samples import make_request
+
+
+def test_explorations_are_pruned_by_count(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_database.url)
+    queue = Queue(sqlite_database)
+    for _ in range(3):
+        job, _ = queue.enqueue(make_request())
+        queue.request_cancel(job.id)
+    waiting, _ = queue.enqueue(make_request())
+    run = CliRunner().invoke
+    assert run(app, ["prune"]).exit_code == ExitCode.USAGE
+    tried = run(app, ["prune", "--keep", "1", "--dry-run"])
+    assert "2 explorations would be deleted" in tried.stderr
+    done = run(app, ["prune", "--keep", "1", "--older-than-days", "30", "--studies"])
+    assert (done.exit_code, "2 explorations are deleted" in done.stderr) == (0, True)
+    left = list_jobs(sqlite_database)[0]
+    assert sorted(job.state for job in left) == [JobState.CANCELLED, JobState.QUEUED]
+    assert left[0].id == waiting.id

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from explorer.search.explore import explore
+from storage.compact import DEFLATED, PLAIN, pack, unpack
+from storage.database import Database
+from storage.jobs import JobState, list_jobs
+from storage.queue import Queue
+from storage.trials import read_all_trials
+from tests.contracts.samples import make_trial
+from workers.jobs.worker import Worker
+from workers.replay.profiler import ReplayProfiler
+
+TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
+MOST_BYTES = 30 * 1024
+
+
+@pytest.mark.parametrize("text", ["", "x", "Exploration started by worker", "é" * 100, '{"a":1}'])
+def test_a_text_is_read_back(text: str) -> None:
+    assert unpack(pack(text)) == text
+
+
+def test_a_document_is_stored_in_a_few_bytes_and_a_text_without_pattern_in_one_byte_more() -> None:
+    document = json.dumps(make_trial(0).model_dump(mode="json"), separators=(",", ":"))
+    assert pack(document)[0] == DEFLATED
+    assert len(pack(document)) < len(document) / 5
+    assert pack("~^") == bytes([PLAIN]) + b"~^"
+
+
+@pytest.mark.parametrize("stored", [b'{"a":1}', '{"a":1}'])
+def test_what_an_earlier_version_stored_is_read_as_it_is(stored: bytes | str) -> None:
+    assert unpack(stored) == '{"a":1}'
+
+
+def test_a_value_stored_with_the_dictionary_of_the_first_version_is_read() -> None:
+    """The dictionary can never change: what was stored with it could not be read any more."""
+    assert unpack(bytes.fromhex(STORED)) == "Exploration 0123456789abcdef of llama-8k is queued"
+
+
+STORED = "01433e1ad1c0d0c8d80458695a5826262503eb1f5065919393989ba86b918d38901100"
+
+
+def test_a_finished_job_with_thirty_trials_takes_at_most_30_kib(sqlite_database: Database) -> None:
+    with sqlite_database.read() as connection:
+        if not connection.exec_driver_sql("SELECT sqlite_compileoption_used('ENABLE_DBSTAT_VTAB')").scalar():
+            pytest.skip("this SQLite does not tell how much room a table takes")
+    before = _used_bytes(sqlite_database)
+    profiler = ReplayProfiler(TABLE)
+    asked = profiler.recording.header.request
+    budget = asked.budget.model_copy(update={"max_trials": 30, "confidence_target": 99, "max_seconds": 50_000.0})
+    queue = Queue(sqlite_database)
+    queue.enqueue(asked.model_copy(update={"budget": budget, "sampler": "random", "verify": False}))
+    Worker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock)).run(max_jobs=1)
+    (job,) = list_jobs(sqlite_database)[0]
+    assert job.state is JobState.SUCCEEDED
+    assert len(read_all_trials(sqlite_database, job.id)) >= 30
+    assert _used_bytes(sqlite_database) - before <= MOST_BYTES
+
+
+def _used_bytes(database: Database) -> int:
+    with database.read() as connection:
+        return int(connection.scalar(sa.text("SELECT sum(pgsize - unused) FROM dbstat WHERE name <> 'bexp_workers'")))
