@@ -104,6 +104,11 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                         )
                     )
     if not candidates:
+        if not any(request.micro_batch_sizes_over(sharing.size) for sharing, _ in sharings):
+            raise EmptySpaceError(
+                f"each micro_batch_size exceeds what {max(s.size for s, _ in sharings)} devices get of batch_size "
+                f"({request.batch_size}), and this worker's profiler has no more that could share sequences"
+            )
         raise EmptySpaceError(
             "tiling with policies that keep a part of attention only: a tile recomputes attention already"
         )
@@ -143,6 +148,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
         )
         for sharding in request.sharding_choices
         for sharing, backend in plainest.values()
+        if request.base_micro_batch_size or request.micro_batch_sizes_over(sharing.size)
         for recompute in policies
     )
 
