@@ -138,11 +138,12 @@ def test_who_prefers_memory_gets_the_smallest_peak_that_is_surely_within_the_tol
 
 
 def test_what_may_be_smaller_is_measured_before_the_answer_if_memory_is_preferred() -> None:
-    state = state_of(1, 4, tolerance=0.2, prefer="memory", recompute=["none"])
+    choice: dict[str, Any] = {"tolerance": 0.2, "recompute": ["none"], "budget": {"confidence_target": 50}}
+    state = state_of(1, 4, prefer="memory", **choice)
     promising = promising_row(state)
     assert promising is not None
     assert state.table.candidates[promising].micro_batch_size == 2
     suggestion = next_comparison(state, REPORT, 0.0)
     assert suggestion is not None
     assert (suggestion.row, suggestion.components) == (promising, state.wanted(promising))
-    assert promising_row(state_of(1, 4, tolerance=0.2)) is None
+    assert promising_row(state_of(1, 4, **choice)) is None
