@@ -19,10 +19,25 @@ def second_figure(best: Recommendation, request: ExplorationRequest | None) -> I
         compared = "" if same else f", {slower_text(other.loss)} than {size}"
         yield f"For {asked}: {found}, in {steps_text(other.grad_accum_steps)}{compared}"
     elif best.dividing_batch_sizes:
-        nearest = joined(best.dividing_batch_sizes)
-        yield f"For {asked}: no micro-batch that fits divides it; the nearest batch sizes that one divides: {nearest}"
+        yield no_dividing_text(best, request)
     elif best.grad_accum_steps is not None:
         yield f"For {asked}: {size} too, in {steps_text(best.grad_accum_steps)}"
+
+
+def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -> str:
+    """Return that nothing divides the requested batch, and the nearest batch sizes that something divides.
+
+    An answer of an earlier version knows them for the recommended candidate alone.
+    """
+    if best.dividing_batch_sizes:
+        nearest = joined(best.dividing_batch_sizes)
+        return f"no micro-batch that fits divides {_asked(request)}; the nearest that one divides: {nearest}"
+    if best.nearest_batch_sizes:
+        nearest = joined(best.nearest_batch_sizes)
+        return (
+            f"{best.candidate.micro_batch_size} does not divide {_asked(request)}; the nearest that it does: {nearest}"
+        )
+    return "this answer names no micro-batch for the batch: there is none in eval mode or from an earlier version"
 
 
 def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:

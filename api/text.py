@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable
 
 LABEL_WIDTH = 18
 WIDTH = 80
+NO_BREAK = "\N{NO-BREAK SPACE}"
+FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|B|KiB|MiB|GiB|TiB|tokens/s)\b)")
 
 
 def row(label: str, text: str) -> str:
@@ -15,7 +18,7 @@ def row(label: str, text: str) -> str:
 
 
 def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
-    """Break lines between words, so that only a longer word is wider than `width` columns.
+    """Break lines between words, but not between a number and its unit. Only a longer word is wider than `width`.
 
     The text of a row stays beside its label. What follows any other line is indented.
     """
@@ -23,14 +26,14 @@ def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
     for line in lines:
         label, tab, text = line.rpartition("\t")
         found = textwrap.wrap(
-            text,
+            FIGURE.sub(NO_BREAK, text),
             width,
             initial_indent=label,
             subsequent_indent=" " * (len(label) if tab else 6),
             break_long_words=False,
             break_on_hyphens=False,
         )
-        wrapped += found or [label.rstrip()]
+        wrapped += [part.replace(NO_BREAK, " ") for part in found] or [label.rstrip()]
     return wrapped
 
 

@@ -73,9 +73,7 @@ def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
     ) in text
     none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
     text = " ".join(render_answer(answer_of(none), REQUEST).split())
-    assert (
-        "For batch_size 24: no micro-batch that fits divides it; the nearest batch sizes that one divides: 20" in text
-    )
+    assert "no micro-batch that fits divides batch_size 24; the nearest that one divides: 20 and 28" in text
 
 
 def test_an_answer_of_an_earlier_version_is_read_as_it_was() -> None:
