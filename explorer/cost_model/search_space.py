@@ -13,6 +13,7 @@ from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.spelling import did_you_mean
 
 
 class EmptySpaceError(ValueError):
@@ -227,7 +228,8 @@ def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str
         known = {backend.name: backend for backend in supported}
         for name in allowed:
             if name not in known:
-                raise EmptySpaceError(f"unknown {what} '{name}'; {where} there is {', '.join(sorted(known)) or 'none'}")
+                there = ", ".join(sorted(known)) or "none"
+                raise EmptySpaceError(f"unknown {what} '{name}'{did_you_mean(name, known)}; {where} there is {there}")
         names = [name for name in usable if name in allowed]
     if not names:
         asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]
