@@ -61,7 +61,7 @@ def recommend_dividing(state: SearchState) -> BestCandidate | None:
     confidence_A = posterior.confidences(request.tolerance)
     best = int(max(eligible, key=lambda i: (confidence_A[i], posterior.mean_A[i])))
     if request.prefer == "memory":
-        best = smallest_position(posterior, eligible, confidence_A, best, state.required_bytes_C, request)
+        best = smallest_position(posterior, eligible, best, state.required_bytes_C, request.tolerance)
     return BestCandidate(int(posterior.rows[best]), float(confidence_A[best]))
 
 

@@ -10,7 +10,7 @@ from explorer.records.recommendation import DividingCandidate, MemoryChoice
 from explorer.records.trial import Trial
 from explorer.search.batch_division import accumulate, nearest_batch_sizes, recommend_dividing
 from explorer.search.candidate_posterior import confidence_score
-from explorer.search.preference import smallest_position, smallest_row
+from explorer.search.preference import smallest_position
 from explorer.search.search_state import SearchState
 from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from explorer.spec.candidate import Candidate
@@ -63,23 +63,22 @@ def promising_row(state: SearchState) -> int | None:
     if posterior.incumbent is None or request.prefer == "speed":
         return None
     eligible = np.flatnonzero(posterior.clear_A | state.surely_fits(posterior.rows))
-    confidence_A = posterior.confidences(request.tolerance)
-    required_C = state.required_bytes_C
-    return int(
-        posterior.rows[smallest_position(posterior, eligible, confidence_A, posterior.incumbent, required_C, request)]
-    )
+    best = smallest_position(posterior, eligible, posterior.incumbent, state.required_bytes_C, request.tolerance)
+    return int(posterior.rows[best])
 
 
 def memory_choices(state: SearchState) -> tuple[MemoryChoice, ...]:
     """Return the fastest candidate and the smallest peaks near it; the fastest need not be the recommended one."""
-    fastest = smallest_row(state.posterior, state.required_bytes_C, 0.0)
-    if fastest is None:
+    posterior = state.posterior
+    if posterior.incumbent is None:
         return ()
+    clear, fastest = np.flatnonzero(posterior.clear_A), int(posterior.rows[posterior.incumbent])
     most = expected_tokens_per_second(state, fastest, fastest)
     choices = []
     for within in (0.0, *MEMORY_LOSSES):
-        row = smallest_row(state.posterior, state.required_bytes_C, within)
-        assert row is not None, "the fastest loses nothing"
+        row = int(
+            posterior.rows[smallest_position(posterior, clear, posterior.incumbent, state.required_bytes_C, within)]
+        )
         tokens_per_second = expected_tokens_per_second(state, row, fastest)
         choices.append(
             MemoryChoice(

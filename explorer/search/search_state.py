@@ -237,6 +237,12 @@ class SearchState:
             return None
         return BestCandidate(int(self.posterior.rows[best]), self.posterior.confidence(best, self.request.tolerance))
 
+    @property
+    def search_confidence(self) -> float | None:
+        """The confidence in the fastest candidate, 0..1; it ends the search, also if another one is preferred."""
+        fastest = self.posterior.incumbent
+        return None if fastest is None else self.posterior.confidence(fastest, self.request.tolerance)
+
     def posterior_of(self, rows: Ints) -> CandidatePosterior:
         """The posterior of those of `rows` that may still be the best of them."""
         known = np.intersect1d(rows, self.known_rows())

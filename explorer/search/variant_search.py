@@ -143,11 +143,11 @@ class VariantSearch:
         """Whether the search is over, whatever would be suggested."""
         if self._history.is_hopeless(self._context.num_query_groups) or self._whole_models.ends_search:
             return True
-        best, index = self._state.recommend(), self._context.index
+        confidence, index = self._state.search_confidence, self._context.index
         # The search may overdraw its budget until there is one candidate to recommend.
-        if self._history.overdrawn(index) or (best is not None and self._history.exhausted(index)):
+        if self._history.overdrawn(index) or (confidence is not None and self._history.exhausted(index)):
             return True
-        return best is not None and 100 * best.confidence >= self._context.request.budget.confidence_target
+        return confidence is not None and 100 * confidence >= self._context.request.budget.confidence_target
 
     def _compare(self) -> Iterator[Progress]:
         """Measure what the answer still needs."""

@@ -97,7 +97,7 @@ class RequestFields(Frozen):
     prefer: Literal["speed", "memory"] = Field(
         "speed",
         description="`speed` recommends the fastest candidate. `memory` recommends the smallest peak among those that "
-        "are within the tolerance with the confidence that the budget aims at.",
+        "are expected to be within the tolerance of it.",
     )
     budget: Budget = Budget()
     verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
