@@ -185,9 +185,11 @@ def _step(best: Recommendation) -> str:
             whole.measurement.communication_seconds,
         )
     )
-    if optimizer == 0:
-        return f"{seconds_text(micro)} per micro-batch"
-    parts = f"{seconds_text(micro)} per micro-batch, optimizer {seconds_text(optimizer)}"
+    parts = f"{seconds_text(micro)} per micro-batch"
+    if best.optimizer_seconds == 0:  # there is no training
+        return parts
+    if optimizer > 0:  # some runs of whole models leave it out
+        parts += f", optimizer {seconds_text(optimizer)}"
     if communication is not None:
         parts += f", communication {seconds_text(communication)}"
     return f"{seconds_text(step)} per step ({parts})"
