@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from api.answer_choices import batch_rows, saving_rows, second_figure
+from api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
 from explorer.cost_model.step import MemoryParts
 from explorer.records.recommendation import (
     Alternative,
@@ -19,96 +21,95 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP
 
-LABEL_WIDTH = 18
 
+def render_answer(
+    answer: Answer, request: ExplorationRequest | None, measured: str | None = None, width: int = WIDTH
+) -> str:
+    """Return the whole answer in lines of `width` columns, without a line break at its end.
 
-def render_answer(answer: Answer, request: ExplorationRequest | None, measured: str | None = None) -> str:
-    """Return the whole answer, without a line break at its end; `measured` names the code that it is about."""
+    `measured` names the code that it is about. Lines break between words; only a longer word is wider than `width`.
+    """
     lines: list[str] = []
     main = answer.variants[0]
     if main.recommendation is None:
         lines.append(f"No candidate fits: {main.reason or 'all of them failed'}")
         lines += _remedy_rows(main.remedies)
     else:
-        lines += render_recommendation(main.recommendation, request, measured)
+        lines += _recommendation_rows(main.recommendation, request, measured)
     if len(answer.variants) > 1:
         lines += ["", "Variants by num_query_groups (separate models, not ranked)", *_variant_table(answer.variants)]
     if answer.timings:
-        spent = ", ".join(f"{name.replace('_', ' ')} {_seconds(seconds)}" for name, seconds in answer.timings.items())
-        lines += ["", _row("time spent", spent)]
-    return "\n".join(lines)
+        spent = ", ".join(
+            f"{name.replace('_', ' ')} {seconds_text(seconds)}" for name, seconds in answer.timings.items()
+        )
+        lines += ["", row("time spent", spent)]
+    return "\n".join(wrap(lines, width))
 
 
 def render_recommendation(
-    best: Recommendation, request: ExplorationRequest | None, measured: str | None = None
+    best: Recommendation, request: ExplorationRequest | None, measured: str | None = None, width: int = WIDTH
 ) -> list[str]:
     """Return the lines of one recommendation."""
-    lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}", ""]
+    return wrap(_recommendation_rows(best, request, measured), width)
+
+
+def _recommendation_rows(best: Recommendation, request: ExplorationRequest | None, measured: str | None) -> list[str]:
+    lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}"]
+    lines += [*second_figure(best, request), ""]
     if measured is not None:
-        lines.append(_row("measured", measured))
+        lines.append(row("measured", measured))
     lines += _candidate_rows(best.candidate)
-    within = f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
     lines += [
-        _row("throughput", f"{_rate(best.tokens_per_second)} per device, {best.performance:.2f}x base"),
-        _row("base", best.base.describe()),
-        _row("confidence", f"{best.confidence} out of 100{within}"),
-        _row("step", _step(best)),
-    ]
-    batch = _batch(best, request)
-    if batch is not None:
-        lines.append(_row("batch", batch))
-    lines += [
-        _row(
-            "peak memory",
-            f"{bytes_text(best.predicted_peak_bytes)} predicted, {bytes_text(best.measured_peak_bytes)} measured",
-        ),
-        _row("with reserve", f"{bytes_text(best.required_bytes)} of {bytes_text(best.memory_limit_bytes)}"),
+        *_throughput_rows(best),
+        row("base", best.base.describe()),
+        row("confidence", f"{best.confidence} out of 100{_within(request)}"),
+        row("step", _step(best)),
+        *batch_rows(best, request),
+        row("peak memory", _peak(best)),
+        row("with reserve", f"{bytes_text(best.required_bytes)} of {bytes_text(best.memory_limit_bytes)}{_kept(best)}"),
         *_memory_rows(best.memory),
+        *saving_rows(best),
     ]
     plain, largest = best.largest_without_recompute, best.largest_micro_batch
     if plain is not None:
-        lines.append(_row("largest that fits", _alternative(plain)))
+        lines.append(row("largest that fits", _alternative(best, plain)))
     if largest is not None and largest != plain:
-        lines.append(_row("largest that fits" if plain is None else "  if recomputed", _alternative(largest)))
+        lines.append(row("largest that fits" if plain is None else "  if recomputed", _alternative(best, largest)))
     if best.stock is not None:
-        lines.append(_row("stock best", _alternative(best.stock)))
-    if best.whole_model is not None:
-        lines.append(_row("whole model", _whole_model(best.whole_model)))
+        lines.append(row("stock best", _alternative(best, best.stock)))
     if best.runner_up is not None:
-        lines.append(_row("runner-up", _runner_up(best.runner_up)))
-    notes = list(best.notes)
-    return lines + [_row("note", note) for note in notes]
+        lines.append(row("runner-up", _runner_up(best.runner_up)))
+    return lines + [row("note", note) for note in best.notes]
 
 
 def render_run_report(report: RunReport, best: Recommendation) -> str:
-    """Return one line about a real run, compared with `best` if it used the micro-batch size of `best`."""
+    """Return one line about a real run, compared with `best` if it used one of its two micro-batch sizes."""
     line = (
-        f"a run on {report.hardware} reached {_rate(report.tokens_per_second)} per device with micro_batch_size "
+        f"a run on {report.hardware} reached {rate_text(report.tokens_per_second)} per device with micro_batch_size "
         f"{report.micro_batch_size} in {report.steps:,} steps, peak {bytes_text(report.peak_bytes)}"
     )
-    if report.micro_batch_size != best.candidate.micro_batch_size:
+    promised = _promised(best, report.micro_batch_size)
+    if promised is None:
         return line
-    speed = report.tokens_per_second / best.tokens_per_second
-    memory = report.peak_bytes / best.measured_peak_bytes if best.measured_peak_bytes else None
+    speed = report.tokens_per_second / promised[0]
+    memory = report.peak_bytes / promised[1] if promised[1] else None
     peak = f", {memory:.2f}x the promised peak" if memory is not None else ""
     return f"{line}: {speed:.2f}x the promised speed{peak}"
 
 
-def bytes_text(count: int) -> str:
-    """Return a number of bytes in the largest binary unit in which it is at least 1."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(size) >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+def _promised(best: Recommendation, micro_batch_size: int) -> tuple[float, int] | None:
+    """Return the tokens/s and the peak bytes of the figure with this micro-batch size; null if neither has it."""
+    if micro_batch_size == best.candidate.micro_batch_size:
+        return best.expected_tokens_per_second, best.measured_peak_bytes
+    other = best.dividing
+    if other is not None and micro_batch_size == other.candidate.micro_batch_size:
+        return other.tokens_per_second, other.peak_bytes
+    return None
 
 
 def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
     """Return the parts of the memory at the peak by name, without those of size 0."""
     return [(name.replace("_", " "), size) for name, size in memory.model_dump().items() if size]
-
-
-def _row(label: str, text: str) -> str:
-    return f"  {label:<{LABEL_WIDTH}}{text}"
 
 
 def _context(request: ExplorationRequest | None) -> str:
@@ -123,72 +124,104 @@ def _context(request: ExplorationRequest | None) -> str:
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
     if candidate.settings is not None:
-        yield _row("settings", candidate.settings)
+        yield row("settings", candidate.settings)
     if candidate.is_whole:
         return
-    yield _row("bta_tile", str(candidate.bta_tile or "off"))
-    yield _row("recompute", str(candidate.recompute))
-    yield _row("attention", candidate.attention_backend)
+    yield row("bta_tile", str(candidate.bta_tile or "off"))
+    yield row("recompute", str(candidate.recompute))
+    yield row("attention", candidate.attention_backend)
     if candidate.expert_backend is not None:
-        yield _row("experts", candidate.expert_backend)
+        yield row("experts", candidate.expert_backend)
     if candidate.loss is not None:
-        yield _row("loss", candidate.loss)
+        yield row("loss", candidate.loss)
     if candidate.execution is not None:
-        yield _row("execution", candidate.execution)
+        yield row("execution", candidate.execution)
     if candidate.context_parallel_layout is not None:
         over = f"{candidate.context_parallel_size} devices per sequence, {candidate.context_parallel_layout}"
-        yield _row("context parallel", over)
+        yield row("context parallel", over)
     if candidate.sharding is not None:
-        yield _row("sharding", str(candidate.sharding))
+        yield row("sharding", str(candidate.sharding))
+
+
+def _within(request: ExplorationRequest | None) -> str:
+    return f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
+
+
+def _throughput_rows(best: Recommendation) -> Iterable[str]:
+    """Yield the tokens/s to expect: those of the whole model if it was run, whatever its blocks compose."""
+    per_device, whole = f"{rate_text(best.expected_tokens_per_second)} per device", best.whole_model
+    if whole is None:
+        yield row("throughput", f"expect about {per_device}, {best.performance:.2f}x base")
+        yield row("  composed", "of measured blocks; no whole model has confirmed it")
+    else:
+        yield row("throughput", f"expect {per_device}, {best.performance:.2f}x base")
+        yield row("  whole model", f"ran at that speed; {_composed(whole)}")
+
+
+def _composed(check: WholeModelCheck) -> str:
+    """Return how far the composed step and peak are from those of the whole model."""
+    step = f"a step that is {abs(check.step_error):.1%} {'shorter' if check.step_error < 0 else 'longer'}"
+    peak = f"a peak that is {abs(check.peak_error):.1%} {'lower' if check.peak_error < 0 else 'higher'}"
+    return f"its blocks compose {step}, and {peak}"
+
+
+def _peak(best: Recommendation) -> str:
+    """Return the peak to expect first, then the others."""
+    composed = f"{bytes_text(best.measured_peak_bytes)} composed of measured blocks"
+    predicted = f"{bytes_text(best.predicted_peak_bytes)} predicted by formulas"
+    if best.whole_model is None:
+        return f"{composed}, {predicted}"
+    return f"{bytes_text(best.whole_model.measurement.peak_bytes)} in the whole model, {composed}, {predicted}"
+
+
+def _kept(best: Recommendation) -> str:
+    return f", which leaves {best.headroom:.0%} of the memory free as headroom" if best.headroom else ""
 
 
 def _step(best: Recommendation) -> str:
-    micro = f"{_seconds(best.micro_step_seconds)} per micro-batch"
-    if best.optimizer_seconds == 0:
-        return micro
-    parts = f"{micro}, optimizer {_seconds(best.optimizer_seconds)}"
-    if best.communication_seconds is not None:
-        parts += f", communication {_seconds(best.communication_seconds)}"
-    return f"{_seconds(best.step_seconds)} per step ({parts})"
-
-
-def _batch(best: Recommendation, request: ExplorationRequest | None) -> str | None:
-    asked = f"batch_size {request.batch_size}" if request is not None else "the batch_size"
-    if best.grad_accum_steps is not None:
-        return f"{asked} takes {best.grad_accum_steps} accumulation steps"
-    if best.nearest_batch_sizes:
-        nearest = " and ".join(str(size) for size in best.nearest_batch_sizes)
-        return f"{asked} does not divide into whole micro-batches; the nearest that do: {nearest}"
-    return None
+    whole = best.whole_model
+    step, micro, optimizer, communication = (
+        (best.step_seconds, best.micro_step_seconds, best.optimizer_seconds, best.communication_seconds)
+        if whole is None
+        else (
+            whole.step_seconds,
+            whole.measurement.micro_step_seconds,
+            whole.measurement.optimizer_seconds,
+            whole.measurement.communication_seconds,
+        )
+    )
+    parts = f"{seconds_text(micro)} per micro-batch"
+    if best.optimizer_seconds == 0:  # there is no training
+        return parts
+    if optimizer > 0:  # some runs of whole models leave it out
+        parts += f", optimizer {seconds_text(optimizer)}"
+    if communication is not None:
+        parts += f", communication {seconds_text(communication)}"
+    return f"{seconds_text(step)} per step ({parts})"
 
 
 def _memory_rows(memory: MemoryParts) -> Iterable[str]:
     for name, size in memory_parts(memory):
-        yield _row(f"  {name}", f"{bytes_text(size):>10}")
+        yield row(f"  {name}", f"{bytes_text(size):>10}")
 
 
-def _alternative(other: Alternative) -> str:
+def _alternative(best: Recommendation, other: Alternative) -> str:
     predicted = ", predicted in part" if other.predicted else ""
-    return f"{other.gain:.2f}x over {other.candidate.describe()} ({_rate(other.tokens_per_second)}{predicted})"
-
-
-def _whole_model(check: WholeModelCheck) -> str:
-    return (
-        f"{_rate(check.tokens_per_second)}, peak {bytes_text(check.measurement.peak_bytes)}; "
-        f"the composed figures are off by {check.step_error:+.1%} in time, {check.peak_error:+.1%} in memory"
-    )
+    rate = rate_text(best.expected_tokens_per_second / other.gain)
+    return f"{other.gain:.2f}x over {other.candidate.describe()} ({rate}{predicted})"
 
 
 def _runner_up(rival: RunnerUpCheck) -> str:
-    if rival.whole_model is None:
-        return f"{rival.candidate.describe()}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
-    gain = f"{rival.gain:.3f}x over it as whole models: " if rival.gain is not None else ""
-    return f"{rival.candidate.describe()}: {gain}{_whole_model(rival.whole_model)}"
+    name, check = rival.candidate.describe(), rival.whole_model
+    if check is None:
+        return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
+    gain = f"; the recommended one is {rival.gain:.3f}x as fast" if rival.gain is not None else ""
+    return f"{name}: {rate_text(check.tokens_per_second)} as a whole model{gain}; {_composed(check)}"
 
 
 def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
     rows = [
-        _row(
+        row(
             relaxation.kind.replace("_", " "),
             f"{relaxation.change}: peak {bytes_text(relaxation.predicted_peak_bytes)}, "
             f"{bytes_text(relaxation.required_bytes)} with reserve",
@@ -200,26 +233,22 @@ def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
 
 
 def _variant_table(variants: Iterable[VariantAnswer]) -> list[str]:
-    rows = [("groups", "parameters", "micro_batch_size", "tokens/s", "confidence", "candidate")]
+    """Return a table, with the candidate of each row, or why there is none, in a line below it."""
+    rows = [("groups", "parameters", "micro_batch_size", "tokens/s", "confidence")]
+    below = [""]
     for variant in variants:
         best = variant.recommendation
         head = (str(variant.num_query_groups), f"{variant.num_parameters:,}")
         if best is None:
-            rows.append((*head, "-", "-", "-", variant.reason or "nothing fits"))
+            rows.append((*head, "-", "-", "-"))
+            below.append(variant.reason or "nothing fits")
         else:
             size = str(best.candidate.micro_batch_size)
-            rate = f"{best.tokens_per_second:,.0f}"
-            rows.append((*head, size, rate, str(best.confidence), best.candidate.describe()))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return ["  " + "  ".join([*(f"{row[i]:>{widths[i]}}" for i in range(5)), row[5]]) for row in rows]
-
-
-def _rate(tokens_per_second: float) -> str:
-    digits = 0 if tokens_per_second >= 100 else 1
-    return f"{tokens_per_second:,.{digits}f} tokens/s"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+            rows.append((*head, size, f"{best.expected_tokens_per_second:,.0f}", str(best.confidence)))
+            below.append(best.candidate.describe())
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for cells, text in zip(rows, below, strict=True):
+        lines.append("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+        lines += [f"      {text}"] if text else []
+    return lines

@@ -11,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from api.answer import bytes_text, memory_parts
+from api.answer import memory_parts
+from api.text import bytes_text
 from explorer.records.event import Event, EventCode
 from explorer.records.recommendation import Recommendation
 from explorer.spec.request import ExplorationRequest
@@ -95,7 +96,8 @@ class LiveView:
 
     def _head(self) -> Text:
         name = self._request.model_name if self._request is not None else "exploration"
-        head = Text.assemble((name, "bold"), f"  {self._job_id}  ", (f"{self._num_trials} trials", "dim"), no_wrap=True)
+        trials = f"{self._num_trials} trial{'' if self._num_trials == 1 else 's'}"
+        head = Text.assemble((name, "bold"), f"  {self._job_id}  ", (trials, "dim"), no_wrap=True)
         if self._ended_at is None and self._started_at is not None and self._request is not None:
             left = max(0.0, self._request.budget.max_seconds - self._elapsed())
             head.append(f"  {_clock(self._elapsed())} passed, ")
@@ -121,7 +123,8 @@ class LiveView:
             Text.assemble(
                 ("best so far  ", "bold"),
                 (f"micro_batch_size {best.candidate.micro_batch_size}", "bold green"),
-                f"  {best.tokens_per_second:,.0f} tokens/s  {best.performance:.2f}x base  confidence {best.confidence}",
+                f"  {best.expected_tokens_per_second:,.0f} tokens/s  {best.performance:.2f}x base",
+                f"  confidence {best.confidence}",
             ),
             Text(f"             {best.candidate.describe()}", style="dim", no_wrap=True),
         ]

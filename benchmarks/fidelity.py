@@ -24,8 +24,8 @@ from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.records.measurement import Outcome
 from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
-from explorer.search.report import check_whole_model
 from explorer.search.search_state import SearchState
+from explorer.search.whole_model_check import check_whole_model
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest

@@ -40,6 +40,10 @@ class RecommendationError(ValueError):
 class Recommendation:
     """The part of a recommendation that a trainer needs.
 
+    It is the candidate that divides the requested batch, where the document names one, so that accumulation keeps the
+    batch; else the recommended candidate. A document of an earlier version, or of an exploration without a batch, names
+    none.
+
     `architecture` holds the sizes of the model that was measured. `effective_batch_size` is the number of sequences in
     a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are null.
     """
@@ -70,6 +74,7 @@ class Recommendation:
         found = document.get("recommendation", document)
         if not isinstance(found, Mapping):
             raise RecommendationError("it recommends nothing (yet)")
+        found = _dividing(found)
         candidate = found.get("candidate", found)
         if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
             raise RecommendationError("this is not a recommendation: it names no micro_batch_size")
@@ -126,6 +131,15 @@ def _document(source: Source) -> Mapping[str, Any]:
     if not isinstance(document, dict):
         raise RecommendationError("a recommendation is a JSON object")
     return document
+
+
+def _dividing(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the recommendation with the candidate that divides the batch in place of the recommended one."""
+    other = found.get("dividing")
+    if not isinstance(other, Mapping) or other.get("candidate") == found.get("candidate"):
+        return found
+    kept = {key: value for key, value in found.items() if key != "settings"}  # they belong to the recommended candidate
+    return {**kept, **other, "measured_peak_bytes": other.get("peak_bytes")}
 
 
 def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:

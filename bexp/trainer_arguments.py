@@ -13,7 +13,8 @@ _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 def training_arguments(recommendation: Source | Recommendation, *, world_size: int | None = None) -> dict[str, Any]:
     """Return the fields for `TrainingArguments(**fields, ...)`; `bexp.apply` sets what belongs to the model.
 
-    The effective batch stays as requested, because the accumulation steps follow from the number of devices.
+    The micro-batch is that of the candidate that divides the requested batch, see `Recommendation`. The effective batch
+    stays as requested, because the accumulation steps follow from the number of devices.
     `world_size` defaults to the environment's WORLD_SIZE. The Trainer recomputes layers only if all of them are
     recomputed. `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off.
 

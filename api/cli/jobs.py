@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from api.answer import render_run_report
+from api.answer_choices import no_dividing_text
 from api.cli import options
 from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
+from api.cli.job_ids import find_job
 from api.cli.results import conclude, document, print_json
 from api.client import Client, Job, JobState, Result
+from api.text import slower_text
+from explorer.records.recommendation import DividingCandidate, Recommendation
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="The id of the exploration.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="ID", help="The id of the exploration, its first characters, or `latest`.")
+]
 
 
 def submit(
@@ -25,6 +32,8 @@ def submit(
     num_devices: options.NumDevices = None,
     seq_length: options.SeqLength = None,
     memory_limit_gib: options.MemoryLimitGiB = None,
+    headroom: options.Headroom = None,
+    prefer: options.PreferOption = None,
     mode: options.ModeOption = None,
     execution: options.ExecutionOption = None,
     target: options.TargetOption = None,
@@ -46,6 +55,8 @@ def submit(
             "num_devices": num_devices,
             "seq_length": seq_length,
             "memory_limit_gib": memory_limit_gib,
+            "headroom": headroom,
+            "prefer": prefer,
             "mode": mode,
             "execution": execution,
             "target": target,
@@ -72,29 +83,69 @@ def submit(
 def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
     """Follow an exploration to its end and print its answer."""
     with connect_or_embed() as client:
-        raise typer.Exit(_watch(client, client.get(job_id), as_json=as_json))
+        raise typer.Exit(_watch(client, find_job(client, job_id), as_json=as_json))
 
 
-def best(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """Print the best micro_batch_size so far, and what real runs with it have reached."""
+def best(
+    job_id: JobId,
+    divides: Annotated[
+        bool, typer.Option("--divides", help="Print the best that divides the batch that was asked for.")
+    ] = False,
+    min_confidence: Annotated[
+        int | None, typer.Option(min=0, max=99, help="Exit with 1 if the confidence is lower than this.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Print the best micro_batch_size so far, and what real runs with it have reached.
+
+    Example: bexp best latest --divides --min-confidence 90
+    """
     with connect_or_embed() as client:
-        job = client.get(job_id)
-        result = client.recommendation(job_id)
+        job = find_job(client, job_id)
+        result = client.recommendation(job.id)
         known = result.recommendation if result is not None else None
         if as_json:
             print_json(document(client, job))
-        elif known is not None:
-            typer.echo(known.candidate.micro_batch_size)
-            if result is not None and result.target_version is not None:
-                say(f"measured: {result.measured}")
-            for report in client.run_reports(job_id):
-                say(render_run_report(report, known))
+        reports = client.run_reports(job.id) if known is not None and not as_json else ()
     if known is None:
         reason = _why_nothing(job, result)
         failed = job.state == "failed" and result is None
         raise CommandError(ExitCode.SERVICE if failed else ExitCode.NO_ANSWER, f"no recommendation: {reason}")
+    chosen = known.dividing if divides else known
+    if chosen is None:
+        raise CommandError(ExitCode.NO_ANSWER, no_dividing_text(known, job.request))
+    size = chosen.candidate.micro_batch_size
+    if min_confidence is not None and chosen.confidence < min_confidence:
+        raise CommandError(
+            ExitCode.NO_ANSWER,
+            f"micro_batch_size {size} has confidence {chosen.confidence}, below --min-confidence {min_confidence}",
+        )
+    if not as_json:
+        typer.echo(size)
+        if result is not None and result.target_version is not None:
+            say(f"measured: {result.measured}")
+        for report in reports:
+            say(render_run_report(report, known))
+    for warning in _warnings(job, known, chosen):
+        say(f"warning: {warning}")
     if not job.is_final:
-        say(f"confidence {known.confidence} out of 100; the exploration is {job.state}")
+        say(f"confidence {chosen.confidence} out of 100; the exploration is {job.state}")
+
+
+def _warnings(job: Job, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
+    """Yield what a script that reads the printed number alone would not know."""
+    other = known.dividing
+    if isinstance(chosen, DividingCandidate):
+        if chosen.predicted:
+            yield "predicted in part; an exploration with `--micro-batch-size auto` measures what divides the batch"
+    elif known.nearest_batch_sizes and other is None:
+        yield no_dividing_text(known, job.request)
+    elif known.nearest_batch_sizes and other is not None:
+        batch = "the batch" if job.request is None else f"batch_size {job.request.batch_size}"
+        yield (
+            f"{known.candidate.micro_batch_size} does not divide {batch}; {other.candidate.micro_batch_size} does, "
+            f"{slower_text(other.loss)}: `bexp best {job.id} --divides`"
+        )
 
 
 def list_(
@@ -120,7 +171,7 @@ def list_(
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:
     """End an exploration."""
     with connect_or_embed() as client:
-        job = client.cancel(job_id)
+        job = client.cancel(find_job(client, job_id).id)
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:

@@ -30,6 +30,13 @@ class Execution(StrEnum):
     EXPLORE = "explore"
 
 
+class Prefer(StrEnum):
+    """What decides among candidates that are about as fast."""
+
+    SPEED = "speed"
+    MEMORY = "memory"
+
+
 Config = Annotated[
     Path, typer.Argument(help="A request (YAML or JSON), a Hugging Face config.json or a Cerebras YAML; - reads stdin.")
 ]
@@ -43,6 +50,12 @@ NumDevices = Annotated[int | None, typer.Option(help="The number of devices that
 SeqLength = Annotated[int | None, typer.Option(help="The number of tokens in a sequence.")]
 MemoryLimitGiB = Annotated[
     float | None, typer.Option("--memory-limit-gib", help="Plan for a device with less memory than this one.")
+]
+Headroom = Annotated[
+    float | None, typer.Option(help="Leave this share of the memory free, beyond the usual margin (0 to 0.9).")
+]
+PreferOption = Annotated[
+    Prefer | None, typer.Option(help="Recommend the fastest, or the smallest peak within the tolerance of it.")
 ]
 ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate with forward passes only.")]
 ExecutionOption = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import typer
@@ -11,10 +12,12 @@ from pydantic import BaseModel
 from api.answer import render_answer, render_recommendation
 from api.cli.errors import ExitCode, say
 from api.client import Client, Job
+from api.text import WIDTH
 from explorer.records.event import Event, EventCode
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""
+FEWEST_COLUMNS, MOST_COLUMNS = 60, 120
 
 
 def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> ExitCode:
@@ -26,9 +29,9 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
         return code
     result = client.recommendation(job_id)
     if result is not None and result.answer is not None:
-        typer.echo("\n" + render_answer(result.answer, job.request, result.measured))
+        typer.echo("\n" + render_answer(result.answer, job.request, result.measured, terminal_width()))
     elif result is not None and result.recommendation is not None:
-        lines = render_recommendation(result.recommendation, job.request, result.measured)
+        lines = render_recommendation(result.recommendation, job.request, result.measured, terminal_width())
         typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
     if code is not ExitCode.ANSWER and (result is None or result.answer is None):
         say(f"bexp: {last.message}")
@@ -45,6 +48,11 @@ def document(client: Client, job: Job) -> dict[str, Any]:
         "answer": None if result is None else _dump(result.answer),
         "run_reports": [report.model_dump(mode="json") for report in client.run_reports(job.id)],
     }
+
+
+def terminal_width() -> int:
+    """Return the columns for text: those of the terminal, neither too few nor too many to read."""
+    return min(MOST_COLUMNS, max(FEWEST_COLUMNS, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
 def print_json(value: Any) -> None:

@@ -14,6 +14,7 @@ from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.spelling import did_you_mean
 
 
 class EmptySpaceError(ValueError):
@@ -107,6 +108,11 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                         )
                     )
     if not candidates:
+        if not any(request.micro_batch_sizes_over(sharing.size) for sharing, _ in sharings):
+            raise EmptySpaceError(
+                f"each micro_batch_size exceeds what {max(s.size for s, _ in sharings)} devices get of batch_size "
+                f"({request.batch_size}), and this worker's profiler has no more that could share sequences"
+            )
         raise EmptySpaceError(
             "tiling with policies that keep a part of attention only: a tile recomputes attention already"
         )
@@ -147,6 +153,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
         )
         for sharding in request.sharding_choices
         for sharing, backend in plainest.values()
+        if request.base_micro_batch_size or request.micro_batch_sizes_over(sharing.size)
         for recompute in policies
     )
 
@@ -232,7 +239,8 @@ def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str
         known = {backend.name: backend for backend in supported}
         for name in allowed:
             if name not in known:
-                raise EmptySpaceError(f"unknown {what} '{name}'; {where} there is {', '.join(sorted(known)) or 'none'}")
+                there = ", ".join(sorted(known)) or "none"
+                raise EmptySpaceError(f"unknown {what} '{name}'{did_you_mean(name, known)}; {where} there is {there}")
         names = [name for name in usable if name in allowed]
     if not names:
         asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]

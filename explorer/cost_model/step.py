@@ -145,12 +145,13 @@ def required_bytes(peak: int, hardware: HardwareSpec, allocator: str) -> int:
 
 
 def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
-    """Return the bytes of one device that the job may use."""
-    if request.memory_limit_gib is None:
-        return hardware.memory_limit_bytes
-    # A person may ask for more than the default share of a CPU's memory. On a GPU, the rest is held by others.
-    most = hardware.memory_bytes if hardware.device_kind == "cpu" else hardware.memory_limit_bytes
-    return min(round(request.memory_limit_gib * GIB), most)
+    """Return the bytes of one device that the job may use: the limit without the request's headroom."""
+    limit = hardware.memory_limit_bytes
+    if request.memory_limit_gib is not None:
+        # A person may ask for more than the default share of a CPU's memory. On a GPU, the rest is held by others.
+        most = hardware.memory_bytes if hardware.device_kind == "cpu" else limit
+        limit = min(round(request.memory_limit_gib * GIB), most)
+    return round((1.0 - request.headroom) * limit) if request.headroom else limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from explorer.formats.document import Location, Problem
 from explorer.spec.base import RuleError
 from explorer.spec.options import MAX_MICRO_BATCH_SIZE
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.spelling import did_you_mean
 from explorer.spec.training import Sharding
 
 MICRO_BATCH_RULE = (
     "must be 'explore', 'auto', {explore: {min, max}}, a whole number from 1 to "
     f"{MAX_MICRO_BATCH_SIZE}, or a list of such numbers"
 )
+MOST_SUGGESTIONS = 20
+"""The most unknown fields for which a known one is looked for, because that takes time."""
 SIZES = ("context_parallel", "sizes")
 SIZES_RULE = "must be 'explore' or a list of 1 to 16 whole numbers from 1 to 4096"
 
@@ -29,8 +34,11 @@ LEVELS_RULE = f"must be a list of {_NAMES}, or 'explore'"
 def explain(error: ValidationError, sources: Mapping[Location, Location], limit: int) -> list[Problem]:
     """Return `limit` problems, each once, at the field of the document; `sources` maps native fields to those."""
     problems: dict[Problem, None] = {}
-    for detail in error.errors(include_url=False, include_input=False):
+    for index, detail in enumerate(error.errors(include_url=False, include_input=False)):
         native, message = _simplify(detail)
+        if detail["type"] == "extra_forbidden" and message == detail["msg"]:
+            beside = _fields_beside(native) if index < MOST_SUGGESTIONS else ()
+            message = f"is not a field that is known here{did_you_mean(str(native[-1]), beside)}"
         fields = _related_fields(detail, native)
         problems[relocate(fields[0], sources), message + _other_names(fields, sources)] = None
         if len(problems) == limit:
@@ -79,3 +87,22 @@ def _other_names(fields: Sequence[Location], sources: Mapping[Location, Location
     names = {str(sources[field][-1]): str(field[-1]) for field in fields if sources.get(field)}
     renamed = [f"{name} is {native}" for name, native in names.items() if name != native]
     return f" (here {', '.join(renamed)})" if renamed else ""
+
+
+def _fields_beside(location: Location) -> tuple[str, ...]:
+    """Return the fields of the part of a request that `location` is in; none if that part has no fields of its own."""
+    model: type[BaseModel] = ExplorationRequest
+    for key in location[:-1]:
+        field = model.model_fields.get(str(key))
+        inner = None if field is None else _model_in(field.annotation)
+        if inner is None:
+            return ()
+        model = inner
+    return tuple(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that a field holds, which may be one of several types; null if it holds none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

@@ -26,6 +26,7 @@ from explorer.formats.layers import find_layer_pattern
 from explorer.formats.translation import Section, Translation
 from explorer.formats.vision import refuse_vision
 from explorer.spec.request import name_of_config
+from explorer.spec.spelling import did_you_mean
 
 DEFAULT_SEQ_LENGTH = 4096
 """The longest sequence that is assumed where config.json only says how long it can be; `seq_length` overrides it."""
@@ -81,7 +82,8 @@ def translate_config(
         why = UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
         model.refuse(
             "model_type",
-            f"{model_type!r:.60} is not supported{f' (it has {why})' if why else ''}; supported: {', '.join(FAMILIES)}",
+            f"{model_type!r:.60} is not supported{f' (it has {why})' if why else ''}"
+            f"{did_you_mean(str(model_type), FAMILIES)}; supported: {', '.join(FAMILIES)}",
         )
         return
     model = _rename(model, family)

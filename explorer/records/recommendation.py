@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -48,6 +48,40 @@ class RunnerUpCheck(Frozen):
     whole_model: WholeModelCheck | None = Field(None, description="Null unless the outcome is ok.")
 
 
+class DividingCandidate(Frozen):
+    """The best candidate that divides the requested batch into whole micro-batches for each device.
+
+    It is the recommended candidate itself where that one divides. The search does not aim at it, so that its confidence
+    may be low: `micro_batch_size: auto` explores candidates that divide, and no others.
+    """
+
+    candidate: Candidate
+    grad_accum_steps: Annotated[int, Field(ge=1)] = Field(description="Micro-steps in a step of the requested batch.")
+    tokens_per_second: float = Field(description="Of one device; those of its whole model if that was run.")
+    loss: float = Field(
+        description="Share of the recommended candidate's tokens/s that it loses; negative if it is faster."
+    )
+    confidence: Annotated[int, Field(ge=0, le=99)] = Field(
+        description="Probability, floored, that it is within the tolerance of the best candidate that divides."
+    )
+    predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
+    step_seconds: float
+    peak_bytes: int = Field(description="Allocated at the peak, composed of its components.")
+    required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
+    whole_model: WholeModelCheck | None = Field(None, description="Null if it was not run as a whole model.")
+
+
+class MemoryChoice(Frozen):
+    """The candidate with the smallest peak among those that lose no more than a given share of the tokens/s."""
+
+    within: float = Field(description="The share that it may lose against the fastest; 0 for the fastest itself.")
+    candidate: Candidate
+    tokens_per_second: float
+    loss: float = Field(description="Share of the fastest candidate's tokens/s that it loses.")
+    peak_bytes: int
+    required_bytes: int
+
+
 class Recommendation(Frozen):
     """The best candidate so far.
 
@@ -56,7 +90,9 @@ class Recommendation(Frozen):
     base candidate. `confidence` is the probability, floored to 0..99, that the whole model's tokens/s with this
     candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is null if
     micro_batch_size x num_devices / context_parallel_size does not divide the requested batch; `nearest_batch_sizes`
-    then names the batch sizes below and above that it divides.
+    then names the batch sizes below and above that it divides. `dividing` is the best candidate that does divide the
+    requested batch; it is null in eval mode, and if none divides it, and `dividing_batch_sizes` then names the nearest
+    batch sizes that any candidate which fits divides.
     `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training state and of
     measured activations. What a whole run allocated is in `whole_model`.
     """
@@ -94,6 +130,18 @@ class Recommendation(Frozen):
     whole_model: WholeModelCheck | None = None
     runner_up: RunnerUpCheck | None = None
     notes: tuple[str, ...] = ()
+    dividing: DividingCandidate | None = None
+    dividing_batch_sizes: tuple[int, ...] = ()
+    prefer: Literal["speed", "memory"] = Field("speed", description="What the request prefers.")
+    headroom: float = Field(0.0, description="Share of the memory that the request leaves free.")
+    memory_choices: tuple[MemoryChoice, ...] = Field(
+        (), description="The fastest candidate, and the smallest peak within 1% and within 3% of it; once finished."
+    )
+
+    @property
+    def expected_tokens_per_second(self) -> float:
+        """The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones."""
+        return self.tokens_per_second if self.whole_model is None else self.whole_model.tokens_per_second
 
 
 class RelaxationKind(StrEnum):

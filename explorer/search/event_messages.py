@@ -26,14 +26,26 @@ def variant_event(model: ExploredModel) -> EventDraft:
     )
 
 
-def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int) -> EventDraft:
-    """Return the event that the legal space has been enumerated."""
-    model = space.model
+def space_event(
+    space: LegalSpace, num_predicted_out: int, limit_bytes: int, *, largest_useful: int | None = None
+) -> EventDraft:
+    """Return the event that the legal space has been enumerated.
+
+    `largest_useful` is what a device gets of the batch, if that has left out sizes that the request names.
+    """
+    model, limit = space.model, f"{limit_bytes / GIB:.2f} GiB"
+    memory = (
+        f"{num_predicted_out} more left out: predicted not to fit in {limit}"
+        if num_predicted_out
+        else f"none predicted not to fit in {limit}"
+    )
+    if largest_useful is not None:
+        memory += f"; no micro_batch_size above {largest_useful}, because a device gets no more of the batch"
     return EventDraft(
         code=EventCode.SPACE,
         message=(
             f"{_named(model)}: {count_parameters(model):,} parameters, {len(space.candidates)} candidates to consider, "
-            f"{num_predicted_out} more left out: predicted not to fit in {limit_bytes / GIB:.2f} GiB"
+            f"{memory}"
         ),
         data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
     )
@@ -87,10 +99,12 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.OK:
         peak = (trial.measured_peak_bytes or trial.predicted_peak_bytes or 0) / GIB
-        what = "components again" if suggestion.again else "new components"
+        number = len(suggestion.components)
+        noun = "component" if number == 1 else "components"
+        what = f"{number} {noun} again" if suggestion.again else f"{number} new {noun}"
         message = (
             f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:.0f} tokens/s, "
-            f"peak {peak:.2f} GiB ({len(suggestion.components)} {what} in {seconds:.1f} s)"
+            f"peak {peak:.2f} GiB ({what} in {seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.CONTAMINATED:
@@ -157,7 +171,7 @@ def end_event(answer: Answer) -> EventDraft:
     return EventDraft(
         code=EventCode.SUCCEEDED,
         message=(
-            f"Recommended: {found.candidate.describe()}: {found.tokens_per_second:.0f} tokens/s, "
+            f"Recommended: {found.candidate.describe()}: {found.expected_tokens_per_second:.0f} tokens/s, "
             f"{found.performance:.2f}x base, confidence {found.confidence}"
         ),
         data=data,

@@ -11,6 +11,7 @@ from explorer.records.trial import Trial
 from explorer.search.event_messages import space_event, variant_event
 from explorer.search.pruned_space import PrunedSpace
 from explorer.search.variant_context import VariantContext
+from explorer.spec.request import ExplorationRequest
 
 
 class ProgressLog:
@@ -29,7 +30,8 @@ class ProgressLog:
         if len(context.request.variants()) > 1:
             self._unsent.append(variant_event(context.model))
         limit = memory_limit(context.request, context.report.hardware)
-        self._unsent.append(space_event(space.legal, space.num_predicted_out, limit))
+        useful = _largest_useful(context.request)
+        self._unsent.append(space_event(space.legal, space.num_predicted_out, limit, largest_useful=useful))
         self._space = space.legal.summarize() if context.is_main else None
 
     def add(self, event: EventDraft) -> None:
@@ -57,3 +59,10 @@ class ProgressLog:
                 drafts.append(event)
         shown = recommendation if self._is_main else None
         return Progress(events=tuple(drafts), trial=trial, recommendation=shown, space=space)
+
+
+def _largest_useful(request: ExplorationRequest) -> int | None:
+    """What a device, or a group that shares sequences, gets of the batch; null if the request names no larger size."""
+    useful = {size: request.largest_useful_micro_batch(size) for size in request.context_parallel_sizes}
+    beyond = [s for s, most in useful.items() if most and max(request.named_micro_batch_sizes(s), default=0) > most]
+    return max((most for most in useful.values() if most), default=None) if beyond else None

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from explorer.cost_model.step import StepSeconds, combine_seconds
-from explorer.records.measurement import Outcome, WholeModelMeasurement
-from explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
-from explorer.records.trial import Trial, TrialKind, count_processes
+from explorer.cost_model.step import StepSeconds
+from explorer.records.measurement import Outcome
+from explorer.records.recommendation import Alternative, DividingCandidate, Recommendation, RunnerUpCheck
+from explorer.records.trial import Trial
+from explorer.search.batch_division import accumulate
 from explorer.search.candidate_posterior import confidence_score
+from explorer.search.choices import dividing_batch_sizes, memory_choices
 from explorer.search.search_state import BestCandidate, SearchState
+from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.hardware import DeviceReport
 from explorer.spec.parts import ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -40,8 +43,14 @@ def build_recommendation(
     report: DeviceReport,
     whole_model: Trial | None = None,
     runner_up: RunnerUpCheck | None = None,
+    dividing: DividingCandidate | None = None,
+    *,
+    final: bool = False,
 ) -> Recommendation:
-    """Return everything that is known about the recommended candidate."""
+    """Return everything that is known about the recommended candidate.
+
+    `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved.
+    """
     request = state.request
     table = state.table
     candidate = table.candidates[best.row]
@@ -78,68 +87,12 @@ def build_recommendation(
             *_doubts(runner_up),
             *_slow_head(state, best.row),
         ),
+        dividing=dividing,
+        dividing_batch_sizes=dividing_batch_sizes(state) if dividing is None else (),
+        prefer=request.prefer,
+        headroom=request.headroom,
+        memory_choices=memory_choices(state) if final else (),
     )
-
-
-def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:
-    """Return the accumulation steps for the requested batch, or the nearest batch sizes that divide.
-
-    In each accumulation step, every group of devices that share sequences processes one micro-batch.
-    """
-    if request.mode == "eval":
-        return None, ()
-    unit = candidate.micro_batch_size * request.data_parallel_size(candidate.context_parallel_size)
-    if request.batch_size % unit == 0:
-        return request.batch_size // unit, ()
-    below, above = request.batch_size // unit * unit, -(-request.batch_size // unit) * unit
-    return None, tuple(b for b in (below, above) if b > 0)
-
-
-def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
-    """Return how far the composed step is from that of the whole model; null if the whole model did not run."""
-    if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
-        return None
-    whole = trial.measurement.whole_model
-    step = _whole_step(state, state.table.candidates[row], whole)
-    composed = state.seconds(row)
-    return WholeModelCheck(
-        measurement=whole,
-        tokens_per_second=step.tokens_per_second,
-        step_seconds=step.step,
-        step_error=(composed.step - step.step) / step.step,
-        peak_error=(state.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
-    )
-
-
-def whole_model_tokens_per_second(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> float:
-    """Return the tokens/s of a whole-model run."""
-    return _whole_step(state, candidate, whole).tokens_per_second
-
-
-def _whole_step(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
-    """Return the step with the seconds of a whole-model run.
-
-    A run of an earlier version does not state its communication, and its optimizer seconds contain a plain exchange of
-    gradients. The composed seconds of both take their place.
-    """
-    optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
-    if communication is None and _exchanges(state.request, candidate, state.hardware):
-        composed = state.seconds(state.table.row[candidate])
-        optimizer, communication = composed.optimizer, composed.communication
-    return combine_seconds(
-        whole.micro_step_seconds,
-        optimizer,
-        candidate.micro_batch_size,
-        state.table.model,
-        state.request,
-        context_parallel_size=candidate.context_parallel_size,
-        communication=(communication or 0.0) if state.table.communications else 0.0,
-    )
-
-
-def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
-    """Return whether the devices that run a candidate's whole model exchange gradients."""
-    return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1
 
 
 def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
@@ -181,11 +134,11 @@ def _fastest(state: SearchState, rows: list[int]) -> int | None:
 def _alternative(state: SearchState, row: int, other: int | None) -> Alternative | None:
     if other is None:
         return None
-    tokens_per_second = state.corrected_seconds(other).tokens_per_second
+    own, tokens_per_second = (expected_tokens_per_second(state, each, row) for each in (row, other))
     return Alternative(
         candidate=state.table.candidates[other],
         tokens_per_second=tokens_per_second,
-        gain=state.corrected_seconds(row).tokens_per_second / tokens_per_second,
+        gain=own / tokens_per_second,
         predicted=not state.is_known(other),
     )
 

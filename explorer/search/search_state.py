@@ -17,6 +17,7 @@ from explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from explorer.search.candidate_memory import CandidateMemory
 from explorer.search.candidate_posterior import (
+    CandidatePosterior,
     compute_posterior,
     find_contenders,
     missing_components,
@@ -25,6 +26,7 @@ from explorer.search.candidate_posterior import (
 from explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughput
 from explorer.search.feasibility import Failures
 from explorer.search.optuna_trials import read_measurement
+from explorer.search.preference import recommended_position
 from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
@@ -163,6 +165,15 @@ class SearchState:
         """Whether a candidate is expected to fit: by its measured components, and by predictions of the others."""
         return bool(self._memory.fits_C[row])
 
+    def surely_fits(self, rows: Ints) -> Mask:
+        """Which of `rows` fit even with more bytes than expected, shape (A,), so that none need be measured."""
+        return np.asarray(self._memory.fits_C[rows] & ~self._memory.is_tight(rows))
+
+    @property
+    def required_bytes_C(self) -> Floats:  # noqa: N802 - axes are in names
+        """Expected bytes that each candidate needs of the device, shape (C,)."""
+        return self._memory.required_C
+
     def is_open(self, row: int) -> bool:
         """Whether a candidate was neither rejected nor uses a component that failed."""
         return bool(self._open_C[row])
@@ -183,6 +194,11 @@ class SearchState:
     def was_run_whole(self, row: int) -> bool:
         """Whether a candidate's whole model has been timed."""
         return row in self._whole_models
+
+    def whole_tokens_per_second(self, row: int) -> float | None:
+        """What a candidate's whole model has reached; null if it was not timed."""
+        run = self._whole_models.get(row)
+        return None if run is None else math.exp(run.log_tokens)
 
     def seconds(self, row: int) -> StepSeconds:
         """Expected seconds of a candidate's step, as its components compose it."""
@@ -215,11 +231,35 @@ class SearchState:
     # -- decisions -----------------------------------------------------------------------------------------------
 
     def recommend(self) -> BestCandidate | None:
-        """The candidate with the highest expected throughput among those known well enough; null if there is none."""
-        best = self.posterior.incumbent
+        """The candidate to recommend, among those known well enough; null if there is none."""
+        best = self._recommended_position()
         if best is None:
             return None
         return BestCandidate(int(self.posterior.rows[best]), self.posterior.confidence(best, self.request.tolerance))
+
+    @property
+    def search_confidence(self) -> float | None:
+        """The confidence in the fastest candidate, 0..1; it ends the search, also if another one is preferred."""
+        fastest = self.posterior.incumbent
+        return None if fastest is None else self.posterior.confidence(fastest, self.request.tolerance)
+
+    def posterior_of(self, rows: Ints) -> CandidatePosterior:
+        """The posterior of those of `rows` that may still be the best of them."""
+        known = np.intersect1d(rows, self.known_rows())
+        room = (1.0 - LEAST_SHARE) * self._throughput.scale
+        if self.request.prefer == "memory":  # whatever is within the tolerance may be recommended
+            room += self.request.tolerance
+        best = float(self._throughput.mean_C[known].max()) if known.size else 0.0
+        least_A = max(0.0, 1.0 - room) * best / np.exp(self._throughput.shift_C[rows])
+        return compute_posterior(
+            self.table,
+            self.surrogate,
+            self._throughput,
+            self._memory,
+            find_contenders(self.table, self.surrogate, rows, least_A),
+            self._normal_N,
+            self._whole_models.keys(),
+        )
 
     def runner_up(self) -> tuple[int, float] | None:
         """The row of the candidate whose whole model is most likely to change the answer, and that probability.
@@ -229,16 +269,14 @@ class SearchState:
         two are equally likely, the faster one. A smaller advantage is not worth a run. Null if there is no such
         candidate.
         """
-        posterior = self.posterior
-        incumbent = posterior.incumbent
-        if incumbent is None:
+        posterior, recommended = self.posterior, self._recommended_position()
+        if recommended is None:
             return None
-        others = [
-            i for i in np.flatnonzero(posterior.clear_A) if i != incumbent and not self.was_run_whole(posterior.rows[i])
-        ]
+        clear = np.flatnonzero(posterior.clear_A)
+        others = [i for i in clear if i != recommended and not self.was_run_whole(posterior.rows[i])]
         if not others:
             return None
-        faster = posterior.probability_faster(incumbent, self.request.tolerance * MATTERS)
+        faster = posterior.probability_faster(recommended, self.request.tolerance * MATTERS)
         best = max(others, key=lambda i: (faster[i], posterior.mean_A[i]))
         return int(posterior.rows[best]), float(faster[best])
 
@@ -256,6 +294,9 @@ class SearchState:
         )
 
     # -- internals -----------------------------------------------------------------------------------------------
+
+    def _recommended_position(self) -> int | None:
+        return recommended_position(self.posterior, self._memory.required_C, self.request)
 
     def _num_troubles(self) -> tuple[int, int]:
         return len(self._failures), self._log.num_contaminated
@@ -276,16 +317,4 @@ class SearchState:
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
         rejected_C = self._failures.rejected(table, self._memory.required_C)
         self._open_C: Mask = np.asarray(~rejected_C & ~self._failures.failing(table, self._log))
-        known, rows = self.known_rows(), self.open_rows()
-        room = (1.0 - LEAST_SHARE) * self._throughput.scale
-        best = float(self._throughput.mean_C[known].max()) if known.size else 0.0
-        least_A = max(0.0, 1.0 - room) * best / np.exp(self._throughput.shift_C[rows])
-        self.posterior = compute_posterior(
-            table,
-            surrogate,
-            self._throughput,
-            self._memory,
-            find_contenders(table, surrogate, rows, least_A),
-            self._normal_N,
-            self._whole_models.keys(),
-        )
+        self.posterior = self.posterior_of(self.open_rows())

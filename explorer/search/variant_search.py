@@ -9,6 +9,7 @@ from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind
 from explorer.search.candidate_study import CandidateStudy, make_sampler
+from explorer.search.choices import find_dividing
 from explorer.search.event_messages import (
     answer_changed_event,
     base_event,
@@ -22,16 +23,15 @@ from explorer.search.report import (
     References,
     best_stock,
     build_recommendation,
-    check_whole_model,
     largest_untiled,
     largest_without_recompute,
-    whole_model_tokens_per_second,
 )
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion
 from explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
 from explorer.search.variant_context import VariantContext
 from explorer.search.verification import NextCheck, WholeModels, next_comparison
+from explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from explorer.spec.candidate import Candidate
 
 MOST_COMPARISONS = 6
@@ -143,11 +143,11 @@ class VariantSearch:
         """Whether the search is over, whatever would be suggested."""
         if self._history.is_hopeless(self._context.num_query_groups) or self._whole_models.ends_search:
             return True
-        best, index = self._state.recommend(), self._context.index
+        confidence, index = self._state.search_confidence, self._context.index
         # The search may overdraw its budget until there is one candidate to recommend.
-        if self._history.overdrawn(index) or (best is not None and self._history.exhausted(index)):
+        if self._history.overdrawn(index) or (confidence is not None and self._history.exhausted(index)):
             return True
-        return best is not None and 100 * best.confidence >= self._context.request.budget.confidence_target
+        return confidence is not None and 100 * confidence >= self._context.request.budget.confidence_target
 
     def _compare(self) -> Iterator[Progress]:
         """Measure what the answer still needs."""
@@ -224,7 +224,10 @@ class VariantSearch:
             stock=best_stock(self._state, self._context.report, among=rows),
         )
         checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
-        return build_recommendation(self._state, best, references, self._context.report, checked, rival)
+        dividing = find_dividing(self._state, best.row, self._whole_models.of)
+        return build_recommendation(
+            self._state, best, references, self._context.report, checked, rival, dividing, final=final
+        )
 
     def _recommended(self) -> Candidate | None:
         best = self._state.recommend()

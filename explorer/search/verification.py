@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from explorer.records.recommendation import RunnerUpCheck
 from explorer.records.trial import Trial
+from explorer.search.choices import promising_row
 from explorer.search.history import TrialHistory
-from explorer.search.report import best_stock, check_whole_model, largest_untiled
+from explorer.search.report import best_stock, largest_untiled
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds
+from explorer.search.whole_model_check import check_whole_model
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
@@ -138,15 +140,18 @@ well. If it costs more than this, its throughput is predicted, and the answer sa
 def next_comparison(state: SearchState, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
     """The next measurement for the answer; null when it has all it needs, or the rest costs too much.
 
-    The recommended candidate is completed first, because the search leaves out what is predicted well enough. The
-    largest untiled micro-batch and the best candidate with stock back ends follow. `spent_seconds` are the device
-    seconds so far.
+    The recommended candidate is completed first, because the search leaves out what is predicted well enough. If memory
+    is preferred, the candidate follows that would be recommended for it. The largest untiled micro-batch and the best
+    candidate with stock back ends come last. `spent_seconds` are the device seconds so far.
     """
     best = state.recommend()
     if best is None:
         return None
     if not state.is_known(best.row):
         return Suggestion(best.row, state.missing(best.row))
+    promising = promising_row(state)
+    if promising is not None and (wanted := state.wanted(promising)):
+        return Suggestion(promising, wanted)
     rows = state.open_rows()
     for row in (largest_untiled(state, among=rows), best_stock(state, report, among=rows)):
         wanted = state.wanted(row) if row is not None else ()

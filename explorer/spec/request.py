@@ -23,7 +23,8 @@ class ExplorationRequest(RequestFields):
 
     A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
     explored where the request asks for it. `batch_size` is the effective batch over all devices. It weighs the
-    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it.
+    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it. In training no micro-batch is larger than
+    what a group of devices gets of it.
 
     The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
     micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
@@ -62,7 +63,20 @@ class ExplorationRequest(RequestFields):
         return tuple(sorted({m for size in self.context_parallel_sizes for m in self.micro_batch_sizes_over(size)}))
 
     def micro_batch_sizes_over(self, context_parallel_size: int) -> tuple[int, ...]:
-        """The micro-batch sizes to consider where so many devices share a sequence: `auto` depends on it."""
+        """The micro-batch sizes to consider where so many devices share a sequence: `auto` depends on it.
+
+        In training, sizes above what such a group of devices gets of the batch are left out.
+        """
+        sizes = self.named_micro_batch_sizes(context_parallel_size)
+        most = self.largest_useful_micro_batch(context_parallel_size)
+        return sizes if most is None else tuple(m for m in sizes if m <= most)
+
+    def largest_useful_micro_batch(self, context_parallel_size: int) -> int | None:
+        """Whole sequences of the batch that a group of so many devices gets; null in eval mode, which has no batch."""
+        return None if self.mode == "eval" else self.batch_size // self.data_parallel_size(context_parallel_size)
+
+    def named_micro_batch_sizes(self, context_parallel_size: int) -> tuple[int, ...]:
+        """The micro-batch sizes that the request names, ascending, whatever the batch; `auto` has those that divide."""
         choice = self.micro_batch_size
         if isinstance(choice, ExploreRange):
             return ladder_between(choice.explore.min, choice.explore.max)

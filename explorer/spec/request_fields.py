@@ -99,8 +99,16 @@ class RequestFields(Frozen):
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
     )
+    headroom: Annotated[float, Field(ge=0, le=0.9)] = Field(
+        0.0, description="Share of the memory limit to leave free, beyond the margin that is always kept."
+    )
     base_micro_batch_size: MicroBatch | None = None
     tolerance: Annotated[float, Field(gt=0, le=0.2)] = 0.01
+    prefer: Literal["speed", "memory"] = Field(
+        "speed",
+        description="`speed` recommends the fastest candidate. `memory` recommends the smallest peak among those that "
+        "are expected to be within the tolerance of it.",
+    )
     budget: Budget = Budget()
     verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0

@@ -138,7 +138,19 @@ def check_attention_backends(request: ExplorationRequest) -> None:
 
 
 def check_micro_batch_sizes(request: ExplorationRequest) -> None:
-    """At least one micro-batch size is left."""
+    """At least one micro-batch size is left, and none that is named alone exceeds what a device gets of the batch."""
+    named = [m for size in request.context_parallel_sizes for m in request.named_micro_batch_sizes(size)]
+    if named and not request.micro_batch_sizes:
+        size = max(request.context_parallel_sizes)
+        who = "each device" if size == 1 else f"each group of {size} devices"
+        most = request.largest_useful_micro_batch(size)
+        raise RuleError(
+            f"micro_batch_size ({min(named)}) exceeds what {who} gets of the batch: {most} sequences of batch_size "
+            f"({request.batch_size}) over num_devices ({request.num_devices})",
+            "micro_batch_size",
+            "batch_size",
+            "num_devices",
+        )
     if not request.micro_batch_sizes:
         raise RuleError("micro_batch_size leaves no value to explore", "micro_batch_size")
 

@@ -132,6 +132,28 @@ def test_training_arguments_keep_the_effective_batch() -> None:
         bexp.training_arguments(document(micro_batch_size=3))
 
 
+def test_the_candidate_that_divides_the_batch_is_used_where_there_is_one() -> None:
+    told = document(micro_batch_size=6, recompute="full")
+    own = told["recommendation"]["candidate"]
+    assert bexp.Recommendation.read(told).micro_batch_size == 6, "an earlier version names no other"
+    told["recommendation"]["dividing"] = {"candidate": own, "tokens_per_second": 1.0}
+    assert bexp.Recommendation.read(told).tokens_per_second == 1000.0, "it is the recommended one itself"
+    told["recommendation"]["whole_model"] = {"tokens_per_second": 990.0, "measurement": {"peak_bytes": 7}}
+    told["recommendation"]["settings"] = {"attention": "eager"}
+    told["recommendation"]["dividing"] = {
+        "candidate": own | {"micro_batch_size": 8, "recompute": "none"},
+        "tokens_per_second": 950.0,
+        "confidence": 80,
+        "peak_bytes": 9,
+        "whole_model": None,
+    }
+    found = bexp.Recommendation.read(told)
+    assert (found.micro_batch_size, found.settings.recompute, found.settings.attention) == (8, "none", "sdpa:math")
+    assert (found.tokens_per_second, found.confidence, found.peak_bytes) == (950.0, 80, 9)
+    fields = bexp.training_arguments(told, world_size=1)
+    assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 2)
+
+
 def test_importing_bexp_loads_neither_torch_nor_the_service(tmp_path: Path) -> None:
     for name in ("api", "workers", "storage", "explorer"):
         (tmp_path / name).mkdir()

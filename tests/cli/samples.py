@@ -11,6 +11,8 @@ from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.records.recommendation import (
     Alternative,
     Answer,
+    DividingCandidate,
+    MemoryChoice,
     Recommendation,
     RunnerUpCheck,
     VariantAnswer,
@@ -83,6 +85,42 @@ RECOMMENDATION = Recommendation(
         whole_model=CHECK.model_copy(update={"tokens_per_second": 11_004.8}),
     ),
     notes=("communication is not in the time",),
+    dividing=DividingCandidate(
+        candidate=BEST,
+        grad_accum_steps=6,
+        tokens_per_second=11_500.0,
+        loss=0.0,
+        confidence=90,
+        step_seconds=0.084,
+        peak_bytes=MEMORY.total,
+        required_bytes=6 * GIB,
+        whole_model=CHECK,
+    ),
+    memory_choices=tuple(
+        MemoryChoice(
+            within=within, candidate=of, tokens_per_second=rate, loss=loss, peak_bytes=peak, required_bytes=peak
+        )
+        for within, of, rate, loss, peak in (
+            (0.0, BEST, 11_500.0, 0.0, 5 * GIB),
+            (0.01, BEST, 11_500.0, 0.0, 5 * GIB),
+            (0.03, BASE, 11_250.0, 0.0217, 2 * GIB),
+        )
+    ),
+)
+SMALLER = DividingCandidate(
+    candidate=BASE,
+    grad_accum_steps=25,
+    tokens_per_second=10_900.0,
+    loss=0.0522,
+    confidence=71,
+    predicted=True,
+    step_seconds=0.09,
+    peak_bytes=3 * GIB,
+    required_bytes=4 * GIB,
+)
+"""What divides a batch that the recommended candidate does not divide."""
+UNDIVIDED = RECOMMENDATION.model_copy(
+    update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28), "dividing": SMALLER}
 )
 ANSWER = Answer(
     variants=(VariantAnswer(num_query_groups=4, num_parameters=123_456, recommendation=RECOMMENDATION),),

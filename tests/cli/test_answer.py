@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from api.answer import bytes_text, render_answer, render_recommendation
+from api.answer import render_answer, render_recommendation
+from api.text import bytes_text
 from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Answer, Relaxation, RelaxationKind, RunnerUpCheck, VariantAnswer
-from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST
+from explorer.records.recommendation import (
+    Answer,
+    Recommendation,
+    Relaxation,
+    RelaxationKind,
+    RunnerUpCheck,
+    VariantAnswer,
+)
+from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST, UNDIVIDED
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -18,32 +26,79 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "recompute none",
         "attention flash",
         "experts grouped_mm",
-        "12,346 tokens/s per device, 1.23x base",
+        "expect 11,500 tokens/s per device, 1.23x base",
+        "whole model ran at that speed; its blocks compose a step that is 4.3% shorter, and a peak that is 2.1% higher",
         "base micro_batch_size=1 bta_tile=off",
         "87 out of 100 that it is within 1% of the best",
-        "80.0 ms per step (10.0 ms per micro-batch, optimizer 20.0 ms)",
-        "batch_size 24 takes 6 accumulation steps",
-        "5.0 GiB predicted, 4.8 GiB measured",
+        "84.0 ms per step (11.0 ms per micro-batch, optimizer 20.0 ms)",
+        "For batch_size 24: 4 too, in 6 accumulation steps",
+        "5.0 GiB in the whole model, 4.8 GiB composed of measured blocks, 5.0 GiB predicted by formulas",
+        "memory or speed 5.0 GiB at 11,500 tokens/s is the fastest",
+        "within 1% nothing smaller is known",
+        "within 3% 2.0 GiB, 2.2% slower: micro_batch_size=1 bta_tile=off",
         "6.0 GiB of 8.0 GiB",
         "optimizer states 2.0 GiB",
         "largest that fits 1.12x over micro_batch_size=1",
         "if recomputed 1.23x over micro_batch_size=4 bta_tile=2",
         "stock best 1.37x over micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop "
-        "(9,000 tokens/s, predicted in part)",
-        "off by -4.3% in time, +2.1% in memory",
-        "runner-up micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 1.045x over it",
-        "as whole models: 11,005 tokens/s, peak 5.0 GiB",
+        "(8,394 tokens/s, predicted in part)",
+        "runner-up micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 11,005 tokens/s as a "
+        "whole model; the recommended one is 1.045x as fast",
         "note communication is not in the time",
         "queue 250.0 ms, timed 3.5 s",
     ):
         assert part in text
 
 
-def test_a_batch_that_does_not_divide_names_its_neighbours() -> None:
-    best = RECOMMENDATION.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
-    variant = ANSWER.variants[0].model_copy(update={"recommendation": best})
-    text = render_answer(Answer(variants=(variant,)), REQUEST)
-    assert "batch_size 24 does not divide into whole micro-batches; the nearest that do: 20 and 28" in text
+def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
+    text = render_answer(ANSWER, REQUEST)
+    assert "12,34" not in text
+    alone = RECOMMENDATION.model_copy(update={"whole_model": None})
+    text = " ".join(" ".join(render_recommendation(alone, REQUEST)).split())
+    assert "expect about 12,346 tokens/s per device, 1.23x base" in text
+    assert "composed of measured blocks; no whole model has confirmed it" in text
+
+
+def answer_of(best: Recommendation) -> Answer:
+    return Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
+
+
+def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
+    text = " ".join(render_answer(answer_of(UNDIVIDED), REQUEST).split())
+    assert "For batch_size 24: 1, in 25 accumulation steps, 5.2% slower than 4" in text
+    assert "batch_size 24 does not divide into whole micro-batches of 4; the nearest that do: 20 and 28" in text
+    assert (
+        "for the batch micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 10,900 tokens/s, "
+        "peak 3.0 GiB, confidence 71, predicted in part: `--micro-batch-size auto` measures it"
+    ) in text
+    none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
+    text = " ".join(render_answer(answer_of(none), REQUEST).split())
+    assert "no micro-batch that fits divides batch_size 24; the nearest that one divides: 20 and 28" in text
+
+
+def test_an_answer_of_an_earlier_version_is_read_as_it_was() -> None:
+    new = {"dividing", "dividing_batch_sizes", "prefer", "headroom", "memory_choices"}
+    old = Recommendation.model_validate(RECOMMENDATION.model_dump(mode="json", exclude=new))
+    assert "For batch_size 24: 4 too, in 6 accumulation steps" in render_answer(answer_of(old), REQUEST)
+    odd = old.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
+    text = render_answer(answer_of(odd), REQUEST)
+    assert "For batch_size" not in text
+    assert "the nearest that do: 20 and 28" in " ".join(text.split())
+
+
+def test_what_a_request_prefers_and_leaves_free_is_said() -> None:
+    saving = RECOMMENDATION.model_copy(update={"prefer": "memory", "headroom": 0.2})
+    text = " ".join(render_answer(answer_of(saving), REQUEST).split())
+    assert "6.0 GiB of 8.0 GiB, which leaves 20% of the memory free as headroom" in text
+    assert "memory is preferred: the fastest is micro_batch_size=4 bta_tile=2" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_break_between_words(width: int) -> None:
+    text = render_answer(answer_of(UNDIVIDED), REQUEST, "transformers 5.17.0", width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    words = render_answer(answer_of(UNDIVIDED), REQUEST, "transformers 5.17.0", 1000).split()
+    assert text.split() == words
 
 
 def test_devices_that_share_a_sequence_are_named() -> None:
@@ -56,10 +111,11 @@ def test_devices_that_share_a_sequence_are_named() -> None:
 
 def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
     other = VariantAnswer(num_query_groups=1, num_parameters=99, recommendation=None, reason="needs 9 GiB")
-    text = render_answer(Answer(variants=(*ANSWER.variants, other)), REQUEST)
-    rows = [line.split() for line in text[text.index("Variants") :].splitlines()[2:4]]
-    assert rows[0][:5] == ["4", "123,456", "4", "12,346", "87"]
-    assert rows[1] == ["1", "99", "-", "-", "-", "needs", "9", "GiB"]
+    text = render_answer(Answer(variants=(*ANSWER.variants, other)), REQUEST, width=120)
+    rows = [line.split() for line in text[text.index("Variants") :].splitlines()[2:6]]
+    assert rows[0] == ["4", "123,456", "4", "11,500", "87"]
+    assert rows[1][:2] == ["micro_batch_size=4", "bta_tile=2"]
+    assert rows[2:] == [["1", "99", "-", "-", "-"], ["needs", "9", "GiB"]]
 
 
 def test_nothing_fits_says_why() -> None:
@@ -80,7 +136,7 @@ def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
     nothing = VariantAnswer(
         num_query_groups=4, num_parameters=1, recommendation=None, reason="too large", remedies=tuple(found)
     )
-    lines = render_answer(Answer(variants=(nothing,)), None).splitlines()[2:]
+    lines = render_answer(Answer(variants=(nothing,)), None, width=120).splitlines()[2:]
     assert [" ".join(line.split()) for line in lines] == [
         "Any one of these changes is predicted to make it fit. The first one is preferred.",
         "micro batch size micro_batch_size 8: peak 5.0 GiB, 6.0 GiB with reserve",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,7 +21,7 @@ from explorer.records.run_report import RunReport
 from storage.jobs import JobState
 from storage.queue import Queue
 from tests.cli.conftest import Run
-from tests.cli.samples import TINY
+from tests.cli.samples import ANSWER, TINY, UNDIVIDED
 
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
 RECOMMENDED = re.compile(
@@ -58,6 +59,7 @@ def test_submit_prints_the_bare_id(bexp: Run, config: Path) -> None:
 def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -> None:
     options = "--micro-batch-size 2-8 --batch-size 48 --seq-length 16 --max-seconds 5 --max-trials 3 --device cpu"
     options += " --target bexp --set tolerance=0.05 --set training.optimizer.name=sgd"
+    options += " --headroom 0.25 --prefer memory"
     options += " --confidence-target 50 --seed 7 --mode eval --execution compile --memory-limit-gib 2.5 --num-devices 2"
     done = bexp("submit", config, *options.split(), "--json")
     request = json.loads(done.stdout)["request"]
@@ -79,6 +81,8 @@ def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -
         "memory_limit_gib": 2.5,
         "target": "bexp",
         "tolerance": 0.05,
+        "headroom": 0.25,
+        "prefer": "memory",
     }
     assert request["training"]["optimizer"]["name"] == "sgd"
     assert {key: request[key] for key in expected} == expected
@@ -123,6 +127,51 @@ def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) ->
     assert everything["recommendation"]["candidate"]["bta_tile"] == 2
     assert (everything["target"], everything["target_version"], everything["allocator"]) == ("bexp", None, "default")
     assert everything["run_reports"] == []
+
+
+def test_best_names_the_micro_batch_that_divides(bexp: Run, config: Path, worker: Worker) -> None:
+    variant = ANSWER.variants[0].model_copy(update={"recommendation": UNDIVIDED})
+    with worker(Answer(variants=(variant,))):
+        job_id = bexp("submit", config, "--watch").stderr.split()[1]
+    done = bexp("best", job_id)
+    assert (done.code, done.stdout) == (0, "4\n")
+    assert done.stderr == (
+        f"warning: 4 does not divide batch_size 24; 1 does, 5.2% slower: `bexp best {job_id} --divides`\n"
+    )
+    divides = bexp("best", job_id, "--divides")
+    assert (divides.code, divides.stdout) == (0, "1\n")
+    assert divides.stderr.startswith("warning: predicted in part; an exploration with `--micro-batch-size auto`")
+    for options, code, size in ((("87",), 0, "4\n"), (("88",), 1, ""), (("72", "--divides"), 1, "")):
+        enough = bexp("best", job_id, "--min-confidence", *options)
+        assert (enough.code, enough.stdout) == (code, size)
+    assert "micro_batch_size 1 has confidence 71, below --min-confidence 72" in enough.stderr
+
+
+def test_best_says_if_nothing_divides_the_batch(bexp: Run, config: Path, worker: Worker) -> None:
+    none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
+    with worker(Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": none}),))):
+        bexp("submit", config, "--watch")
+    words = "no micro-batch that fits divides batch_size 24; the nearest that one divides: 20 and 28\n"
+    done = bexp("best", "latest")
+    assert (done.code, done.stdout, done.stderr) == (0, "4\n", f"warning: {words}")
+    divides = bexp("best", "latest", "--divides")
+    assert (divides.code, divides.stdout, divides.stderr) == (1, "", f"bexp: {words}")
+
+
+def test_an_exploration_is_found_by_the_beginning_of_its_id(
+    bexp: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [bexp("submit", config).stdout.strip() for _ in range(2)]
+    monkeypatch.setattr("api.cli.job_ids.FEWEST_CHARACTERS", 1)
+    assert f"exploration {ids[0]} is cancelled" in bexp("cancel", ids[0][:12]).stderr
+    assert f"exploration {ids[1]} is cancelled" in bexp("cancel", "latest").stderr
+    everything = json.loads(bexp("list", "--json", "--limit", "1000").stdout)
+    first, count = Counter(job["id"][0] for job in everything).most_common(1)[0]
+    several = bexp("best", first)
+    assert several.code == 2
+    assert (f"several explorations begin with '{first}': " in several.stderr) is (count > 1)
+    monkeypatch.setattr("api.cli.job_ids.FEWEST_CHARACTERS", 2)
+    assert "several" not in bexp("best", first).stderr
 
 
 def test_best_shows_what_real_runs_reached(bexp: Run, config: Path, worker: Worker, service: tuple[str, str]) -> None:

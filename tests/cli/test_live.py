@@ -29,8 +29,8 @@ def view_of(*events: Event) -> LiveView:
 def test_everything_that_is_known_is_seen() -> None:
     failed = event(5, EventCode.INFEASIBLE, candidate={"micro_batch_size": 2}, outcome="out_of_memory")
     text = render(view_of(*EVENTS[:4], failed))
-    assert "tiny  job1  1 trials" in text
-    assert "best so far  micro_batch_size 4  12,346 tokens/s  1.23x base  confidence 87" in text
+    assert "tiny  job1  1 trial" in text
+    assert "best so far  micro_batch_size 4  11,500 tokens/s  1.23x base  confidence 87" in text
     rows = re.findall(r"^(\d+) (.*?)\s*$", text, re.MULTILINE)
     assert [(size, row.split()[-1]) for size, row in rows] == [("1", "10,000"), ("2", "memory"), ("4", "12,346")]
     assert rows[0][1].count("━") < rows[2][1].count("━")

@@ -17,8 +17,8 @@ from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
 from explorer.search.explore import explore
 from explorer.search.pruned_space import prune_space
-from explorer.search.report import whole_model_tokens_per_second
 from explorer.search.search_state import SearchState
+from explorer.search.whole_model_check import whole_model_tokens_per_second
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding

@@ -18,10 +18,10 @@ from explorer.cost_model.search_space import EmptySpaceError, base_candidates, e
 from explorer.cost_model.step import combine_seconds
 from explorer.records.recommendation import Answer
 from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.batch_division import accumulate
 from explorer.search.explore import explore
 from explorer.search.feasibility import at_least
 from explorer.search.optuna_trials import DIMENSIONS, distributions, to_candidate, to_params
-from explorer.search.report import accumulate
 from explorer.spec.candidate import Candidate
 from explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
 from explorer.spec.hardware import BackendSupport, DeviceReport

@@ -124,6 +124,8 @@ def test_an_unknown_back_end_is_refused_with_those_that_there_are() -> None:
     unknown = "unknown attention back end 'spiral'; on this device there is cudnn, efficient, flash, math"
     with pytest.raises(EmptySpaceError, match=unknown):
         space(tiny.request(attention_backends=["spiral"]))
+    with pytest.raises(EmptySpaceError, match=r"'flsh' \(did you mean 'flash'\?\); on this device there is"):
+        space(tiny.request(attention_backends=["flsh"]))
 
 
 def test_only_the_reasons_of_back_ends_that_were_asked_for_are_told() -> None:

@@ -146,6 +146,8 @@ def test_the_limit_is_the_devices_unless_less_is_asked_for() -> None:
     assert memory_limit(request(), gpu) == 8 * GIB
     assert memory_limit(request(memory_limit_gib=2.5), gpu) == 2.5 * GIB
     assert memory_limit(request(memory_limit_gib=9), gpu) == 8 * GIB, "others hold the rest"
+    assert memory_limit(request(headroom=0.25), gpu) == 6 * GIB
+    assert memory_limit(request(headroom=0.25, memory_limit_gib=2), gpu) == 1.5 * GIB
 
 
 def test_on_a_cpu_a_person_may_ask_for_all_the_memory() -> None:

@@ -193,7 +193,7 @@ def test_scoped_flags_decide_the_mode() -> None:
         (run(optimizer={"optimizer_type": "lion"}), ("optimizer", "optimizer_type"), "supported: AdamW"),
         (run(sparsity={"sparsity": 0.75}), ("sparsity",), "sparse weights"),
         (run(batch_size=64), ("batch_size",), "second time, beside train_input.batch_size"),
-        (run(an_invention=64), ("an_invention",), "Extra inputs"),
+        (run(an_invention=64), ("an_invention",), "is not a field"),
         (run(model={**GPT_111M, "num_heads": 7}), ("model", "hidden_size"), "num_heads is num_attention_heads"),
         (run(model={**GPT_111M, "position_embedding_type": "alibi"}), ("model", "position_embedding_type"), "alibi"),
         (run(model={**GPT_111M, "attention_sink_tokens": 4}), ("model", "attention_sink_tokens"), "sinks"),

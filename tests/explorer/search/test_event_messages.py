@@ -66,6 +66,11 @@ def test_the_space_is_told_with_what_was_left_out_and_why() -> None:
     )
     assert (event.data["num_predicted_out"], event.data["memory_limit_bytes"]) == (3, round(2.5 * GIB))
     assert event.data["num_candidates"] == 12
+    whole = space_event(small_space(small_request()).legal, 0, 8 * GIB, largest_useful=7)
+    assert whole.message.endswith(
+        "12 candidates to consider, none predicted not to fit in 8.00 GiB; "
+        "no micro_batch_size above 7, because a device gets no more of the batch"
+    )
 
 
 def test_the_base_says_when_it_is_not_the_plainest() -> None:
@@ -81,10 +86,13 @@ def test_that_no_base_fits_is_a_warning() -> None:
     assert no_base_event().message.startswith("No base candidate fits")
 
 
-@pytest.mark.parametrize(("again", "words"), [(False, "2 new components"), (True, "2 components again")])
-def test_a_trial_tells_throughput_peak_and_what_was_measured(again: bool, words: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "again", "words"),
+    [(2, False, "2 new components"), (2, True, "2 components again"), (1, False, "1 new component")],
+)
+def test_a_trial_tells_throughput_peak_and_what_was_measured(number: int, again: bool, words: str) -> None:
     found = trial(7, tokens=1234.4).model_copy(update={"measured_peak_bytes": 3 * GIB, "predicted_peak_bytes": 2 * GIB})
-    event = trial_event(found, Suggestion(0, SUGGESTION.components, again=again), 1.26)
+    event = trial_event(found, Suggestion(0, SUGGESTION.components[:number], again=again), 1.26)
     assert event.code is EventCode.TRIAL
     assert event.message == f"Trial 7: {NAME}: 1234 tokens/s, peak 3.00 GiB ({words} in 1.3 s)"
     assert event.data == {

@@ -11,17 +11,16 @@ from explorer.cost_model.step import combine_seconds
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Recommendation, RunnerUpCheck
 from explorer.records.trial import Trial, TrialKind
+from explorer.search.batch_division import accumulate
 from explorer.search.report import (
     References,
-    accumulate,
     best_stock,
     build_recommendation,
-    check_whole_model,
     largest_untiled,
     largest_without_recompute,
-    whole_model_tokens_per_second,
 )
 from explorer.search.search_state import BestCandidate, SearchState
+from explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from explorer.spec.hardware import DeviceReport
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
 

@@ -34,6 +34,15 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"micro_batch_size": {"explore": {"min": 3, "max": 2}}}, "min (3) exceeds max (2)"),
         ({"micro_batch_size": {"explore": {"max": 10**6}}}, "less than or equal to 256"),
         ({"micro_batch_size": "auto", "batch_size": 9, "num_devices": 2}, "multiple of num_devices (2)"),
+        (
+            {"micro_batch_size": 64, "batch_size": 7},
+            "micro_batch_size (64) exceeds what each device gets of the batch: 7 sequences of batch_size (7) over "
+            "num_devices (1)",
+        ),
+        ({"micro_batch_size": [4, 8], "batch_size": 7, "num_devices": 2}, "micro_batch_size (4) exceeds"),
+        ({"headroom": -0.1}, "headroom"),
+        ({"headroom": 0.91}, "headroom"),
+        ({"prefer": "both"}, "prefer"),
         ({"batch_size": 2, "num_devices": 4}, "batch_size (2) is smaller than num_devices (4)"),
         ({"batch_size": 0}, "batch_size"),
         ({"num_devices": 0}, "num_devices"),
@@ -94,10 +103,31 @@ def test_choices_of_a_micro_batch() -> None:
     assert (ranged.explore.min, ranged.explore.max) == (2, 9)
 
 
-def test_exploring_is_independent_of_the_effective_batch() -> None:
-    assert (
-        build(batch_size=7, num_devices=2, micro_batch_size={"explore": {"min": 5, "max": 11}}).device_batch_size == 3.5
-    )
+def test_a_range_need_not_divide_the_batch() -> None:
+    request = build(batch_size=23, num_devices=2, micro_batch_size={"explore": {"min": 5, "max": 11}})
+    assert (request.device_batch_size, request.micro_batch_sizes) == (11.5, (5, 6, 8, 11))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"batch_size": 7}, (1, 2, 3, 4, 6)),
+        ({"batch_size": 7, "num_devices": 2}, (1, 2, 3)),
+        ({"batch_size": 7, "micro_batch_size": [4, 7, 8]}, (4, 7)),
+        ({"batch_size": 7, "micro_batch_size": 7}, (7,)),
+        ({"batch_size": 7, "micro_batch_size": {"explore": {"min": 5, "max": 64}}}, (5, 6)),
+        ({"batch_size": 7, "micro_batch_size": [8], "mode": "eval"}, (8,)),
+    ],
+)
+def test_no_micro_batch_is_larger_than_what_a_device_gets_of_the_batch(
+    changes: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    assert build(**changes).micro_batch_sizes == sizes
+
+
+def test_devices_that_share_sequences_get_more_of_the_batch() -> None:
+    request = build(batch_size=8, num_devices=4, micro_batch_size=[4, 8], context_parallel={"sizes": [1, 2, 4]})
+    assert [request.micro_batch_sizes_over(size) for size in (1, 2, 4)] == [(), (4,), (4, 8)]
 
 
 def test_variants_are_distinct_models() -> None:

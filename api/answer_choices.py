@@ -1,0 +1,79 @@
+"""The part of an answer about its other choices: the micro-batch that divides the batch, and how to save memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from api.text import bytes_text, joined, rate_text, row, slower_text, steps_text
+from explorer.records.recommendation import Recommendation
+from explorer.spec.request import ExplorationRequest
+
+
+def second_figure(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
+    """Yield the line of the micro-batch that divides the requested batch, or the batch sizes that one divides."""
+    asked = _asked(request)
+    size, other = best.candidate.micro_batch_size, best.dividing
+    if other is not None:
+        same = other.candidate == best.candidate
+        found = f"{other.candidate.micro_batch_size}{' too' if same else ''}"
+        compared = "" if same else f", {slower_text(other.loss)} than {size}"
+        yield f"For {asked}: {found}, in {steps_text(other.grad_accum_steps)}{compared}"
+    elif best.dividing_batch_sizes:
+        yield no_dividing_text(best, request)
+    elif best.grad_accum_steps is not None:
+        yield f"For {asked}: {size} too, in {steps_text(best.grad_accum_steps)}"
+
+
+def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -> str:
+    """Return that nothing divides the requested batch, and the nearest batch sizes that something divides.
+
+    An answer of an earlier version knows them for the recommended candidate alone.
+    """
+    if best.dividing_batch_sizes:
+        nearest = joined(best.dividing_batch_sizes)
+        return f"no micro-batch that fits divides {_asked(request)}; the nearest that one divides: {nearest}"
+    if best.nearest_batch_sizes:
+        nearest = joined(best.nearest_batch_sizes)
+        return (
+            f"{best.candidate.micro_batch_size} does not divide {_asked(request)}; the nearest that it does: {nearest}"
+        )
+    return "this answer names no micro-batch for the batch: there is none in eval mode or from an earlier version"
+
+
+def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
+    """Yield what the recommended micro-batch leaves of the batch, and the candidate that divides it."""
+    if best.nearest_batch_sizes:
+        nearest = joined(best.nearest_batch_sizes)
+        whole = f"whole micro-batches of {best.candidate.micro_batch_size}"
+        yield row("batch", f"{_asked(request)} does not divide into {whole}; the nearest that do: {nearest}")
+    other = best.dividing
+    if other is not None and other.candidate != best.candidate:
+        predicted = ", predicted in part: `--micro-batch-size auto` measures it" if other.predicted else ""
+        yield row(
+            "for the batch",
+            f"{other.candidate.describe()}: {rate_text(other.tokens_per_second)}, peak {bytes_text(other.peak_bytes)}, "
+            f"confidence {other.confidence}{predicted}",
+        )
+
+
+def _asked(request: ExplorationRequest | None) -> str:
+    return f"batch_size {request.batch_size}" if request is not None else "the batch_size"
+
+
+def saving_rows(best: Recommendation) -> Iterable[str]:
+    """Yield the fastest candidate and the smallest peaks near it."""
+    if not best.memory_choices:
+        return
+    fastest, *others = best.memory_choices
+    chosen = f"memory is preferred: the fastest is {fastest.candidate.describe()}" if best.prefer == "memory" else None
+    fast = f"{bytes_text(fastest.peak_bytes)} at {rate_text(fastest.tokens_per_second)}"
+    yield row("memory or speed", f"{chosen}, {fast}" if chosen else f"{fast} is the fastest")
+    before = fastest.candidate
+    for choice in others:
+        label = f"  within {choice.within:.0%}"
+        if choice.candidate == before:
+            yield row(label, "nothing smaller is known" if before == fastest.candidate else "the same")
+            continue
+        peak = bytes_text(choice.peak_bytes)
+        yield row(label, f"{peak}, {slower_text(choice.loss)}: {choice.candidate.describe()}")
+        before = choice.candidate

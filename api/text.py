@@ -1,0 +1,73 @@
+"""Figures as text for a person, and lines of labelled rows."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable
+
+LABEL_WIDTH = 18
+WIDTH = 80
+NO_BREAK = "\N{NO-BREAK SPACE}"
+FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|B|KiB|MiB|GiB|TiB|tokens/s)\b)")
+
+
+def row(label: str, text: str) -> str:
+    """Return a labelled row for `wrap`."""
+    return f"  {label:<{LABEL_WIDTH}}\t{text}"
+
+
+def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
+    """Break lines between words, but not between a number and its unit. Only a longer word is wider than `width`.
+
+    The text of a row stays beside its label. What follows any other line is indented.
+    """
+    wrapped: list[str] = []
+    for line in lines:
+        label, tab, text = line.rpartition("\t")
+        found = textwrap.wrap(
+            FIGURE.sub(NO_BREAK, text),
+            width,
+            initial_indent=label,
+            subsequent_indent=" " * (len(label) if tab else 6),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        wrapped += [part.replace(NO_BREAK, " ") for part in found] or [label.rstrip()]
+    return wrapped
+
+
+def bytes_text(count: int) -> str:
+    """Return a number of bytes in the largest binary unit in which it is at least 1."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def rate_text(tokens_per_second: float) -> str:
+    """Return a number of tokens a second."""
+    digits = 0 if tokens_per_second >= 100 else 1
+    return f"{tokens_per_second:,.{digits}f} tokens/s"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in the unit in which it is easy to read."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def slower_text(loss: float) -> str:
+    """Return a share of tokens/s that is lost, or gained if it is negative."""
+    return f"{abs(loss):.1%} {'slower' if loss >= 0 else 'faster'}"
+
+
+def steps_text(count: int) -> str:
+    """Return a number of accumulation steps."""
+    return f"{count} accumulation step{'' if count == 1 else 's'}"
+
+
+def joined(sizes: Iterable[int]) -> str:
+    """Return numbers in a row."""
+    return " and ".join(map(str, sizes))

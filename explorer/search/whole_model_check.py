@@ -1,0 +1,73 @@
+"""Whole models against what their components compose, and the figure to expect of any candidate."""
+
+from __future__ import annotations
+
+from explorer.cost_model.step import StepSeconds, combine_seconds
+from explorer.records.measurement import Outcome, WholeModelMeasurement
+from explorer.records.recommendation import WholeModelCheck
+from explorer.records.trial import Trial, TrialKind, count_processes
+from explorer.search.search_state import SearchState
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.request import ExplorationRequest
+
+
+def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
+    """Return how far the composed step is from that of the whole model; null if the whole model did not run."""
+    if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
+        return None
+    whole = trial.measurement.whole_model
+    step = _whole_step(state, state.table.candidates[row], whole)
+    composed = state.seconds(row)
+    return WholeModelCheck(
+        measurement=whole,
+        tokens_per_second=step.tokens_per_second,
+        step_seconds=step.step,
+        step_error=(composed.step - step.step) / step.step,
+        peak_error=(state.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
+    )
+
+
+def whole_model_tokens_per_second(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> float:
+    """Return the tokens/s of a whole-model run."""
+    return _whole_step(state, candidate, whole).tokens_per_second
+
+
+def expected_tokens_per_second(state: SearchState, row: int, recommended: int) -> float:
+    """Return what a candidate's whole model has reached, else its composed figure, scaled as the recommended one's is.
+
+    So no composed figure is above that of a whole model for no other reason than that it is composed.
+    """
+    whole = state.whole_tokens_per_second(row)
+    if whole is not None:
+        return whole
+    composed, of_recommended = state.corrected_seconds(row), state.corrected_seconds(recommended)
+    reached = state.whole_tokens_per_second(recommended)
+    scale = 1.0 if reached is None else reached / of_recommended.tokens_per_second
+    return scale * composed.tokens_per_second
+
+
+def _whole_step(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
+    """Return the step with the seconds of a whole-model run.
+
+    A run of an earlier version does not state its communication, and its optimizer seconds contain a plain exchange of
+    gradients. The composed seconds of both take their place.
+    """
+    optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
+    if communication is None and _exchanges(state.request, candidate, state.hardware):
+        composed = state.seconds(state.table.row[candidate])
+        optimizer, communication = composed.optimizer, composed.communication
+    return combine_seconds(
+        whole.micro_step_seconds,
+        optimizer,
+        candidate.micro_batch_size,
+        state.table.model,
+        state.request,
+        context_parallel_size=candidate.context_parallel_size,
+        communication=(communication or 0.0) if state.table.communications else 0.0,
+    )
+
+
+def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
+    """Return whether the devices that run a candidate's whole model exchange gradients."""
+    return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1

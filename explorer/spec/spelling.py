@@ -1,0 +1,14 @@
+"""A known name for one that is misspelt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+LONGEST_NAME = 64
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'hidden_size'?)` to add to a message, or nothing if no known name is like `name`."""
+    found = get_close_matches(name, list(known), n=1, cutoff=0.75) if len(name) <= LONGEST_NAME else []
+    return f" (did you mean '{found[0]}'?)" if found else ""

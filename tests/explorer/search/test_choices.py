@@ -1,0 +1,143 @@
+"""The best candidate that divides the batch, and how much memory can be saved near the fastest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from explorer.records.recommendation import DividingCandidate
+from explorer.records.trial import Trial
+from explorer.search.batch_division import dividing_rows, recommend_dividing
+from explorer.search.candidate_posterior import confidence_score
+from explorer.search.choices import dividing_batch_sizes, find_dividing, memory_choices, promising_row
+from explorer.search.search_state import SearchState
+from explorer.search.verification import next_comparison
+from explorer.search.whole_model_check import expected_tokens_per_second
+from explorer.spec.candidate import Candidate
+from tests.explorer.search.small import REPORT, candidate, know, small_state
+
+
+def state_of(*known: int, **changes: Any) -> SearchState:
+    """A state that knows all candidates of some sizes; the larger, the faster."""
+    state = small_state(**changes)
+    know(state, *(c for c in state.table.candidates if c.micro_batch_size in known))
+    return state
+
+
+def find(state: SearchState, whole_models: dict[Candidate, Trial] | None = None) -> DividingCandidate | None:
+    best = state.recommend()
+    assert best is not None
+    return find_dividing(state, best.row, (whole_models or {}).get)
+
+
+def test_a_recommended_candidate_that_divides_is_the_second_figure_too() -> None:
+    state = state_of(1, 2, 4, batch_size=12)
+    best, found = state.recommend(), find(state)
+    assert best is not None
+    assert found is not None
+    assert state.table.candidates[best.row] == found.candidate
+    assert (found.candidate.micro_batch_size, found.grad_accum_steps, found.loss) == (4, 3, 0.0)
+    assert not found.predicted
+    assert found.confidence >= confidence_score(best.confidence)
+
+
+def test_another_candidate_divides_and_what_it_loses_is_said() -> None:
+    state = state_of(1, 2, 4, batch_size=14)
+    best, found = state.recommend(), find(state)
+    assert best is not None
+    assert found is not None
+    assert state.table.candidates[best.row].micro_batch_size == 4
+    assert (found.candidate.micro_batch_size, found.grad_accum_steps, found.predicted) == (2, 7, False)
+    row = state.table.row[found.candidate]
+    own = state.corrected_seconds(best.row).tokens_per_second
+    assert found.tokens_per_second == state.corrected_seconds(row).tokens_per_second
+    assert found.loss == pytest.approx(1 - found.tokens_per_second / own)
+    assert found.loss > 0
+    assert found.step_seconds == pytest.approx(14 * 512 / found.tokens_per_second)
+    assert found.peak_bytes == state.bytes(row).peak
+
+
+def test_its_confidence_is_among_those_that_divide() -> None:
+    state = state_of(1, 2, 4, batch_size=14)
+    chosen = recommend_dividing(state)
+    assert chosen is not None
+    rows = np.flatnonzero(dividing_rows(state.table))
+    posterior = state.posterior_of(rows)
+    position = int(np.flatnonzero(posterior.rows == chosen.row)[0])
+    assert chosen.confidence == posterior.confidences(state.request.tolerance).max()
+    assert chosen.confidence == posterior.confidence(position, state.request.tolerance) > 0
+
+
+def test_one_that_is_not_measured_is_said_to_be_predicted() -> None:
+    found = find(state_of(1, 4, batch_size=14))
+    assert found is not None
+    assert (found.candidate.micro_batch_size, found.predicted) == (2, True)
+
+
+def test_none_is_found_if_the_batch_has_no_divisor_in_the_space() -> None:
+    state = state_of(2, 4, micro_batch_size=[2, 4], batch_size=15)
+    assert find(state) is None
+    assert dividing_batch_sizes(state) == (14, 16)
+    assert find(state_of(4, micro_batch_size=[4], batch_size=22)) is None
+    assert dividing_batch_sizes(state_of(4, micro_batch_size=[4], batch_size=22)) == (20, 24)
+    uneven = state_of(1, 2, batch_size=15, num_devices=2)
+    assert find(uneven) is None
+    assert dividing_batch_sizes(uneven) == (14, 16)
+
+
+def test_there_is_no_batch_in_eval_mode() -> None:
+    state = state_of(1, 2, 4, mode="eval", recompute=["none"], batch_size=14)
+    assert find(state) is None
+    assert dividing_batch_sizes(state) == ()
+
+
+def test_a_whole_model_sets_the_figures_of_the_others() -> None:
+    state = state_of(1, 2, 4)
+    four, two = (state.table.row[candidate(size)] for size in (4, 2))
+    composed = state.seconds(four).tokens_per_second
+    state.learn_whole_model(candidate(4), 0.7 * composed, 0.001)
+    assert expected_tokens_per_second(state, four, four) == pytest.approx(0.7 * composed)
+    ratio = state.corrected_seconds(two).tokens_per_second / state.corrected_seconds(four).tokens_per_second
+    assert expected_tokens_per_second(state, two, four) == pytest.approx(0.7 * composed * ratio)
+    state.learn_whole_model(candidate(2), 0.6 * composed, 0.001)
+    assert expected_tokens_per_second(state, two, four) == pytest.approx(0.6 * composed)
+
+
+def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:
+    found = memory_choices(state_of(1, 2, 4))
+    assert [choice.within for choice in found] == [0.0, 0.01, 0.03]
+    fastest = found[0]
+    assert (fastest.candidate.micro_batch_size, fastest.loss) == (4, 0.0)
+    for choice in found:
+        assert choice.loss <= choice.within + 1e-12
+        assert choice.peak_bytes <= fastest.peak_bytes
+    assert memory_choices(small_state()) == ()
+
+
+@pytest.mark.parametrize(("tolerance", "size"), [(0.001, 4), (0.2, 2)])
+def test_who_prefers_memory_gets_the_smallest_peak_within_the_tolerance(tolerance: float, size: int) -> None:
+    speed = state_of(1, 2, 4, tolerance=tolerance)
+    saving = state_of(1, 2, 4, tolerance=tolerance, prefer="memory")
+    fastest, chosen = speed.recommend(), saving.recommend()
+    assert fastest is not None
+    assert chosen is not None
+    found = saving.table.candidates[chosen.row]
+    mean = saving.mean_tokens_per_second()
+    near = [row for row in saving.known_rows() if mean[row] >= (1 - tolerance) * mean.max()]
+    assert saving.required_bytes_C[chosen.row] == min(saving.required_bytes_C[near])
+    assert found.micro_batch_size == size
+    assert saving.search_confidence == speed.search_confidence == fastest.confidence
+
+
+def test_what_may_be_smaller_is_measured_before_the_answer_if_memory_is_preferred() -> None:
+    choice: dict[str, Any] = {"tolerance": 0.2, "recompute": ["none"]}
+    state = state_of(1, 4, prefer="memory", **choice)
+    promising = promising_row(state)
+    assert promising is not None
+    assert state.table.candidates[promising].micro_batch_size == 2
+    suggestion = next_comparison(state, REPORT, 0.0)
+    assert suggestion is not None
+    assert (suggestion.row, suggestion.components) == (promising, state.wanted(promising))
+    assert promising_row(state_of(1, 4, **choice)) is None
