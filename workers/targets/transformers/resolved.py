@@ -91,7 +91,7 @@ class ResolvedModel:
     def check(self) -> SelfCheck:
         """What a tiny model of this type can do; the check runs on the CPU for some seconds, at first use."""
         try:
-            return self_check(self._tiny)
+            return self_check(self._tiny, self.settings.prepare)
         except UnsupportedModelError as error:
             return SelfCheck(failures=dict.fromkeys(FEATURES, f"the tiny model does not build: {error.reason}"))
 
@@ -156,7 +156,9 @@ class ResolvedModel:
 
     @cached_property
     def _tiny_layers(self) -> list[nn.Module]:
-        return find_layers(build_model(self._tiny, BuildSettings(dtype=torch.float32), META))
+        return find_layers(
+            build_model(self._tiny, BuildSettings(dtype=torch.float32, prepare=self.settings.prepare), META)
+        )
 
     def _figures(self, name: str) -> KindFigures:
         indices = [index for index, kind in enumerate(self.kinds) if kind == name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 from workers.profiler.failures import UnsupportedTrialError
 from workers.targets.target import ComponentPasses, OptimizerPart
+from workers.targets.transformers.adapters import add_adapters
 from workers.targets.transformers.builder import PartsBuilder
 from workers.targets.transformers.config import UnsupportedModelError
 from workers.targets.transformers.describe import describe_parts
@@ -48,8 +50,13 @@ class TransformersTarget:
         _refuse_what_is_not_measured(request)
         self._request = request
         self._device = device
+        lora = request.training.lora
         self._build = BuildSettings(
-            precision=request.training.precision, training=request.mode == "train", seed=request.seed
+            precision=request.training.precision,
+            training=request.mode == "train",
+            seed=request.seed,
+            prepare=None if lora is None else partial(add_adapters, spec=lora),
+            mixed=lora is not None,
         )
         try:
             self._resolved: ResolvedModel = resolve(request.hf_config, request.seq_length, settings=self._build)
@@ -124,10 +131,11 @@ class TransformersTarget:
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[OptimizerPart]:
-        """The shell's parameters, and those of one layer of each kind."""
+        """The trained parameters of the shell, and those of one layer of each kind."""
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
-        yield OptimizerPart(1, self._optimizer(lambda builder: _shell_parameters(builder.shell(1))))
-        for kind in model.kinds:
+        if model.shell.trainable_bytes:
+            yield OptimizerPart(1, self._optimizer(lambda builder: _shell_parameters(builder.shell(1))))
+        for kind in (kind for kind in model.kinds if kind.trainable_bytes):
             yield OptimizerPart(model.layers.count(kind.name), self._optimizer(_layer_parameters(kind.name)))
 
     @contextmanager
@@ -213,8 +221,6 @@ def _shell_parameters(part: Any) -> list[nn.Parameter]:
 
 def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
     """Raise UnsupportedTrialError for what a request asks for and this target would leave out in silence."""
-    if request.training.lora is not None:
-        raise UnsupportedTrialError("LoRA adapters are not measured yet; leave out training.lora")
     if request.mode == "train" and request.highest_sharding is not Sharding.NONE:
         raise UnsupportedTrialError("sharded training is measured with target 'bexp' only; leave out training.sharding")
     if max(request.context_parallel_sizes) > 1:
