@@ -22,14 +22,15 @@ def add_adapters(model: Any, spec: LoRASpec) -> None:
     except ImportError as error:
         raise UnsupportedModelError(f"LoRA needs the peft library: pip install peft ({one_line(error)})") from error
     asked = spec.target_modules
+    values: dict[str, Any] = {
+        "r": spec.r,
+        "lora_alpha": spec.r if spec.alpha is None else spec.alpha,
+        "target_modules": asked if isinstance(asked, str) else list(asked),
+        "init_lora_weights": False,
+    }
     with quiet_library():
         try:
-            config = peft.LoraConfig(
-                r=spec.r,
-                lora_alpha=spec.r if spec.alpha is None else spec.alpha,
-                target_modules=asked if isinstance(asked, str) else list(asked),
-                init_lora_weights=False,
-            )
+            config = peft.LoraConfig(**values)
             wrapped = peft.get_peft_model(model, config)
         except Exception as error:
             reason = f"training.lora.target_modules {_listed(asked)}: {one_line(error)}"

@@ -8,6 +8,7 @@ import torch
 
 from explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from explorer.spec.request import ExplorationRequest
+from workers.profiler.instruments import Instruments
 from workers.targets.transformers.target import TransformersTarget
 
 CPU = torch.device("cpu")
@@ -37,4 +38,4 @@ def request_for(config: dict[str, Any] = LLAMA, **fields: Any) -> ExplorationReq
 
 
 def open_target(config: dict[str, Any] = LLAMA, **fields: Any) -> TransformersTarget:
-    return TransformersTarget(request_for(config, **fields), CPU)
+    return TransformersTarget(request_for(config, **fields), Instruments(CPU))

@@ -65,7 +65,7 @@ def test_parts_and_whole_model_give_gradients_to_the_adapters_alone(
     assert stepped.count == 3
     assert len(stepped.build().gradients) == 4
     with target.training_run(CANDIDATE, parts, request) as run:
-        trained = [(name, p) for name, p in run._model.named_parameters() if p.requires_grad]  # type: ignore[attr-defined]
+        trained = [(name, p) for name, p in run._model.named_parameters() if p.requires_grad]
         before = [p.detach().clone() for _, p in trained]
         run.begin()
         run.step()
