@@ -98,12 +98,14 @@ def versions() -> dict[str, str]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP or a compiled wrapper."""
-    while True:
+    """Return the model inside DDP, a compiled wrapper, or peft's wrapper of a model with adapters."""
+    while not hasattr(model, "config"):
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module) or hasattr(model, "config"):
+        if not isinstance(inner, nn.Module):
             return model
         model = inner
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
 
 
 def _refuse_another_architecture(model: nn.Module, told: Recommendation) -> None:

@@ -1,6 +1,7 @@
 """torchtitan's own Llama 3 as a target: `--target examples/targets/torchtitan_llama.py:Target`.
 
-`target_config: {flavor: 1B, seq_length: 8192}` names one of torchtitan's configurations.
+`target_config: {flavor: 1B, seq_length: 8192}` names one of torchtitan's configurations. The model was built with
+torchtitan 0.3.0 and torch 2.13, which needs triton on a CPU too. A step needs a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Target:
         with device:
             model = spec.build()
             model.init_states(buffer_device=device)
-        return model.to(torch.bfloat16)
+        for parameter in model.parameters():  # the rotary frequencies are complex: model.to() would make them real
+            parameter.data = parameter.data.to(torch.bfloat16)
+        return model
 
     def batch(self, micro_batch_size: int, device: torch.device) -> Tensor:
         return torch.randint(self.vocab_size, (micro_batch_size, self.seq_length + 1), device=device)

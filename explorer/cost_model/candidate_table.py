@@ -27,7 +27,8 @@ def decomposer_of(
 ) -> Callable[[Candidate], Decomposition]:
     """Return the function that splits the steps of the model's candidates into components."""
     if isinstance(model, ModelParts):
-        return PartsDecomposer(model, training=training)
+        # A model that is measured whole, on one device, has no layers that could be sharded.
+        return PartsDecomposer(model, training=training, exchanges=exchanges and bool(model.layers))
     return Decomposer(model, training=training, exchanges=exchanges)
 
 

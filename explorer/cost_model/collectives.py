@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from explorer.cost_model.parameters import count_embedding, count_head, count_layer, count_parameters
+from explorer.cost_model.parameters import count_embedding, count_head, count_layer
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.model import LayerKind
-from explorer.spec.parts import ExploredModel, ModelParts
+from explorer.spec.parts import ExploredModel, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
@@ -43,9 +43,13 @@ def is_exchange_timed(request: ExplorationRequest, hardware: HardwareSpec) -> bo
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are gathered and reduced together; the model has `count` such units."""
+    """Parameters that are gathered together, and gradients that are reduced together; the model has `count` such units.
+
+    Both are counted in numbers of the model's dtype. A unit with frozen parameters has fewer gradients.
+    """
 
     num_parameters: int
+    num_gradients: int
     count: int = 1
 
 
@@ -53,7 +57,8 @@ class Unit:
 class ExchangeUnits:
     """The units of a model.
 
-    `first` comes first in forward and last in backward. A tied embedding contains the head, and `last` is then null.
+    `first` comes first in forward and last in backward. A tied embedding contains the head, and so
+    does the unit of what a model's own code has outside its layers; `last` is then null.
     """
 
     first: Unit
@@ -69,16 +74,46 @@ class ExchangeUnits:
     def of(cls, model: ExploredModel) -> ExchangeUnits:
         """Return the units of `model`."""
         if isinstance(model, ModelParts):
-            kinds = [Unit(kind.num_parameters, model.layers.count(kind.name)) for kind in model.kinds]
-            return cls(first=Unit(model.shell.num_parameters), layers=tuple(kinds), last=None)
-        layers = [Unit(count_layer(model, kind), model.count_layers(kind)) for kind in LayerKind]
+            kinds = [_unit_of(kind, model, model.layers.count(kind.name)) for kind in model.kinds]
+            return cls(first=_unit_of(model.shell, model), layers=tuple(kinds), last=None)
+        sizes = [(count_layer(model, kind), model.count_layers(kind)) for kind in LayerKind]
         head = count_head(model)
         tied = model.tie_embeddings
+        first = count_embedding(model) + (head if tied else 0)
         return cls(
-            first=Unit(count_embedding(model) + (head if tied else 0)),
-            layers=tuple(layer for layer in layers if layer.count),
-            last=None if tied else Unit(head),
+            first=Unit(first, first),
+            layers=tuple(Unit(size, size, count) for size, count in sizes if count),
+            last=None if tied else Unit(head, head),
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all units."""
+        return sum(unit.count * unit.num_parameters for unit in self._all)
+
+    @property
+    def num_gradients(self) -> int:
+        """Gradients of all units."""
+        return sum(unit.count * unit.num_gradients for unit in self._all)
+
+    @property
+    def _all(self) -> tuple[Unit, ...]:
+        return (self.first, *self.layers, *(() if self.last is None else (self.last,)))
+
+
+def buffered_itemsize(model: ExploredModel, request: ExplorationRequest) -> int:
+    """Return the bytes of a number in the buffer that gradients are reduced from.
+
+    A model's own code keeps gradients in the format of its parameters.
+    """
+    if isinstance(model, ModelParts):
+        return model.dtype.itemsize
+    return request.training.optimizer.gradient_dtype(model.dtype).itemsize
+
+
+def _unit_of(part: Part, model: ModelParts, count: int = 1) -> Unit:
+    item = model.dtype.itemsize
+    return Unit(-(-part.parameter_bytes // item), -(-part.trainable_bytes // item), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +153,13 @@ class Exchange:
     @classmethod
     def of(cls, model: ExploredModel, request: ExplorationRequest) -> Exchange:
         """Return the exchange of a model as the request trains it."""
-        units, number = ExchangeUnits.of(model), count_parameters(model)
+        units = ExchangeUnits.of(model)
         sharding = request.training.sharding
-        first = units.first.num_parameters
+        first, number = units.first.num_parameters, units.num_parameters
         if sharding is Sharding.NONE:  # the embedding's bucket is reduced last
-            item = request.training.optimizer.gradient_dtype(model.dtype).itemsize
-            embedding = first if isinstance(model, ModelParts) else count_embedding(model)
+            item = buffered_itemsize(model, request)
+            number = units.num_gradients
+            embedding = units.first.num_gradients if isinstance(model, ModelParts) else count_embedding(model)
             first = min(number, max(embedding, BUCKET_BYTES // item))
         kept = (units.last or units.first).num_parameters
         return cls(sharding, first / number, 1.0 - kept / number)

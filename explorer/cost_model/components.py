@@ -193,6 +193,11 @@ def group_layers(layers: Sequence[Sort]) -> list[tuple[Sort, int, tuple[int, ...
     return [(sort, count, tuple(layers[: last[sort]].count(other) for other, _ in counts)) for sort, count in counts]
 
 
+def stepped_level(candidate: Candidate) -> Sharding | None:
+    """Return the `sharding` of the optimizer's component."""
+    return None if candidate.sharding is None else min(candidate.sharding, Sharding.ZERO1, key=lambda one: one.level)
+
+
 class Decomposer:
     """Splits the steps of one model's candidates into components, sharing equal components.
 
@@ -229,17 +234,17 @@ class Decomposer:
             ffn = self._share(ffn_kind, local[0], None, again, backend, None, local[1])
             layers.append(LayerGroup(count, (attention, ffn), recomputed, below))
         plain = (None, BlockRecompute.NONE, None)
-        sharding = candidate.sharding
-        stepped = None if sharding is None else min(sharding, Sharding.ZERO1, key=lambda level: level.level)
         return Decomposition(
             embedding=self._share(ComponentKind.EMBEDDING, local[0], *plain, None, local[1]),
             layers=tuple(layers),
             head=self._share(ComponentKind.HEAD, local[0], *plain, None, local[1]),
             optimizer=(
-                self._share(ComponentKind.OPTIMIZER, 0, *plain, groups, sharding=stepped) if self._training else None
+                self._share(ComponentKind.OPTIMIZER, 0, *plain, groups, sharding=stepped_level(candidate))
+                if self._training
+                else None
             ),
             communication=(
-                self._share(ComponentKind.COMMUNICATION, 0, *plain, groups, sharding=sharding)
+                self._share(ComponentKind.COMMUNICATION, 0, *plain, groups, sharding=candidate.sharding)
                 if self._exchanges
                 else None
             ),

@@ -12,12 +12,14 @@ from explorer.cost_model.components import (
     Decomposition,
     LayerGroup,
     group_layers,
+    stepped_level,
 )
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.execution import Execution
 from explorer.spec.parts import ModelParts, Part
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
 
 CHUNKED_LOSS = "chunked"
 COMPILED = "compiled"
@@ -43,11 +45,15 @@ _BY_OPERATION = {
 
 
 class PartsDecomposer:
-    """Splits the steps of one model's candidates into shell, layers and optimizer, sharing equal components."""
+    """Splits the steps of one model's candidates into shell, layers and optimizer, sharing equal components.
 
-    def __init__(self, parts: ModelParts, *, training: bool) -> None:
+    With `exchanges`, the steps contain the exchange of gradients and parameters.
+    """
+
+    def __init__(self, parts: ModelParts, *, training: bool, exchanges: bool = False) -> None:
         self._parts = parts
         self._training = training
+        self._exchanges = exchanges
         self._components: dict[tuple[object, ...], Component] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
@@ -68,7 +74,12 @@ class PartsDecomposer:
             embedding=None,
             layers=tuple(layers),
             head=self._share(ComponentKind.SHELL, m, None, candidate.settings or candidate.loss),
-            optimizer=self._share(ComponentKind.OPTIMIZER, 0) if self._training else None,
+            optimizer=(
+                self._share(ComponentKind.OPTIMIZER, 0, sharding=stepped_level(candidate)) if self._training else None
+            ),
+            communication=(
+                self._share(ComponentKind.COMMUNICATION, 0, sharding=candidate.sharding) if self._exchanges else None
+            ),
         )
 
     def _share(
@@ -79,8 +90,9 @@ class PartsDecomposer:
         backend: str | None = None,
         recompute: BlockRecompute = BlockRecompute.NONE,
         bta_tile: int | None = None,
+        sharding: Sharding | None = None,
     ) -> Component:
-        key = (kind, micro_batch_size, part, backend, recompute, bta_tile)
+        key = (kind, micro_batch_size, part, backend, recompute, bta_tile, sharding)
         if key not in self._components:
             self._components[key] = Component(
                 kind=kind,
@@ -89,6 +101,7 @@ class PartsDecomposer:
                 backend=backend,
                 recompute=recompute,
                 bta_tile=bta_tile,
+                sharding=sharding,
             )
         return self._components[key]
 
@@ -103,7 +116,7 @@ def part_of(component: Component, parts: ModelParts) -> Part:
 
 def predict_part_bytes(component: Component, parts: ModelParts, request: ExplorationRequest) -> ComponentBytes:
     """Return the expected activation bytes of one component, as `ComponentMeasurement` defines them."""
-    if component.kind is ComponentKind.OPTIMIZER:
+    if component.kind in {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}:
         return ComponentBytes(0, 0, 0)
     part = part_of(component, parts)
     tokens = component.micro_batch_size * parts.seq_length

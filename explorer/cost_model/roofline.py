@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from explorer.cost_model.activation_memory import FLOAT32_BYTES, largest_share, local_tokens, predict_component_bytes
+from explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.parameters import (
     count_attention,
@@ -73,16 +74,16 @@ def predict_component_seconds(
     def seconds(work: Work) -> float:
         return max(work.flops / peak, work.bytes / bandwidth)
 
+    if component.kind is ComponentKind.COMMUNICATION:
+        link = LINK_BYTES_PER_SECOND[hardware.device_kind]
+        host = OPERATIONS[component.kind] * model.num_layers * hardware.launch_seconds
+        return PredictedSeconds(_exchanged_bytes(model, request.sharded(component.sharding)) / link, host)
     if isinstance(model, ModelParts):
         return _predict_part_seconds(component, model, request, hardware, seconds)
     if component.kind is ComponentKind.OPTIMIZER:
         shards = request.sharded(component.sharding).optimizer_shards
         moved = Work(0.0, _optimizer_bytes(model, request) / shards)
         return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
-    if component.kind is ComponentKind.COMMUNICATION:
-        link = LINK_BYTES_PER_SECOND[hardware.device_kind]
-        host = OPERATIONS[component.kind] * model.num_layers * hardware.launch_seconds
-        return PredictedSeconds(_exchanged_bytes(model, request.sharded(component.sharding)) / link, host)
     training = request.mode == "train"
     forward = _forward_work(component, model, request)
     hops = component.context_parallel_size - 1 if component.communicates else 0
@@ -111,7 +112,8 @@ def _predict_part_seconds(
     host = OPERATIONS[component.kind] * hardware.launch_seconds
     if component.kind is ComponentKind.OPTIMIZER:
         states = (2 + 2 * request.training.optimizer.num_states + 1) * parts.trainable_bytes
-        return PredictedSeconds(seconds(Work(0.0, float(states))), host)
+        shards = request.sharded(component.sharding).optimizer_shards
+        return PredictedSeconds(seconds(Work(0.0, states / shards)), host)
     forward = part_work(component, parts)
     device = seconds(forward)
     if request.mode == "eval":
@@ -218,7 +220,7 @@ def _plain(component: Component) -> Component:
     return component.model_copy(update={"recompute": BlockRecompute.NONE})
 
 
-def _exchanged_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
+def _exchanged_bytes(model: ExploredModel, request: ExplorationRequest) -> float:
     """Return the bytes that a device sends in all gathers and reductions of a step, without repeats.
 
     A ring of N devices sends (N - 1) / N of the bytes in a gather or a reduction, and twice that in an all-reduce.
@@ -226,8 +228,9 @@ def _exchanged_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
     sharding = request.training.sharding
     gradients = 2 if sharding is Sharding.NONE else 1
     gathers = {Sharding.NONE: 0, Sharding.ZERO3: 2}.get(sharding, 1)
-    gradient = request.training.optimizer.gradient_dtype(model.dtype).itemsize
-    whole = count_parameters(model) * (gradients * gradient + gathers * model.dtype.itemsize)
+    units = ExchangeUnits.of(model)
+    whole = gradients * units.num_gradients * buffered_itemsize(model, request)
+    whole += gathers * units.num_parameters * model.dtype.itemsize
     return float(whole) * (request.num_devices - 1) / request.num_devices
 
 

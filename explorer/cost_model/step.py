@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from explorer.cost_model.activation_memory import FLOAT32_BYTES
-from explorer.cost_model.collectives import ExchangeUnits
+from explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
 from explorer.cost_model.parameters import count_parameters
 from explorer.spec.base import Frozen
 from explorer.spec.hardware import HardwareSpec
@@ -110,19 +110,9 @@ def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
     FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511). Some tensors exist whole and as the
     share that the optimizer steps: parameters with ZeRO-1 and 2, and gradients with ZeRO-1.
     """
-    spec = request.training.optimizer
-    if isinstance(model, ModelParts):  # its own code trains the parameters as they are: there are no master weights
-        if request.mode == "eval":
-            return MemoryParts(parameters=model.parameter_bytes)
-        return MemoryParts(
-            parameters=model.parameter_bytes,
-            gradients=model.trainable_bytes,
-            optimizer_states=spec.num_states * model.trainable_bytes,
-        )
-    number = count_parameters(model)
-    item = model.dtype.itemsize
+    whole = _whole_parts(model, request)
     if request.mode == "eval":
-        return MemoryParts(parameters=number * item)
+        return MemoryParts(parameters=whole.parameters)
     level = request.training.sharding.level
 
     def shard(size: int, from_level: int) -> int:
@@ -132,10 +122,27 @@ def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
         return share if level >= from_level else size + share
 
     return MemoryParts(
-        parameters=shard(number * item, 3),
-        gradients=shard(number * spec.gradient_dtype(model.dtype).itemsize, 2),
-        master_weights=shard(number * FLOAT32_BYTES, 1) if spec.has_master(model.dtype) else 0,
-        optimizer_states=shard(number * spec.num_states * spec.moment_dtype(model.dtype).itemsize, 1),
+        parameters=shard(whole.parameters, 3),
+        gradients=shard(whole.gradients, 2),
+        master_weights=shard(whole.master_weights, 1),
+        optimizer_states=shard(whole.optimizer_states, 1),
+    )
+
+
+def _whole_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryParts:
+    spec = request.training.optimizer
+    if isinstance(model, ModelParts):  # its own code trains the parameters as they are: there are no master weights
+        return MemoryParts(
+            parameters=model.parameter_bytes,
+            gradients=model.trainable_bytes,
+            optimizer_states=spec.num_states * model.trainable_bytes,
+        )
+    number = count_parameters(model)
+    return MemoryParts(
+        parameters=number * model.dtype.itemsize,
+        gradients=number * spec.gradient_dtype(model.dtype).itemsize,
+        master_weights=number * FLOAT32_BYTES if spec.has_master(model.dtype) else 0,
+        optimizer_states=number * spec.num_states * spec.moment_dtype(model.dtype).itemsize,
     )
 
 
@@ -177,12 +184,15 @@ def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> Gathere
     if request.mode == "eval" or level < 1:
         return GatheredBytes(0, 0)
     units = ExchangeUnits.of(model)
-    head, layer = (units.last or units.first).num_parameters, max(unit.num_parameters for unit in units.layers)
-    item, buffered = model.dtype.itemsize, request.training.optimizer.gradient_dtype(model.dtype).itemsize
+    end, layer = units.last or units.first, max(units.layers, key=lambda unit: unit.num_parameters)
+    item, buffered = model.dtype.itemsize, buffered_itemsize(model, request)
+    head = end.num_gradients * item
     if level == 1:
-        return GatheredBytes(head * item if units.last is None else 0, layer * buffered)
-    reduced = (layer + max(layer, head)) * buffered + layer * item
+        return GatheredBytes(head if units.last is None else 0, layer.num_gradients * buffered)
+    largest = max(layer.num_gradients, end.num_gradients)
+    reduced = (layer.num_gradients + largest) * buffered + layer.num_gradients * item
     if level == 2:
-        return GatheredBytes(head * item, reduced)
-    whole = layer * item
-    return GatheredBytes(2 * head * item, reduced + whole + -(-whole // request.num_devices))
+        return GatheredBytes(head, reduced)
+    whole = layer.num_parameters * item
+    gathered = whole + -(-whole // request.num_devices)
+    return GatheredBytes(head + end.num_parameters * item, reduced + gathered)

@@ -13,7 +13,7 @@ MAX_MICRO_BATCH_SIZE = 256
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
-BackendName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+BackendName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}(:[a-z]{1,16})?$")]
 
 
 class MicroBatchRange(Frozen):

@@ -88,6 +88,7 @@ class TrainingSpec(Frozen):
     precision: Literal["pure", "autocast"] = Field(
         "pure",
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
-        "bf16 autocast; needs target `transformers`.",
+        "bf16 autocast; needs target `transformers`. LoRA adapters are in float32 either way, and computed with under "
+        "autocast.",
     )
     lora: LoRASpec | None = Field(None, description="Trains adapters in place of the weights; needs `transformers`.")

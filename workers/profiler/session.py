@@ -12,7 +12,6 @@ from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
 from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.process.protocol import (
     Begin,
@@ -169,8 +168,7 @@ class Session:
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)
         if component.kind is ComponentKind.COMMUNICATION:
-            assert isinstance(model, ModelSpec), "communication between devices is measured for reference layers only"
-            return measure_communication(self._instruments, model, component, request, clock)
+            return measure_communication(self._instruments, target, model, component, request, clock)
         return measure_component(self._instruments, target, model, component, request, clock)
 
     def _check_execution(self, candidate: Candidate, request: ExplorationRequest) -> None:

@@ -26,7 +26,7 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Target
     if name == TRANSFORMERS:
         from workers.targets.transformers.target import TransformersTarget  # noqa: PLC0415 - optional library
 
-        return TransformersTarget(request, instruments.device)
+        return TransformersTarget(request, instruments)
     return CustomTarget(find_source(name), request, str(instruments.device))
 
 

@@ -52,14 +52,30 @@ class TrainingRun(Protocol):
     exchanges: bool
     """Whether several devices exchange gradients or parameters."""
 
+    num_micro_steps: int
+
     def begin(self) -> float:
         """Do what precedes the first step, and a step of one micro-step; returns seconds of a whole step."""
 
     def step(self) -> list[Mark]:
         """Run one step; returns the moments before each micro-step, before the optimizer, and after it."""
 
+    def micro_step(self, number: int) -> None:
+        """Run forward and backward of one micro-batch of a step."""
+
+    def update(self) -> None:
+        """Step the optimizer, and set the gradients to zero or drop them."""
+
     def finish(self) -> None:
         """Called after the last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miniature:
+    """A tiny model of the same kind in training. It has `num_units` units that are exchanged one by one."""
+
+    run: TrainingRun
+    num_units: int
 
 
 @runtime_checkable
@@ -118,3 +134,11 @@ class Target(Protocol):
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> AbstractContextManager[TrainingRun]:
         """Build the whole model; the context's end releases it."""
+
+    def miniature(
+        self, model: ExploredModel, request: ExplorationRequest, *, together: bool
+    ) -> AbstractContextManager[Miniature]:
+        """Build a model that has as many parameter tensors a layer, and next to nothing to compute or to exchange.
+
+        The ranks train it together, or each trains one alone.
+        """

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from torch import nn
-
-from workers.targets.reference.optimizer import TrainingOptimizer
+from torch import Tensor, nn
 
 Step = Callable[[], None]
+
+MICRO_STEPS = 2
+EXCHANGING_MICRO_STEPS = 3
+"""The kinds of micro-steps: the first, the last, and one in between, which represents all others."""
+
+
+class Stepped(Protocol):
+    """An optimizer, as far as the exchange of gradients has to know it."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What it steps."""
+
+    @property
+    def gradients(self) -> Sequence[Tensor | None]:
+        """What it reads, one for each parameter."""
 
 
 class DataParallel(Protocol):
@@ -26,7 +40,7 @@ class DataParallel(Protocol):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call in place of the finished model."""
 
-    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
         """Bring memory and the order of communication to their steady state.
 
         `micro_step` runs a micro-step, and may leave gradients.
@@ -49,7 +63,7 @@ class SingleProcess:
         """Returns the model."""
         return model
 
-    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
         """Does nothing."""
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from explorer.spec.training import Sharding
-from workers.profiler.training.data_parallel import Step
-from workers.targets.reference.optimizer import TrainingOptimizer
+from workers.profiler.training.data_parallel import Step, Stepped
 
 
 class FullySharded:
@@ -46,7 +45,7 @@ class FullySharded:
         self._model = model
         return model
 
-    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
         """Does nothing."""
 
     @contextmanager

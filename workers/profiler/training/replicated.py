@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workers.profiler.training.data_parallel import Step
-from workers.targets.reference.optimizer import TrainingOptimizer
+from workers.profiler.training.data_parallel import Step, Stepped
 
 WATCHDOG_SECONDS = 0.3
 """NCCL's process groups check ten times a second which operations have ended."""
@@ -44,7 +43,7 @@ class Replicated:
             )
         return self._model
 
-    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
         """Run two micro-steps, because torch builds the buckets again in the order of the first backward.
 
         Gradients are dropped before each, so that every gradient is in a new bucket afterwards. The old buckets are no
@@ -95,7 +94,7 @@ class ReplicatedMain:
         """Returns the model."""
         return model
 
-    def prepare(self, optimizer: TrainingOptimizer, micro_step: Step) -> None:
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
         """Reduce each gradient after its accumulation."""
         for parameter, gradient in zip(optimizer.parameters, optimizer.gradients, strict=True):
             assert gradient is not None, "main gradients exist from the start"

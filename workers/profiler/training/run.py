@@ -13,15 +13,12 @@ from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.profiler.instruments import Instruments
 from workers.profiler.training.choice import data_parallel
+from workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
 from workers.profiler.trials.ring import find_ring
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from workers.targets.reference.shapes import torch_dtype
-
-MICRO_STEPS = 2
-EXCHANGING_MICRO_STEPS = 3
-"""The kinds of micro-steps: the first, the last, and one in between, which represents all others."""
 
 
 class ReferenceTrainingRun:
@@ -78,11 +75,7 @@ class ReferenceTrainingRun:
 
         number = EXCHANGING_MICRO_STEPS if self.exchanges else MICRO_STEPS
         self._batches: list[tuple[Tensor, Tensor]] = [(tokens(), tokens()) for _ in range(number)]
-
-    @property
-    def num_micro_steps(self) -> int:
-        """The number of micro-steps of a step."""
-        return len(self._batches)
+        self.num_micro_steps = number
 
     def begin(self) -> float:
         """Prepare, and run a step of one micro-step; returns an estimate of a whole step in seconds."""

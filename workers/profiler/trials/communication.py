@@ -18,6 +18,7 @@ from explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit
 from explorer.cost_model.components import Component
 from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.model import DType, ModelSpec
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 from workers.profiler.conditions import watched_conditions
@@ -25,6 +26,7 @@ from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.trials.host_overhead import measure_host_overhead
 from workers.targets.reference.shapes import torch_dtype
+from workers.targets.target import Target
 
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the communication; at most a sequence's length."""
@@ -55,7 +57,7 @@ class _UnitCollectives:
         self,
         instruments: Instruments,
         members: dist.ProcessGroup,
-        model: ModelSpec,
+        model: ExploredModel,
         request: ExplorationRequest,
         unit: Unit,
         barrier: Callable[[], None] | None,
@@ -67,7 +69,7 @@ class _UnitCollectives:
         self._sharding = request.training.sharding
         self._again = self._sharding is Sharding.ZERO3 and not is_last
         ranks = members.size()
-        share = -(-unit.num_parameters // ranks)
+        share, reduced = -(-unit.num_parameters // ranks), -(-unit.num_gradients // ranks)
         # A mean of equal tensors never grows, even if it is taken many times. gloo has no mean.
         self._mean = dist.ReduceOp.AVG if instruments.device.type == "cuda" else dist.ReduceOp.SUM
         generator = instruments.generator(request.seed)
@@ -76,12 +78,14 @@ class _UnitCollectives:
             empty = torch.empty(size, dtype=torch_dtype(dtype), device=instruments.device)
             return empty.normal_(0.0, 1e-3, generator=generator)
 
-        gradient_dtype = request.training.optimizer.gradient_dtype(model.dtype)
-        self._gradients = draw(ranks * share, gradient_dtype)
+        gradient_dtype = model.dtype
+        if isinstance(model, ModelSpec):
+            gradient_dtype = request.training.optimizer.gradient_dtype(model.dtype)
+        self._gradients = draw(ranks * reduced, gradient_dtype)
         if self._sharding is Sharding.NONE:
-            self._buckets = self._gradients.split(max(1, BUCKET_BYTES // gradient_dtype.itemsize))
+            self._buckets = self._gradients.split(max(1, BUCKET_BYTES // gradient_dtype.itemsize)) if reduced else ()
             return
-        self._reduced = draw(share, gradient_dtype)
+        self._reduced = draw(reduced, gradient_dtype)
         self._shard = draw(share, model.dtype)
         self._parameters = draw(ranks * share, model.dtype)
 
@@ -96,6 +100,8 @@ class _UnitCollectives:
         if self._sharding is Sharding.NONE:
             return [dist.all_reduce(bucket, self._mean, self._members, async_op=True) for bucket in self._buckets]
         gathered = self.begin_forward() if self._again else []
+        if not self._reduced.numel():  # all parameters are frozen
+            return gathered
         return [*gathered, _scatter(self._reduced, self._gradients, self._mean, self._members, async_op=True)]
 
     def copy(self) -> None:
@@ -137,7 +143,12 @@ class _Part:
 
 
 def measure_communication(
-    instruments: Instruments, model: ModelSpec, component: Component, request: ExplorationRequest, clock: PhaseClock
+    instruments: Instruments,
+    target: Target,
+    model: ExploredModel,
+    component: Component,
+    request: ExplorationRequest,
+    clock: PhaseClock,
 ) -> ComponentMeasurement:
     """Measure one exchange of the whole model.
 
@@ -152,7 +163,8 @@ def measure_communication(
     parts = [_Part(units.first, is_last=tied), *(_Part(layer, is_last=False) for layer in units.layers)]
     if units.last is not None:
         parts.append(_Part(units.last, is_last=True))
-    largest = max(parts, key=lambda part: part.unit.count * part.unit.num_parameters)
+    replicated = request.training.sharding is Sharding.NONE  # frozen parameters are then not exchanged
+    largest = max(parts, key=lambda p: p.unit.count * (p.unit.num_gradients if replicated else p.unit.num_parameters))
     barrier = instruments.rank_group.barrier(component)
     timings: list[tuple[int, Timing]] = []
     slowdown = 0.0
@@ -171,7 +183,7 @@ def measure_communication(
         timings.append((part.unit.count, timing))
         del collectives
     with clock.phase("timed"):
-        host_overhead = measure_host_overhead(instruments, model, request)
+        host_overhead = measure_host_overhead(instruments, target, model, request)
     return ComponentMeasurement(
         component=component,
         device_seconds=sum(count * timing.device_seconds for count, timing in timings),
@@ -189,7 +201,7 @@ def measure_communication(
 
 
 def _measure_slowdown(
-    instruments: Instruments, model: ModelSpec, collectives: _UnitCollectives, timing: Timing
+    instruments: Instruments, model: ExploredModel, collectives: _UnitCollectives, timing: Timing
 ) -> float:
     """Seconds that computation loses for each second of communication, 0..1.
 
@@ -238,24 +250,32 @@ def _run(
     return start.seconds_until(end)
 
 
-def _products(instruments: Instruments, model: ModelSpec) -> Callable[[], None]:
+def _products(instruments: Instruments, model: ExploredModel) -> Callable[[], None]:
     """One matrix product into a hidden layer and one out of it."""
     dtype = torch_dtype(model.dtype)
-    hidden = model.ffn_hidden_size
-    if model.moe is not None:
-        hidden = model.moe.top_k * model.moe.expert_ffn_hidden_size
+    width, hidden = _widths(model)
     generator = instruments.generator(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=instruments.device, generator=generator)
 
-    x_TD, w_DH = draw(min(COMPUTE_TOKENS, model.seq_length), model.hidden_size), draw(model.hidden_size, hidden)
-    w_HD = draw(hidden, model.hidden_size)
+    x_TD, w_DH = draw(min(COMPUTE_TOKENS, model.seq_length), width), draw(width, hidden)
+    w_HD = draw(hidden, width)
 
     def multiply() -> None:
         x_TD @ w_DH @ w_HD
 
     return multiply
+
+
+def _widths(model: ExploredModel) -> tuple[int, int]:
+    """The width of the hidden states, and that of a layer's FFN; the latter has the FLOPs of a model's own layer."""
+    if isinstance(model, ModelParts):
+        width = max(1, model.output_bytes_per_token // model.dtype.itemsize)
+        return width, max(1, round(max(kind.flops_per_token for kind in model.kinds) / (4 * width)))
+    if model.moe is not None:
+        return model.hidden_size, model.moe.top_k * model.moe.expert_ffn_hidden_size
+    return model.hidden_size, model.ffn_hidden_size
 
 
 def _wait(works: list[Any]) -> None:

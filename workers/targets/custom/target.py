@@ -18,6 +18,7 @@ from explorer.spec.model import DType
 from explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import OWN_ATTENTION
+from explorer.spec.training import Sharding
 from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
 from workers.profiler.phases import PhaseClock
 from workers.targets.custom.process import TargetProcess
@@ -53,6 +54,7 @@ class CustomTarget:
             ("eval mode", request.mode == "eval"),
             ("torch.compile by the profiler", request.compiles),
             ("LoRA by the profiler", request.training.lora is not None),
+            ("sharding by the profiler", request.mode == "train" and request.highest_sharding is not Sharding.NONE),
         ):
             if asked:
                 raise UnsupportedTrialError(f"target '{source.name}' is measured as its code trains: no {what}")

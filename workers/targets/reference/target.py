@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
+from explorer.cost_model.collectives import ExchangeUnits
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport, HardwareSpec
@@ -19,10 +20,11 @@ from workers.profiler.report import report_device
 from workers.profiler.training.run import ReferenceTrainingRun
 from workers.profiler.trials.ring import find_ring
 from workers.targets.reference.factory import build_block, example_inputs
+from workers.targets.reference.miniature import miniature_of
 from workers.targets.reference.optimizer_parts import optimizer_parts
 from workers.targets.reference.passes import BlockPasses
 from workers.targets.reference.shapes import attention_shape, experts_shape, torch_dtype
-from workers.targets.target import OptimizerPart
+from workers.targets.target import Miniature, OptimizerPart
 
 
 class ReferenceTarget:
@@ -77,6 +79,15 @@ class ReferenceTarget:
     ) -> Iterator[ReferenceTrainingRun]:
         """Build the whole model, sharded and spread as the candidate says."""
         yield ReferenceTrainingRun(self._instruments, _specified(model), candidate, request)
+
+    @contextmanager
+    def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
+        """Build a small model whose FFNs are dense."""
+        small = miniature_of(_specified(model))
+        changed = request.model_copy(update={"model": small, "execution": "eager"})
+        candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=small.query_groups)
+        run = ReferenceTrainingRun(self._instruments, small, candidate, changed, together=together)
+        yield Miniature(run, ExchangeUnits.of(small).number)
 
     def _check_backend(self, kind: ComponentKind, name: str, model: ModelSpec) -> None:
         key = (kind, name, model)

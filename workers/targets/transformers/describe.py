@@ -55,14 +55,13 @@ def describe_parts(
 
 def _layer_part(resolved: ResolvedModel, figures: KindFigures) -> LayerPart:
     saved = figures.saved_bytes_per_token or GENEROUS_SAVED_WIDTHS * figures.hidden_bytes_per_token
-    share = figures.num_trainable_parameters / max(1, figures.num_parameters)
     return LayerPart(
         name=figures.name,
         description=f"{figures.class_name}, {len(figures.indices)} times",
         has_experts=bool(expert_modules(resolved.layers[figures.indices[0]])),
         num_parameters=figures.num_parameters,
         parameter_bytes=figures.parameter_bytes,
-        trainable_bytes=round(share * figures.parameter_bytes),
+        trainable_bytes=figures.trainable_bytes,
         flops_per_token=figures.flops_per_token,
         flops_per_sequence=figures.attention_flops_per_token * resolved.config.seq_length,
         saved_bytes_per_token=saved,
@@ -71,11 +70,10 @@ def _layer_part(resolved: ResolvedModel, figures: KindFigures) -> LayerPart:
 
 
 def _shell_part(figures: ShellFigures, hidden_bytes_per_token: int) -> Part:
-    share = figures.num_trainable_parameters / max(1, figures.num_parameters)
     return Part(
         num_parameters=figures.num_parameters,
         parameter_bytes=figures.parameter_bytes,
-        trainable_bytes=round(share * figures.parameter_bytes),
+        trainable_bytes=figures.trainable_bytes,
         flops_per_token=figures.flops_per_token,
         saved_bytes_per_token=LOGIT_BYTES * figures.vocab_size + 4 * hidden_bytes_per_token,
         transient_bytes_per_token=LOGIT_TRANSIENT_BYTES * figures.vocab_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +100,9 @@ def find_mixers(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-def check_experts_interface(tiny: ResolvedConfig, model: Any, batch: Mapping[str, Tensor]) -> None:
+def check_experts_interface(
+    tiny: ResolvedConfig, settings: BuildSettings, model: Any, batch: Mapping[str, Tensor]
+) -> None:
     """`grouped_mm` and a function of our own run in place of the class's experts: same loss and gradients.
 
     DifferenceError if the model has no experts, does not call the function, or computes something else.
@@ -119,9 +122,9 @@ def check_experts_interface(tiny: ResolvedConfig, model: Any, batch: Mapping[str
 
     ALL_EXPERTS_FUNCTIONS[_CHECK] = ours
     try:
-        eager = _with_experts(tiny, model, "eager")
+        eager = _with_experts(tiny, replace(settings, experts="eager"), model)
         expected = run_plain(eager, batch)
-        changed = _with_experts(tiny, model, _CHECK)
+        changed = _with_experts(tiny, replace(settings, experts=_CHECK), model)
         found = run_plain(changed, batch)
     finally:
         ALL_EXPERTS_FUNCTIONS.pop(_CHECK)
@@ -137,8 +140,7 @@ def find_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if all(hasattr(module, mark) for mark in marks)]
 
 
-def _with_experts(tiny: ResolvedConfig, model: Any, experts: str) -> Any:
-    settings = BuildSettings(precision="pure", dtype=torch.float32, experts=experts)
+def _with_experts(tiny: ResolvedConfig, settings: BuildSettings, model: Any) -> Any:
     changed = build_model(tiny, settings, torch.device("cpu"))
     changed.load_state_dict(model.state_dict())
     return changed

@@ -26,7 +26,9 @@ class BuildSettings:
                them in float32 and runs under autocast of `dtype`
     attention: the library's name of an attention implementation, or None for its default
     experts:   the library's name of an experts implementation, or None for its default
-    prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device
+    prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device; what it
+               draws follows from `seed`
+    mixed:     whether `pure` parameters run under autocast of `dtype` as well, because some are in float32
     """
 
     precision: Precision = "pure"
@@ -36,6 +38,7 @@ class BuildSettings:
     training: bool = True
     seed: int = 0
     prepare: Callable[[Any], None] | None = None
+    mixed: bool = False
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -44,7 +47,7 @@ class BuildSettings:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context that a forward runs in on `device`."""
-        if self.precision == "pure":
+        if self.precision == "pure" and not self.mixed:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.dtype)
 
@@ -121,10 +124,10 @@ def build_model(
         except Exception as error:
             name = resolved.model_class.__name__
             raise UnsupportedModelError(f"{name} does not build: {one_line(error)}") from error
-    if settings.precision == "pure":
-        _keep_in_float32(model, settings.parameter_dtype)
-    if settings.prepare is not None:
-        settings.prepare(model)
+        if settings.precision == "pure":
+            _keep_in_float32(model, settings.parameter_dtype)
+        if settings.prepare is not None:
+            settings.prepare(model)
     return model.train(settings.training)
 
 

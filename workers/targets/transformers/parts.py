@@ -36,6 +36,7 @@ class KindFigures:
     num_parameters: int
     num_trainable_parameters: int
     parameter_bytes: int
+    trainable_bytes: int
     flops_per_token: float
     attention_flops_per_token: float
     saved_bytes_per_token: float | None
@@ -53,6 +54,7 @@ class ShellFigures:
     num_parameters: int
     num_trainable_parameters: int
     parameter_bytes: int
+    trainable_bytes: int
     vocab_size: int
     tied_weights: bool
     flops_per_token: float
@@ -73,6 +75,7 @@ def shell_figures(model: Any, layers: Sequence[nn.Module], config: Any) -> Shell
         num_parameters=_numel(outside),
         num_trainable_parameters=_numel(parameter for parameter in outside if parameter.requires_grad),
         parameter_bytes=num_bytes(outside),
+        trainable_bytes=num_bytes(parameter for parameter in outside if parameter.requires_grad),
         vocab_size=int(config.vocab_size),
         tied_weights=weight is not None and weight is getattr(embedding, "weight", None),
         flops_per_token=2.0 * weight.numel() if isinstance(weight, Tensor) else 0.0,
@@ -99,6 +102,7 @@ def kind_figures(
         num_parameters=_numel(parameters),
         num_trainable_parameters=_numel(parameter for parameter in parameters if parameter.requires_grad),
         parameter_bytes=num_bytes(parameters),
+        trainable_bytes=num_bytes(parameter for parameter in parameters if parameter.requires_grad),
         flops_per_token=2.0 * sum(share * weight.numel() for weight, share in used_matrices(layer, config)),
         attention_flops_per_token=attention,
         saved_bytes_per_token=saved_bytes_per_token,

@@ -91,7 +91,7 @@ class ResolvedModel:
     def check(self) -> SelfCheck:
         """What a tiny model of this type can do; the check runs on the CPU for some seconds, at first use."""
         try:
-            return self_check(self._tiny)
+            return self_check(self.tiny, self.settings.prepare)
         except UnsupportedModelError as error:
             return SelfCheck(failures=dict.fromkeys(FEATURES, f"the tiny model does not build: {error.reason}"))
 
@@ -151,12 +151,15 @@ class ResolvedModel:
         }
 
     @cached_property
-    def _tiny(self) -> ResolvedConfig:
+    def tiny(self) -> ResolvedConfig:
+        """The configuration of the self-check."""
         return tiny_config(self.config, self.kinds)
 
     @cached_property
     def _tiny_layers(self) -> list[nn.Module]:
-        return find_layers(build_model(self._tiny, BuildSettings(dtype=torch.float32), META))
+        return find_layers(
+            build_model(self.tiny, BuildSettings(dtype=torch.float32, prepare=self.settings.prepare), META)
+        )
 
     def _figures(self, name: str) -> KindFigures:
         indices = [index for index, kind in enumerate(self.kinds) if kind == name]
@@ -175,7 +178,7 @@ class ResolvedModel:
 
     def _hidden_per_token(self, config: Any) -> int:
         """The tiny model's hidden states, with the full model's width."""
-        tiny_width = self._tiny.text_config.hidden_size if self.check.hidden_per_token else 0
+        tiny_width = self.tiny.text_config.hidden_size if self.check.hidden_per_token else 0
         streams = self.check.hidden_per_token // tiny_width if tiny_width else 1
         return max(streams, 1) * int(config.hidden_size)
 
@@ -184,7 +187,7 @@ class ResolvedModel:
         if index >= len(self.check.kinds):
             return None
         kept = self.check.saved_bytes_per_token.get(self.check.kinds[index])
-        tiny_width = matrix_width(self._tiny_layers[index], self._tiny.text_config)
+        tiny_width = matrix_width(self._tiny_layers[index], self.tiny.text_config)
         if kept is None or not tiny_width:
             return None
         return kept / 4 * number * matrix_width(self.layers[index], config) / tiny_width

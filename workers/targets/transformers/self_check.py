@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,13 +60,16 @@ class SelfCheck:
         return "runs" not in self.failures
 
 
-def self_check(tiny: ResolvedConfig) -> SelfCheck:
-    """Checks every feature on `tiny`, a small configuration, in float32 on the CPU."""
+def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = None) -> SelfCheck:
+    """Checks every feature on `tiny`, a small configuration, in float32 on the CPU.
+
+    `prepare` changes each model once it is built, as in `BuildSettings`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for one another
     try:
         with quiet_library():
-            return _Check(tiny).result()
+            return _Check(tiny, replace(_SETTINGS, prepare=prepare)).result()
     finally:
         torch.set_num_threads(threads)
 
@@ -76,8 +79,9 @@ class _OtherLayerError(DifferenceError):
 
 
 class _Check:
-    def __init__(self, tiny: ResolvedConfig) -> None:
+    def __init__(self, tiny: ResolvedConfig, settings: BuildSettings) -> None:
         self.tiny = tiny
+        self.settings = settings
         self.found = SelfCheck()
         self.model: Any = None
         self.layers: list[nn.Module] = []
@@ -98,7 +102,9 @@ class _Check:
         self._try("checkpointing", lambda: check_checkpointing(self.model, self.layers, self._batch(2)), needed)
         self._try("batch_tiles", lambda: check_batch_tiles(self.model, self.layers, self._batches(2)), needed)
         self._try(
-            "experts_interface", lambda: check_experts_interface(self.tiny, self.model, self._batch(2)), ("runs",)
+            "experts_interface",
+            lambda: check_experts_interface(self.tiny, self.settings, self.model, self._batch(2)),
+            needs=("runs",),
         )
         return self.found
 
@@ -123,7 +129,10 @@ class _Check:
         return whole if "padded_text" in self.found.failures else [*whole, self._batch(size, "left")]
 
     def _check_whole(self) -> None:
-        self.model = build_model(self.tiny, _SETTINGS, CPU)
+        self.model = build_model(self.tiny, self.settings, CPU)
+        if not self.model.get_input_embeddings().weight.requires_grad:
+            # The checks tell by their gradients which tensors follow from the hidden states, the first layer's too.
+            self.model.enable_input_require_grads()
         with torch.enable_grad():
             loss = self.model(**self._batch(2), use_cache=False).loss
         if loss is None or not bool(torch.isfinite(loss)):
@@ -229,9 +238,10 @@ class _Check:
             part = self._parts("none").shell(size)
             loss = part.forward()
             loss.backward()
-            embedding = part.model.get_input_embeddings().weight.grad
+            embedding = part.model.get_input_embeddings().weight
+            reached = embedding.grad is not None or not embedding.requires_grad
             part.clear_gradients()
-            if not bool(torch.isfinite(loss)) or embedding is None:
+            if not bool(torch.isfinite(loss)) or not reached:
                 raise DifferenceError("the backward pass does not reach the embedding")
 
     def _shell_gradients(self, run: ReferenceRun, size: int, padding: Padding) -> dict[int, Tensor]:
@@ -279,7 +289,9 @@ class _Check:
             kinds = self.found.kinds
             names = [f"{kind}@{index}" for index, kind in enumerate(kinds)] if self.separate else kinds
             followed = {name: self.found.followed_outputs[kind] for name, kind in zip(names, kinds, strict=True)}
-            self.builder = PartsBuilder(self.tiny, names, CPU, _SETTINGS, padding=padding, followed_outputs=followed)
+            self.builder = PartsBuilder(
+                self.tiny, names, CPU, self.settings, padding=padding, followed_outputs=followed
+            )
         builder: PartsBuilder = self.builder
         return builder
 

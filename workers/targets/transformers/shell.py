@@ -52,7 +52,8 @@ class ShellPart:
     """The model with its layers taken out, for one micro-batch.
 
     Each layer hands its hidden states on; the last one gives the hidden states of a real layer's output, so that head
-    and loss work on values like the model's. The backward pass goes through the head, and then through the embedding.
+    and loss work on values like the model's. The backward pass goes through the head, and then through the embedding if
+    that is trained.
     """
 
     def __init__(self, skeleton: Skeleton, batch: Mapping[str, Tensor], calls: Mapping[int, LayerCall]) -> None:
@@ -99,6 +100,10 @@ class ShellPart:
 def bridged(output: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> Any:
     """`output` with its floating-point tensors computed from `inputs` as far as autograd can see."""
     floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs):
+        # The embedding is frozen. What the layers return needs a gradient all the same, because they are trained.
+        inputs = [*inputs, torch.empty(0, requires_grad=True)]
+        gradients = None if gradients is None else [*gradients, None]
     made = iter(Bridge.apply(gradients, floating, *inputs))  # type: ignore[no-untyped-call]
     return map_tensors(output, lambda tensor: next(made) if tensor.is_floating_point() else tensor)
 

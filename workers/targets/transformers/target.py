@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,22 @@ from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 from workers.profiler.failures import UnsupportedTrialError
-from workers.targets.target import ComponentPasses, OptimizerPart
+from workers.profiler.instruments import Instruments
+from workers.profiler.training.choice import data_parallel
+from workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
+from workers.targets.target import ComponentPasses, Miniature, OptimizerPart
+from workers.targets.transformers.adapters import add_adapters
+from workers.targets.transformers.batch import make_batch
 from workers.targets.transformers.builder import PartsBuilder
-from workers.targets.transformers.config import UnsupportedModelError
+from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
 from workers.targets.transformers.describe import describe_parts
-from workers.targets.transformers.model import BuildSettings
+from workers.targets.transformers.materialize import build_by_layers
+from workers.targets.transformers.model import BuildSettings, build_model
 from workers.targets.transformers.passes import LayerPasses, ShellPasses
 from workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from workers.targets.transformers.resolved import ResolvedModel, resolve
-from workers.targets.transformers.training_run import MICRO_STEPS, TrainerOptimizer, TransformersTrainingRun
+from workers.targets.transformers.tiny import num_layers_for
+from workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
 
 _BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",
@@ -40,7 +48,7 @@ _BY_OPERATION = {
 class TransformersTarget:
     """One job's model on one device. Everything it builds is released at the end of a context."""
 
-    def __init__(self, request: ExplorationRequest, device: torch.device) -> None:
+    def __init__(self, request: ExplorationRequest, instruments: Instruments) -> None:
         """Resolve the configuration.
 
         Raises:
@@ -49,9 +57,15 @@ class TransformersTarget:
         assert request.hf_config is not None, "the request has a Hugging Face configuration"
         _refuse_what_is_not_measured(request)
         self._request = request
-        self._device = device
+        self._instruments = instruments
+        self._device = instruments.device
+        lora = request.training.lora
         self._build = BuildSettings(
-            precision=request.training.precision, training=request.mode == "train", seed=request.seed
+            precision=request.training.precision,
+            training=request.mode == "train",
+            seed=request.seed,
+            prepare=None if lora is None else partial(add_adapters, spec=lora),
+            mixed=lora is not None,
         )
         try:
             self._resolved: ResolvedModel = resolve(request.hf_config, request.seq_length, settings=self._build)
@@ -127,33 +141,30 @@ class TransformersTarget:
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[OptimizerPart]:
-        """The shell's parameters, and those of one layer of each kind."""
+        """The trained parameters of the shell, and those of one layer of each kind."""
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
-        yield OptimizerPart(1, self._optimizer(lambda builder: _shell_parameters(builder.shell(1))))
-        for kind in model.kinds:
-            yield OptimizerPart(model.layers.count(kind.name), self._optimizer(_layer_parameters(kind.name)))
+        if model.shell.trainable_bytes:
+            yield OptimizerPart(1, self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1))))
+        for kind in (kind for kind in model.kinds if kind.trainable_bytes):
+            yield OptimizerPart(model.layers.count(kind.name), self._optimizer(request, _layer_parameters(kind.name)))
 
     @contextmanager
     def training_run(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[TransformersTrainingRun]:
         """The whole model, set up as `bexp.apply` does it."""
-        builder = self._parts()
-        whole = builder.whole()
-        settings = settings_of(candidate, request)
+        self._parts().release()
+        settings, size = settings_of(candidate, request), candidate.micro_batch_size
         if settings.compile:
-            torch.compiler.reset()
-        try:
-            set_up(whole, settings)
-        except SettingsError as error:
-            raise UnsupportedTrialError(str(error)) from error
-        whole.train(self._build.training)
-        optimizer = None
-        if self._build.training:
-            trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
-            optimizer = TrainerOptimizer(trained, request.training.optimizer.name)
-        batches = [builder.batch(candidate.micro_batch_size) for _ in range(MICRO_STEPS)]
-        yield TransformersTrainingRun(whole, batches, optimizer, self._build, self._device)
+            torch.compiler.reset()  # as above
+        yield self._train(self._resolved.config, settings, size, request, together=True)
+
+    @contextmanager
+    def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
+        """The configuration of the self-check."""
+        tiny = self._resolved.tiny
+        run = self._train(tiny, Settings(), 1, request, together=together)
+        yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
 
     def _check_class(self) -> None:
         check = self._resolved.check
@@ -172,6 +183,29 @@ class TransformersTarget:
         )
 
     # -- building ------------------------------------------------------------------------------------------------
+
+    def _train(
+        self, config: ResolvedConfig, settings: Settings, size: int, request: ExplorationRequest, *, together: bool
+    ) -> TransformersTrainingRun:
+        """A whole model in training. The ranks have equal weights and different data."""
+        group, dtype = self._instruments.rank_group, self._build.parameter_dtype
+        exchanges = together and self._build.training and group.size > 1
+        sharding = request.training.sharding
+        parallel = data_parallel(group.members if exchanges else None, self._device, sharding, dtype, dtype)
+        try:
+            if exchanges and sharding is not Sharding.NONE:
+                model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))
+            else:
+                model = build_model(config, self._build, self._device)
+            set_up(model, settings)
+        except (SettingsError, UnsupportedModelError) as error:
+            raise UnsupportedTrialError(str(error)) from error
+        seed = self._build.seed + group.rank
+        padding = self._request.padding
+        batch = make_batch(config.config, size, config.seq_length, self._device, padding=padding, seed=seed)
+        batches = [batch] * (EXCHANGING_MICRO_STEPS if exchanges else MICRO_STEPS)
+        name = request.training.optimizer.name
+        return TransformersTrainingRun(model, batches, name, self._build, self._device, parallel)
 
     def _parts(self) -> PartsBuilder:
         if self._builder is None:
@@ -192,9 +226,16 @@ class TransformersTarget:
             compile=self._request.execution is Execution.COMPILE or COMPILED in others,
         )
 
-    def _optimizer(self, parameters: Callable[[PartsBuilder], list[nn.Parameter]]) -> Callable[[], TrainerOptimizer]:
+    def _optimizer(
+        self, request: ExplorationRequest, parameters: Callable[[PartsBuilder], list[nn.Parameter]]
+    ) -> Callable[[], TrainerOptimizer]:
+        """An optimizer of a device's share of the parameters."""
+        shards = request.optimizer_shards
+
         def build() -> TrainerOptimizer:
             found = [p for p in parameters(self._parts()) if p.requires_grad]
+            if shards > 1:
+                found = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in found]
             for parameter in found:
                 parameter.grad = torch.zeros_like(parameter)
             return TrainerOptimizer(found, self._request.training.optimizer.name, keeps_gradients=True)
@@ -226,9 +267,11 @@ def _shell_parameters(part: Any) -> list[nn.Parameter]:
 
 def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
     """Raise UnsupportedTrialError for what a request asks for and this target would leave out in silence."""
-    if request.training.lora is not None:
-        raise UnsupportedTrialError("LoRA adapters are not measured yet; leave out training.lora")
-    if request.mode == "train" and request.highest_sharding is not Sharding.NONE:
-        raise UnsupportedTrialError("sharded training is measured with target 'bexp' only; leave out training.sharding")
+    sharded = request.mode == "train" and request.highest_sharding is not Sharding.NONE
+    if sharded and request.training.precision == "autocast":
+        raise UnsupportedTrialError(
+            "sharded training is measured with precision 'pure': with float32 parameters, trainers gather another "
+            "format than they keep"
+        )
     if max(request.context_parallel_sizes) > 1:
         raise UnsupportedTrialError("context parallelism is measured with target 'bexp' only")

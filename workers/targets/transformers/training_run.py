@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bexp.measure.timestamps import Mark, mark_of
+from workers.profiler.training.data_parallel import DataParallel, SingleProcess
 from workers.targets.transformers.model import BuildSettings
 
-MICRO_STEPS = 2
 MAX_GRADIENT_NORM = 1.0
 """TrainingArguments.max_grad_norm's default."""
 
@@ -24,7 +24,7 @@ class TrainerOptimizer:
     """
 
     def __init__(self, parameters: list[nn.Parameter], name: str, *, keeps_gradients: bool = False) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._keeps_gradients = keeps_gradients
         fused = all(p.is_cuda or p.device.type == "cpu" for p in parameters)
         self._optimizer: torch.optim.Optimizer = (
@@ -36,11 +36,11 @@ class TrainerOptimizer:
     @property
     def gradients(self) -> list[Tensor | None]:
         """The gradients, in the parameters' order."""
-        return [parameter.grad for parameter in self._parameters]
+        return [parameter.grad for parameter in self.parameters]
 
     def step(self) -> None:
         """Clip, and update the parameters."""
-        nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
+        nn.utils.clip_grad_norm_(self.parameters, MAX_GRADIENT_NORM)
         self._optimizer.step()
 
     def zero_grad(self) -> None:
@@ -50,56 +50,76 @@ class TrainerOptimizer:
 
 
 class TransformersTrainingRun:
-    """Micro-steps of one model, with accumulated gradients, then the optimizer. Eval mode has forwards alone."""
+    """Micro-steps of one model, with accumulated gradients, then the optimizer. Eval mode has forwards alone.
 
-    exchanges = False
+    `parallel` says how the ranks train together; the units inside `model` were given to it before.
+    """
 
     def __init__(
         self,
         model: Any,
         batches: list[dict[str, Tensor]],
-        optimizer: TrainerOptimizer | None,
+        optimizer_name: str,
         build: BuildSettings,
         device: torch.device,
+        parallel: DataParallel,
     ) -> None:
-        self._model = model
+        self.exchanges = not isinstance(parallel, SingleProcess)
+        self.num_micro_steps = len(batches)
         self._batches = batches
-        self._optimizer = optimizer
         self._build = build
         self._device = device
+        self._parallel = parallel
         self._mark = mark_of(device)
+        model.train(build.training)
+        self._model = parallel.wrap(model)
+        self._optimizer: TrainerOptimizer | None = None
+        if build.training:
+            self._optimizer = TrainerOptimizer([p for p in model.parameters() if p.requires_grad], optimizer_name)
 
     def begin(self) -> float:
-        """Run a step of one micro-step; returns what a whole step would take by it, in seconds."""
-        self._synchronize()
-        started = time.perf_counter()
-        self._micro_step(0)
-        self._synchronize()
-        seconds = time.perf_counter() - started
-        self._update()
-        return seconds * len(self._batches)
+        """Prepare, and run a step of one micro-step; returns what a whole step would take by it, in seconds."""
+        seconds: list[float] = []
+
+        def timed_micro_step() -> None:
+            self._synchronize()
+            started = time.perf_counter()
+            self.micro_step(self.num_micro_steps - 1)
+            self._synchronize()
+            seconds.append(time.perf_counter() - started)
+
+        if self._optimizer is not None:
+            self._parallel.prepare(self._optimizer, timed_micro_step)  # may run some, and leave gradients
+        if not seconds:
+            timed_micro_step()
+        self.update()
+        return seconds[-1] * self.num_micro_steps
 
     def step(self) -> list[Mark]:
         """One step; returns the moments before each micro-step, before the optimizer, and after it."""
         marks = [self._mark()]
-        for number in range(len(self._batches)):
-            self._micro_step(number)
+        for number in range(self.num_micro_steps):
+            self.micro_step(number)
             marks.append(self._mark())
-        self._update()
+        self.update()
         return [*marks, self._mark()]
 
     def finish(self) -> None:
-        """Wait for the device."""
+        """Wait for the device, and free what outlives the model."""
         self._synchronize()
+        self._parallel.finish()
 
-    def _micro_step(self, number: int) -> None:
+    def micro_step(self, number: int) -> None:
+        """Run forward and, in training, backward of one micro-batch of a step."""
         training = self._optimizer is not None
-        with torch.set_grad_enabled(training), self._build.autocast(self._device):
-            loss = self._model(**self._batches[number]).loss
-        if training:
-            (loss / len(self._batches)).backward()
+        with self._parallel.micro_step(is_last=number == self.num_micro_steps - 1):
+            with torch.set_grad_enabled(training), self._build.autocast(self._device):
+                loss = self._model(**self._batches[number]).loss
+            if training:
+                (loss / self.num_micro_steps).backward()
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Step the optimizer and drop the gradients."""
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()

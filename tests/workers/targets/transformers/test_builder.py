@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,13 @@ def test_preparation_reaches_every_model_that_is_built() -> None:
     part = resolved.builder(CPU).layer(resolved.kinds[0], 1)
     part.backward(part.forward())
     assert {name.split(".")[0] for name, p in part.module.named_parameters() if p.grad is not None} == {"self_attn"}
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed")
+def test_an_attention_package_that_is_missing_is_left_out_with_the_reason(resolved: ResolvedModel) -> None:
+    found = resolved.attention_implementations
+    assert found["sdpa"] is None
+    assert "flash" in (found["flash_attention_2"] or "").lower()
 
 
 def test_an_unknown_kind_is_a_key_error(resolved: ResolvedModel) -> None:

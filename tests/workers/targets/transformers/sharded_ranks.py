@@ -1,0 +1,157 @@
+"""Two ranks that train a tiny transformers model together on the CPU, at each level of sharding.
+
+    python -m tests.workers.targets.transformers.sharded_ranks FOLDER
+
+writes there what each rank measured, and how far its gradients are from those of one process with all the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from explorer.cost_model.candidate_table import decomposer_of
+from explorer.records.measurement import ComponentMeasurement
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.training import Sharding
+from tests.workers.targets.transformers.targets import CPU, request_for
+from workers.profiler.distributed.process_groups import ProcessGroups
+from workers.profiler.instruments import Instruments
+from workers.profiler.phases import PhaseClock
+from workers.profiler.trials import communication
+from workers.targets.reference.optimizer import own
+from workers.targets.transformers.describe import describe_parts
+from workers.targets.transformers.self_check import SelfCheck
+from workers.targets.transformers.target import TransformersTarget, settings_of
+
+NUM_RANKS = 2
+LEVELS = tuple(Sharding)
+TRAINING: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}}}
+"""What is trained; adapters are frozen weights in one format and trained ones in another."""
+
+
+def candidate_at(level: Sharding) -> Candidate:
+    """With the loss in chunks and recomputed layers, which run what the hooks of sharding are around."""
+    return Candidate(
+        micro_batch_size=1,
+        attention_backend="sdpa",
+        num_query_groups=1,
+        sharding=level,
+        recompute=Recompute.FULL,
+        loss="chunked",
+    )
+
+
+class Rank:
+    """One rank, with the target of a job that chooses among all levels."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.groups = ProcessGroups(FileStore(str(folder / "store"), NUM_RANKS), rank, NUM_RANKS, CPU)
+        self.instruments = Instruments(CPU, NUM_RANKS)
+
+    def open(self, training: dict[str, Any]) -> None:
+        self.request = request_for(num_devices=NUM_RANKS, sharding_levels=LEVELS, training=training)
+        self.target = TransformersTarget(self.request, self.instruments)
+        self.target._resolved.__dict__["check"] = SelfCheck()  # other tests run it
+        self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, by_operation={})
+        decompose = decomposer_of(self.parts, training=True, exchanges=True)
+        self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
+        plan = TrialPlan(
+            number=0,
+            kind=TrialKind.WHOLE_MODEL,
+            model=self.parts,
+            candidate=candidate_at(Sharding.NONE),
+            timeout_seconds=60.0,
+            num_processes=NUM_RANKS,
+        )
+        self.groups.prepare(plan)
+        self.instruments.join(self.groups.rank_group(plan))
+
+    def communication(self, level: Sharding) -> ComponentMeasurement:
+        component = self.communications[LEVELS.index(level)]
+        assert component is not None
+        request = self.request.sharded(level)
+        return communication.measure_communication(
+            self.instruments, self.target, self.parts, component, request, PhaseClock()
+        )
+
+    def changed_share(self, level: Sharding) -> float:
+        """The share of trained parameters that a step changes in the job's own format, which rounds some away."""
+        with self.target.training_run(candidate_at(level), self.parts, self.request.sharded(level)) as run:
+            trained = [p for p in run._model.parameters() if p.requires_grad]
+            before = [own(p.detach()).clone() for p in trained]
+            run.begin()
+            run.step()
+            run.finish()
+            changed = [not torch.equal(own(p.detach()), old) for p, old in zip(trained, before, strict=True)]
+        return sum(changed) / len(changed)
+
+    def gradient_error(self, level: Sharding) -> float:
+        """Of one step's gradients, relative to those of one process, in float32."""
+        target = self.target
+        target._build = replace(target._build, dtype=torch.float32)
+        request = self.request.sharded(level)
+        settings = settings_of(candidate_at(level), request)
+        config = target._resolved.tiny
+        together = target._train(config, settings, 2, request, together=True)
+        for number in range(together.num_micro_steps):
+            together.micro_step(number)
+        model: Any = together._model
+        model = getattr(model, "module", model)
+        batches: list[Any] = [None] * NUM_RANKS
+        dist.all_gather_object(batches, together._batches[0])
+        alone: Any = target._train(config, settings, 2, request, together=False)._model
+        alone.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+        for batch in batches:
+            with target._build.autocast(CPU):
+                loss = alone(**batch).loss
+            (loss / NUM_RANKS).backward()
+        target._build = replace(target._build, dtype=torch.bfloat16)
+        pairs = [
+            (whole(ours.grad), theirs.grad)
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)
+            if theirs.requires_grad
+        ]
+        return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor that may be sharded."""
+    full = getattr(tensor, "full_tensor", None)
+    found: Tensor = tensor if full is None else full()
+    return found.detach()
+
+
+def run(folder: Path, rank: int, kinds: list[str]) -> None:
+    torch.set_num_threads(1)
+    communication.SECONDS = 0.1  # of products beside the exchange
+    one = Rank(folder, rank)
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        one.open(TRAINING[kind])
+        errors = {level: one.gradient_error(level) for level in LEVELS}
+        found[kind] = {"errors": errors, "changed": one.changed_share(Sharding.ZERO3)}
+    found["communication"] = one.communication(Sharding.ZERO3).model_dump(mode="json")
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    place, *kinds = sys.argv[1:]
+    child = os.fork()
+    if child == 0:
+        run(Path(place), 1, kinds)
+        os._exit(0)
+    run(Path(place), 0, kinds)
+    sys.exit(os.waitpid(child, 0)[1] != 0)

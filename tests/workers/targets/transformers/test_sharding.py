@@ -1,0 +1,78 @@
+"""Ranks that train a transformers model together compute what one process computes with all their data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.step import gathered_bytes, static_parts
+from explorer.spec.parts import ModelParts
+from explorer.spec.training import Sharding
+from tests.explorer.cost_model.test_part_costs import parts
+from tests.workers.targets.transformers.sharded_ranks import LEVELS, NUM_RANKS, TRAINING
+from tests.workers.targets.transformers.targets import open_target, request_for
+from workers.profiler.failures import UnsupportedTrialError
+
+pytest.importorskip("transformers")
+KINDS = [kind for kind in TRAINING if kind != "lora" or find_spec("peft") is not None]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    subprocess.run(
+        [sys.executable, "-m", "tests.workers.targets.transformers.sharded_ranks", str(folder), *KINDS],
+        check=True,
+        timeout=200,
+        cwd=Path(__file__).parents[4],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_ranks_are_those_of_one_process(found: list[dict[str, Any]], kind: str) -> None:
+    for said in found:
+        assert said[kind]["errors"].keys() == set(LEVELS)
+        assert all(error < 1e-5 for error in said[kind]["errors"].values())
+        assert said[kind]["changed"] > 0.5
+
+
+def test_the_exchange_is_timed(found: list[dict[str, Any]]) -> None:
+    for said in found:
+        measured = said["communication"]
+        assert 0 < measured["forward_device_seconds"] < measured["device_seconds"]
+        assert 0 <= measured["slowdown"] <= 1
+        assert measured["host_seconds"] >= 0
+
+
+def test_training_state_is_divided_as_the_level_says() -> None:
+    model = parts()
+
+    def bytes_at(level: Sharding) -> tuple[int, int, int]:
+        request = request_for(num_devices=4, training={"sharding": level})
+        found = static_parts(model, request)
+        return found.parameters, found.gradients, found.optimizer_states
+
+    assert isinstance(model, ModelParts)
+    whole, trained = model.parameter_bytes, model.trainable_bytes
+    share, of_trained = -(-whole // 4), -(-trained // 4)
+    assert bytes_at(Sharding.NONE) == (whole, trained, 2 * trained)
+    states = -(-2 * trained // 4)
+    assert bytes_at(Sharding.ZERO1) == (whole + share, trained + of_trained, states)
+    assert bytes_at(Sharding.ZERO2) == (whole + share, of_trained, states)
+    assert bytes_at(Sharding.ZERO3) == (share, of_trained, states)
+    gathered = [gathered_bytes(model, request_for(num_devices=4, training={"sharding": level})) for level in LEVELS]
+    assert [each.at_layer for each in gathered] == sorted(each.at_layer for each in gathered)
+
+
+def test_float32_parameters_are_not_sharded() -> None:
+    with pytest.raises(UnsupportedTrialError, match="precision 'pure'"):
+        open_target(num_devices=2, training={"sharding": "zero3", "precision": "autocast"})
