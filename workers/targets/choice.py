@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from bexp.target_registry import installed_targets, registered_targets
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target
@@ -28,6 +30,20 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Target
 
         return TransformersTarget(request, instruments.device)
     return CustomTarget(find_source(name), request, str(instruments.device))
+
+
+def preload_targets() -> None:
+    """Import what a job of the target `transformers` needs, so that it need not wait for that; seconds at first.
+
+    Nothing happens where the library is missing or broken, because the job itself says so.
+    """
+    if TRANSFORMERS not in installed_targets():
+        return
+    with suppress(ImportError, RuntimeError):
+        import transformers.modeling_layers  # noqa: PLC0415 - optional library
+        import transformers.models.auto.modeling_auto  # noqa: PLC0415
+
+        import workers.targets.transformers.target  # noqa: F401, PLC0415
 
 
 def find_source(name: str) -> TargetSource:
