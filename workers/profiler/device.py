@@ -21,7 +21,6 @@ from workers.profiler.session import Session
 from workers.settings import read_settings
 from workers.targets.choice import preload_targets
 
-
 IDLE_SECONDS = 1.0
 """After this time without a command, a process imports what a job may need."""
 SETTLE_SECONDS, SETTLE_TICK_SECONDS = 2.0, 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib import import_module
 
 from bexp.target_registry import installed_targets, registered_targets
 from explorer.spec.request import ExplorationRequest
@@ -12,6 +13,12 @@ from workers.profiler.instruments import Instruments
 from workers.settings import read_settings
 from workers.targets.custom.target import CustomTarget, TargetSource
 from workers.targets.target import Target, WholeTarget
+
+_NEEDED_BY_TRANSFORMERS = (
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
+    "workers.targets.transformers.target",
+)
 
 
 def open_target(request: ExplorationRequest, instruments: Instruments) -> Target | WholeTarget:
@@ -40,10 +47,8 @@ def preload_targets() -> None:
     if TRANSFORMERS not in installed_targets():
         return
     with suppress(ImportError, RuntimeError):
-        import transformers.modeling_layers  # noqa: PLC0415 - optional library
-        import transformers.models.auto.modeling_auto  # noqa: PLC0415
-
-        import workers.targets.transformers.target  # noqa: F401, PLC0415
+        for name in _NEEDED_BY_TRANSFORMERS:
+            import_module(name)
 
 
 def find_source(name: str) -> TargetSource:

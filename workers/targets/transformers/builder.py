@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class PartsBuilder:
 
     One layer of each kind and the shell exist at a time; those that are not asked for wait in the host's memory, so
     that a part is alone on its device. A part that was handed out earlier is of no use once another is asked for.
-    `kinds` names the kind of each layer, in the model's order.
+    `kinds` names the kind of each layer, in the model's order, and `classes` are the layers' classes.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class PartsBuilder:
         device: torch.device,
         settings: BuildSettings,
         *,
+        classes: frozenset[type[nn.Module]],
         padding: Padding = "none",
         followed_outputs: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
@@ -42,7 +43,9 @@ class PartsBuilder:
         self.settings = settings
         self.padding = padding
         self._followed = followed_outputs or {}
+        self._classes = classes
         self._skeleton: Skeleton | None = None
+        self._weights = _HostWeights()
         self._calls: dict[int, dict[int, LayerCall]] = {}
 
     def batch(self, micro_batch_size: int) -> dict[str, Tensor]:
@@ -52,13 +55,24 @@ class PartsBuilder:
             self.resolved.config, micro_batch_size, length, self.device, padding=self.padding, seed=self.settings.seed
         )
 
-    def layer(self, kind: str, micro_batch_size: int) -> LayerPart:
-        """One layer of `kind`, ready to run. KeyError if there is no such kind."""
+    def pad(self, padding: Padding) -> None:
+        """Pad the batches of all parts that are handed out from now on."""
+        self.padding = padding
+        self._calls.clear()
+
+    def layer(self, kind: str, micro_batch_size: int, *, alone: bool = True) -> LayerPart:
+        """One layer of `kind`, ready to run. KeyError if there is no such kind.
+
+        The other parts leave the device unless `alone` is false.
+        """
         if kind not in self.kinds:
             raise KeyError(kind)
         index = self.kinds.index(kind)
         call = self._calls_for(micro_batch_size)[index]
-        self._leave_on_device(index)
+        if alone:
+            self._leave_on_device(index)
+        else:
+            self._weights.move(self.skeleton.layers[index].modules(), self.device)
         module = self.skeleton.layers[index]
         return LayerPart(module, call.to(self.device), self.settings, self._followed.get(kind))
 
@@ -81,6 +95,7 @@ class PartsBuilder:
     def release(self) -> None:
         """Frees what the builder holds on the device and on the host."""
         self._skeleton = None
+        self._weights = _HostWeights()
         self._calls.clear()
 
     @property
@@ -88,7 +103,7 @@ class PartsBuilder:
         """The model that the parts belong to, built at first use."""
         if self._skeleton is None:
             representatives = [self.kinds.index(kind) for kind in self.kinds]
-            self._skeleton = Skeleton(self.resolved, self.settings, self.device, representatives)
+            self._skeleton = Skeleton(self.resolved, self.settings, self.device, representatives, self._classes)
             if len(self._skeleton.layers) != len(self.kinds):
                 raise UnsupportedModelError(
                     f"{len(self._skeleton.layers)} layers were built, {len(self.kinds)} expected"
@@ -100,7 +115,9 @@ class PartsBuilder:
         if micro_batch_size not in self._calls:
             self._calls.clear()
             skeleton = self.skeleton
-            _move_all(skeleton, self.device)
+            for index in set(skeleton.representatives):
+                self._weights.move(skeleton.layers[index].modules(), self.device)
+            self._weights.move(_shell_modules(skeleton), self.device)
             self._calls[micro_batch_size] = skeleton.capture(self.batch(micro_batch_size))
         return self._calls[micro_batch_size]
 
@@ -108,28 +125,46 @@ class PartsBuilder:
         """Moves the layer `wanted` to the device and everything else to the host; None means the shell."""
         skeleton = self.skeleton
         for index in set(skeleton.representatives):
-            skeleton.layers[index].to(self.device if index == wanted else HOST)
-        _move_shell(skeleton, self.device if wanted is None else HOST)
+            self._weights.move(skeleton.layers[index].modules(), self.device if index == wanted else HOST)
+        self._weights.move(_shell_modules(skeleton), self.device if wanted is None else HOST)
 
 
-def _move_all(skeleton: Skeleton, device: torch.device) -> None:
-    for index in set(skeleton.representatives):
-        skeleton.layers[index].to(device)
-    _move_shell(skeleton, device)
+class _HostWeights:
+    """Moves modules between the device and the host. Parameters and modules keep their identity, so ties hold.
+
+    The host's copy of a parameter stays while the parameter is on the device, so that only the way to the device costs
+    time. What a step has changed on the device is lost on the way back: the weights are random either way.
+    """
+
+    def __init__(self) -> None:
+        self._host: dict[int, Tensor] = {}
+
+    def move(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        """Move the parameters and buffers of each module, without those of its children, and drop the gradients."""
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                self._move(parameter, device)
+                parameter.grad = None
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+
+    def _move(self, parameter: nn.Parameter, device: torch.device) -> None:
+        if parameter.device.type == device.type:
+            return
+        if device != HOST:
+            self._host[id(parameter)] = parameter.data
+            parameter.data = parameter.data.to(device)
+            return
+        kept = self._host.get(id(parameter))
+        alike = kept is not None and (kept.shape, kept.stride(), kept.dtype) == (
+            parameter.shape,
+            parameter.stride(),
+            parameter.dtype,
+        )
+        parameter.data = kept if kept is not None and alike else parameter.data.to(device)
 
 
-def _move_shell(skeleton: Skeleton, device: torch.device) -> None:
-    """Moves what is outside the layers. Their modules keep their identity, so tied weights stay tied."""
+def _shell_modules(skeleton: Skeleton) -> Iterator[nn.Module]:
+    """The modules outside the layers."""
     in_layers = {id(module) for layer in skeleton.layers for module in layer.modules()}
-    for module in skeleton.model.modules():
-        if id(module) not in in_layers:
-            _move_own(module, device)
-
-
-def _move_own(module: nn.Module, device: torch.device) -> None:
-    for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(device)
-        if parameter.grad is not None:
-            parameter.grad = None
-    for name, buffer in module.named_buffers(recurse=False):
-        module._buffers[name] = buffer.to(device)
+    return (module for module in skeleton.model.modules() if id(module) not in in_layers)

@@ -93,7 +93,7 @@ class SettingsProbe:
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; null if it can."""
         for kind in dict.fromkeys(self._resolved.kinds):
-            part = self._builder.layer(kind, 1)
+            part = self._builder.layer(kind, 1, alone=False)
             if settings.experts is not None and not expert_modules(part.module):
                 continue
             try:
