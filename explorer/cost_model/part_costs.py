@@ -44,15 +44,14 @@ class PartsDecomposer:
         self._parts = parts
         self._training = training
         self._components: dict[tuple[object, ...], Component] = {}
+        self._groups: dict[float, list[tuple[tuple[str, bool], int, tuple[int, ...]]]] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
         """Return the components of one step of `candidate`."""
         m = candidate.micro_batch_size
-        recomputed = self._parts.recomputed_layers(candidate.recompute.layer_share)
-        sorts = list(zip(self._parts.layers, recomputed, strict=True))
         policy = _BY_OPERATION.get(candidate.recompute, BlockRecompute.NONE)
         layers = []
-        for (name, again), count, below in group_layers(sorts):
+        for (name, again), count, below in self._layer_groups(candidate.recompute.layer_share):
             experts = candidate.expert_backend if self._parts.kind(name).has_experts else None
             backend = "+".join(each for each in (candidate.attention_backend, experts) if each is not None)
             recompute = BlockRecompute.FULL if again else policy
@@ -64,6 +63,12 @@ class PartsDecomposer:
             head=self._share(ComponentKind.SHELL, m, None, candidate.settings or candidate.loss),
             optimizer=self._share(ComponentKind.OPTIMIZER, 0) if self._training else None,
         )
+
+    def _layer_groups(self, recomputed_share: float) -> list[tuple[tuple[str, bool], int, tuple[int, ...]]]:
+        if recomputed_share not in self._groups:
+            recomputed = self._parts.recomputed_layers(recomputed_share)
+            self._groups[recomputed_share] = group_layers(list(zip(self._parts.layers, recomputed, strict=True)))
+        return self._groups[recomputed_share]
 
     def _share(
         self,

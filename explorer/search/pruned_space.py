@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 
 from explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from explorer.cost_model.collectives import is_exchange_timed
@@ -46,11 +47,11 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
     exchanges = is_exchange_timed(request, report.hardware)
-    others = (c for c in bases if c not in members)
+    others = [c for c in bases if c not in members]
     everything = SpaceTable((*space.candidates, *others), model, request, exchanges=exchanges)
     required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
-    limit = memory_limit(request, report.hardware)
-    fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
-    legal = space.restrict(c for c in fitting if c in members)
+    fits = required <= memory_limit(request, report.hardware)
+    legal = space.restrict(compress(space.candidates, fits))
+    fitting = (*legal.candidates, *compress(others, fits[len(space.candidates) :]))
     table = SpaceTable(fitting, model, request, exchanges=exchanges) if legal.candidates else None
     return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)
