@@ -65,8 +65,9 @@ class CudaTimer:
     once it has run for a while: a device at its power limit is slower than one that has just rested, and in training
     the device never rests. If the host cannot issue a module fast enough, the device first sleeps while launches are
     queued, so that events give the device's own time. The host's time is then that of several modules in a row, as a
-    model has them, unless the host could not limit the module anyway. If a module waits for the device (for example a loop over experts that reads their counts), device
-    and host cannot be told apart, and both times are what passed on the device.
+    model has them, unless the host could not limit the module anyway. If a module waits for the device (for example a
+    loop over experts that reads their counts), device and host cannot be told apart, and both times are what passed on
+    the device.
 
     Before each pass the second-level cache is overwritten, because in a model the weights and saved activations of a
     layer are long gone from the cache when their turn comes. Then the input of the pass is written once more, because
