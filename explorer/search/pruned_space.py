@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 
@@ -17,6 +19,18 @@ from explorer.spec.request import ExplorationRequest
 
 OPTIMISTIC_ACTIVATIONS = 0.7
 """A candidate is left out only if it would not fit even with this share of its predicted activations."""
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Switch the garbage collector off: tens of thousands of candidates are made, and none of them is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,7 @@ class PrunedSpace:
 PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
 
 
+@_collector_paused()
 def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
     """Enumerate the space of a variant and drop the candidates that are predicted not to fit.
 
