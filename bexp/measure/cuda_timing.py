@@ -41,8 +41,7 @@ HOST_REPEATS = 5
 HOST_MATTERS = 0.6
 """If a module alone takes the host less than this share of the device's time, no row is timed.
 
-The host could not limit such a module, and a row would cost 96 times the device's time. It would not tell much either:
-the launch queue is full before a row is issued, so that the host waits for the device.
+The host could not limit such a module, and a row would cost about 100 times the device's time.
 """
 ALONE_OVER_ROW = 1.5
 """Host seconds of a layer alone over those of one of 16 in a row, where no row is timed."""
