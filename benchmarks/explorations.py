@@ -131,20 +131,27 @@ def overheads(job: Job, result: Result | None, trials: tuple[Trial, ...]) -> dic
 
 
 def print_table(runs: list[dict[str, Any]]) -> None:
-    """One line a run."""
-    heads = f"{'model':<22}{'state':<11}{'final s':>8}{'m':>5}{'x base':>8}{'conf':>6}{'trials':>8}"
-    print(f"\n{heads}{'step err':>10}{'peak err':>10}")
+    """One line a run: seconds in the queue, and from submit to the first line, to a confidence of 90, to the end."""
+    heads = f"{'model':<22}{'state':<11}{'queue s':>8}{'first s':>8}{'sure s':>8}{'final s':>8}"
+    print(f"\n{heads}{'m':>5}{'x base':>8}{'conf':>6}{'trials':>8}{'step err':>10}{'peak err':>10}")
     for run in runs:
         found = (run["answer"] or {"variants": [{}]})["variants"][0].get("recommendation")
+        moments = (
+            run["overheads"]["timings"].get("queue"),
+            run["submit_to_first_recommendation_seconds"],
+            run[f"submit_to_confidence_{SURE}_seconds"],
+            run["submit_to_final_seconds"],
+        )
+        times = "".join(f"{'-':>8}" if seconds is None else f"{seconds:>8.1f}" for seconds in moments)
         if found is None:
-            print(f"{run['name']:<22}{run['state']:<11}{run['submit_to_final_seconds']:>8.1f}")
+            print(f"{run['name']:<22}{run['state']:<11}{times}")
             continue
         check = found["whole_model"] or {}
         errors = "".join(
             f"{100 * check[key]:>9.1f}%" if check else f"{'-':>10}" for key in ("step_error", "peak_error")
         )
         print(
-            f"{run['name']:<22}{run['state']:<11}{run['submit_to_final_seconds']:>8.1f}"
+            f"{run['name']:<22}{run['state']:<11}{times}"
             f"{found['candidate']['micro_batch_size']:>5}{found['performance']:>8.2f}{found['confidence']:>6}"
             f"{run['overheads']['num_trials']:>8}{errors}"
         )

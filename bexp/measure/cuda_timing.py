@@ -38,6 +38,13 @@ A layer alone takes the host about 1.5 times as long as one of 16 in a row, and 
 longer. One of 16 agrees with what a further layer adds to a model (benchmarks/LOG.md).
 """
 HOST_REPEATS = 5
+HOST_MATTERS = 0.6
+"""If a module alone takes the host less than this share of the device's time, no row is timed.
+
+The host could not limit such a module, and a row would cost about 100 times the device's time.
+"""
+ALONE_OVER_ROW = 1.5
+"""Host seconds of a layer alone over those of one of 16 in a row, where no row is timed."""
 BLOCKED_SHARE = 0.9
 """If the host takes this share of the device's sleep to issue a repeat, it was waiting for the device."""
 
@@ -57,8 +64,9 @@ class CudaTimer:
     once it has run for a while: a device at its power limit is slower than one that has just rested, and in training
     the device never rests. If the host cannot issue a module fast enough, the device first sleeps while launches are
     queued, so that events give the device's own time. The host's time is then that of several modules in a row, as a
-    model has them. If a module waits for the device (for example a loop over experts that reads their counts), device
-    and host cannot be told apart, and both times are what passed on the device.
+    model has them, unless the host could not limit the module anyway. If a module waits for the device (for example a
+    loop over experts that reads their counts), device and host cannot be told apart, and both times are what passed on
+    the device.
 
     Before each pass the second-level cache is overwritten, because in a model the weights and saved activations of a
     layer are long gone from the cache when their turn comes. Then the input of the pass is written once more, because
@@ -113,7 +121,7 @@ class CudaTimer:
             if ahead.host >= BLOCKED_SHARE * sleep:
                 samples = self._time_running(passes, first)
                 return summarize([PassSample(s.forward, s.backward, s.device) for s in samples])
-            host = self._time_host(passes, issue)
+            host = self._time_host(passes, issue, ahead.device)
             if ahead.device >= DEVICE_BOUND * issue:
                 samples = self._time_running(passes, ahead)
             else:
@@ -147,8 +155,10 @@ class CudaTimer:
             samples += self._run(passes, repeats=batch, sleep_seconds=sleep)
         return samples
 
-    def _time_host(self, passes: Passes, issue_seconds: float) -> float:
+    def _time_host(self, passes: Passes, issue_seconds: float, device_seconds: float) -> float:
         """Host seconds of one module in a row of them, or of the module alone if it cannot run in a row."""
+        if passes.is_chainable and issue_seconds < HOST_MATTERS * device_seconds:
+            return issue_seconds / ALONE_OVER_ROW
         for length in CHAIN_LENGTHS if passes.is_chainable else ():
             try:
                 return min(issue_seconds, self._time_chain(passes, length))

@@ -62,22 +62,27 @@ class SpaceTable:
         self.decompositions: tuple[Decomposition, ...] = tuple(decomposer(c) for c in self.candidates)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}
+        # A decomposer shares equal components. Most are found by identity, which is faster than a hash of their values.
+        place: dict[int, int] = {}
+        steps: list[list[int]] = []
         for decomposition in self.decompositions:
-            for component in decomposition.components:
-                self.column.setdefault(component, len(self.column))
+            for component in decomposition.step:
+                if id(component) not in place:
+                    place[id(component)] = self.column.setdefault(component, len(self.column))
+            steps.append([place[id(component)] for component in decomposition.step])
         self.components = tuple(self.column)
         found = [d.communication for d in self.decompositions if d.communication is not None]
         self.communications: tuple[Component, ...] = tuple(dict.fromkeys(found))
-        self._communication_C = np.array([self.column[communication] for communication in found])
+        self._communication_C = np.array([place[id(communication)] for communication in found])
 
         num_groups = max(len(d.layers) for d in self.decompositions)
         shape = (len(self.candidates), num_groups)
         nothing = len(self.components)  # the column of zeros that `_padded` adds
         self._embedding_C = np.array(
-            [nothing if d.embedding is None else self.column[d.embedding] for d in self.decompositions]
+            [nothing if d.embedding is None else place[id(d.embedding)] for d in self.decompositions]
         )
-        self._head_C = np.array([self.column[d.head] for d in self.decompositions])
-        self._optimizer_C = np.array([self.column[d.optimizer] if d.optimizer else 0 for d in self.decompositions])
+        self._head_C = np.array([place[id(d.head)] for d in self.decompositions])
+        self._optimizer_C = np.array([place[id(d.optimizer)] if d.optimizer else 0 for d in self.decompositions])
         self._first_CG = np.full(shape, nothing, dtype=np.int64)
         self._second_CG = np.full(shape, nothing, dtype=np.int64)
         self._count_CG = np.zeros(shape, dtype=np.int64)
@@ -85,7 +90,7 @@ class SpaceTable:
         self._below_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
         for i, decomposition in enumerate(self.decompositions):
             for j, group in enumerate(decomposition.layers):
-                first, *second = (self.column[block] for block in group.blocks)
+                first, *second = (place[id(block)] for block in group.blocks)
                 self._first_CG[i, j] = first
                 self._second_CG[i, j] = second[0] if second else nothing
                 self._count_CG[i, j] = group.count
@@ -93,30 +98,29 @@ class SpaceTable:
                 self._below_CGG[i, j, : len(group.below)] = group.below
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
         self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
-        self._list_components()
+        self._list_components(steps)
         self._list_shardings()
         tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
         self._output_C = tokens_C * output_bytes_per_token(model)
 
-    def _list_components(self) -> None:
-        """Find the distinct components of each candidate, and how often a micro-step runs each of them."""
-        distinct = [[self.column[c] for c in d.components] for d in self.decompositions]
-        shape = (len(self.candidates), max(len(columns) for columns in distinct))
-        self.columns_CP = np.zeros(shape, dtype=np.int64)
-        self.used_CP = np.zeros(shape, dtype=bool)
-        self._runs_CP = np.zeros(shape)
-        self.uses_CK = np.zeros((len(self.candidates), len(self.components)), dtype=bool)
-        for i, (columns, decomposition) in enumerate(zip(distinct, self.decompositions, strict=True)):
-            place = {column: p for p, column in enumerate(columns)}
-            self.columns_CP[i, : len(columns)] = columns
-            self.used_CP[i, : len(columns)] = True
-            self.uses_CK[i, columns] = True
-            for end in (decomposition.embedding, decomposition.head):
-                if end is not None:
-                    self._runs_CP[i, place[self.column[end]]] += 1
-            for group in decomposition.layers:
-                for block in group.blocks:
-                    self._runs_CP[i, place[self.column[block]]] += group.count
+    def _list_components(self, steps: list[list[int]]) -> None:
+        """Find the distinct components of each candidate, and how often a micro-step runs each of them.
+
+        `steps` has the columns of each candidate's components in the order of a step.
+        """
+        distinct = [list(dict.fromkeys(columns)) for columns in steps]
+        number_C = np.array([len(columns) for columns in distinct])
+        self.used_CP: Mask = np.arange(number_C.max()) < number_C[:, None]
+        self.columns_CP: Ints = np.zeros(self.used_CP.shape, dtype=np.int64)
+        self.columns_CP[self.used_CP] = np.concatenate(distinct)
+        self.uses_CK: Mask = np.zeros((len(self.candidates), len(self.components)), dtype=bool)
+        self.uses_CK[np.repeat(np.arange(len(distinct)), number_C), self.columns_CP[self.used_CP]] = True
+        runs_CP = (self.columns_CP == self._embedding_C[:, None]).astype(np.float64)
+        runs_CP += self.columns_CP == self._head_C[:, None]
+        for g in range(self._count_CG.shape[1]):
+            for block_C in (self._first_CG[:, g], self._second_CG[:, g]):
+                runs_CP += self._count_CG[:, [g]] * (self.columns_CP == block_C[:, None])
+        self._runs_CP: Floats = np.where(self.used_CP, runs_CP, 0.0)
 
     def _list_shardings(self) -> None:
         """Find the levels of sharding, what each of them exchanges, and what it holds in memory."""

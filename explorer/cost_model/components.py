@@ -54,7 +54,7 @@ class BlockRecompute(StrEnum):
     @property
     def by_operation(self) -> bool:
         """Whether some operations of the block run again and others do not."""
-        return self in {BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS}
+        return self is BlockRecompute.ACTIVATIONS or self is BlockRecompute.PROJECTIONS
 
 
 _BLOCKS: dict[Recompute, dict[ComponentKind, BlockRecompute]] = {
@@ -179,11 +179,16 @@ class Decomposition:
     communication: Component | None = None
 
     @property
-    def components(self) -> tuple[Component, ...]:
-        """Every distinct component, in the order of a step."""
+    def step(self) -> list[Component]:
+        """The components in the order of a step; groups of layers may share some."""
         blocks = [block for group in self.layers for block in group.blocks]
         step = [self.embedding, *blocks, self.head, self.optimizer, self.communication]
-        return tuple(dict.fromkeys(component for component in step if component is not None))
+        return [component for component in step if component is not None]
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Every distinct component, in the order of a step."""
+        return tuple(dict.fromkeys(self.step))
 
 
 def group_layers(layers: Sequence[Sort]) -> list[tuple[Sort, int, tuple[int, ...]]]:

@@ -55,15 +55,14 @@ class PartsDecomposer:
         self._training = training
         self._exchanges = exchanges
         self._components: dict[tuple[object, ...], Component] = {}
+        self._groups: dict[float, list[tuple[tuple[str, bool], int, tuple[int, ...]]]] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
         """Return the components of one step of `candidate`."""
         m = candidate.micro_batch_size
-        recomputed = self._parts.recomputed_layers(candidate.recompute.layer_share)
-        sorts = list(zip(self._parts.layers, recomputed, strict=True))
         policy = _BY_OPERATION.get(candidate.recompute, BlockRecompute.NONE)
         layers = []
-        for (name, again), count, below in group_layers(sorts):
+        for (name, again), count, below in self._layer_groups(candidate.recompute.layer_share):
             experts = candidate.expert_backend if self._parts.kind(name).has_experts else None
             execution = COMPILED if candidate.execution is Execution.COMPILE else None
             backend = "+".join(filter(None, (candidate.attention_backend, experts, execution)))
@@ -81,6 +80,12 @@ class PartsDecomposer:
                 self._share(ComponentKind.COMMUNICATION, 0, sharding=candidate.sharding) if self._exchanges else None
             ),
         )
+
+    def _layer_groups(self, recomputed_share: float) -> list[tuple[tuple[str, bool], int, tuple[int, ...]]]:
+        if recomputed_share not in self._groups:
+            recomputed = self._parts.recomputed_layers(recomputed_share)
+            self._groups[recomputed_share] = group_layers(list(zip(self._parts.layers, recomputed, strict=True)))
+        return self._groups[recomputed_share]
 
     def _share(
         self,

@@ -40,7 +40,7 @@ def distributions(candidates: Sequence[Candidate]) -> dict[str, BaseDistribution
     """One categorical distribution a dimension, with every value that occurs among `candidates`."""
 
     def values(name: str) -> list[Any]:
-        found = {_plain(getattr(c, name)) for c in candidates}
+        found = {_plain(value) for value in {getattr(c, name) for c in candidates}}
         return sorted(found, key=lambda v: (v is not None, v))
 
     return {name: CategoricalDistribution(values(name)) for name in DIMENSIONS}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 
 from explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from explorer.cost_model.collectives import is_exchange_timed
@@ -16,6 +19,18 @@ from explorer.spec.request import ExplorationRequest
 
 OPTIMISTIC_ACTIVATIONS = 0.7
 """A candidate is left out only if it would not fit even with this share of its predicted activations."""
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Switch the garbage collector off: tens of thousands of candidates are made, and none of them is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,7 @@ class PrunedSpace:
 PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
 
 
+@_collector_paused()
 def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
     """Enumerate the space of a variant and drop the candidates that are predicted not to fit.
 
@@ -46,11 +62,11 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
     exchanges = is_exchange_timed(request, report.hardware)
-    others = (c for c in bases if c not in members)
+    others = [c for c in bases if c not in members]
     everything = SpaceTable((*space.candidates, *others), model, request, exchanges=exchanges)
     required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
-    limit = memory_limit(request, report.hardware)
-    fitting = [c for c, need in zip(everything.candidates, required, strict=True) if need <= limit]
-    legal = space.restrict(c for c in fitting if c in members)
+    fits = required <= memory_limit(request, report.hardware)
+    legal = space.restrict(compress(space.candidates, fits))
+    fitting = (*legal.candidates, *compress(others, fits[len(space.candidates) :]))
     table = SpaceTable(fitting, model, request, exchanges=exchanges) if legal.candidates else None
     return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)

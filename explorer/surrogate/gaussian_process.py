@@ -61,15 +61,15 @@ class _KindPrior:
         cells, index_N = np.unique(each, axis=1, return_inverse=True)
         inverse = np.linalg.inv(evidence.gram(*cells))[index_N.reshape(-1)]
         imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(evidence.noise(hyperparameters.run_N))
-
-        def spread(weights_NL: Floats) -> Floats:
-            change = weights_NL @ self.covariance.level[rows] + curve**2 * (weights_NL @ self.covariance.curve[rows])
-            change[:, rows] += own**2 * weights_NL
-            return np.asarray(change)
-
-        mean_K = spread(inverse @ evidence.distance_L).mean(axis=0)
+        level_LK, curve_LK = self.covariance.level[rows], self.covariance.curve[rows]
+        weights_NL = inverse @ evidence.distance_L
+        mean_K = weights_NL.mean(axis=0) @ level_LK + (curve**2 * weights_NL).mean(axis=0) @ curve_LK
+        mean_K[rows] += (own**2 * weights_NL).mean(axis=0)
         residual_NL = evidence.distance_L - imagined_NL
-        return mean_K, prior_NK + spread(np.einsum("nij,nj->ni", inverse, residual_NL))
+        weights_NL = np.einsum("nij,nj->ni", inverse, residual_NL)
+        samples_NK = prior_NK + weights_NL @ level_LK + curve**2 * (weights_NL @ curve_LK)
+        samples_NK[:, rows] += own**2 * weights_NL
+        return mean_K, samples_NK
 
 
 class Surrogate:

@@ -33,10 +33,11 @@ _log = logging.getLogger(__name__)
 class Worker:
     """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
-    The profiler process is ready before a job comes. After a job it stays if the job left it clean, else another is
-    started at once. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; they are
-    iterated over before each claim, so there may be others each time. `targets` has the version of each target by name;
-    the default is what is installed here. An idle worker polls at intervals that grow to `max_poll_seconds`.
+    The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
+    started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those
+    jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
+    target by name; the default is what is installed here. An idle worker polls at intervals that grow to
+    `max_poll_seconds`.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""The one profiler process of a device or a group: the lock that it needs, its start, its replies, and its end."""
+"""The one profiler process of a device or a group: the lock that it needs, its start, its replies, and its end.
+
+A process imports torch and more before it takes the device, which takes seconds. A spare is a process that has done so
+and waits: it holds no memory of the device. It becomes the process when the one before it has ended.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from workers.devices.lock import DeviceLocks
 from workers.process.child import ProcessEndedError, ProfilerProcess
 from workers.process.exit_status import describe_status, name_ended
 from workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
-from workers.process.protocol import Command, HardwareReply, Hello, RankLost, Refused, Reply, ReportReply
+from workers.process.protocol import Command, HardwareReply, Hello, Open, RankLost, Refused, Reply, ReportReply
 from workers.process.trial_run import END_GRACE_SECONDS, TICK_SECONDS
 
 R = TypeVar("R", Hello, HardwareReply, ReportReply)
 
 
 class DeviceProcess:
-    """Holds the devices' locks, starts a process on these devices, and holds at most one.
+    """Holds the devices' locks, starts a process on these devices, and holds at most one and a spare.
 
     Args:
         devices: the devices as a profiler process names them.
@@ -51,6 +56,7 @@ class DeviceProcess:
         self._lock_timeout_seconds = lock_timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds
         self._start_seconds = 0.0
+        self._spare: ProfilerProcess | None = None
         # The kernel ends the process with the thread that started it (PR_SET_PDEATHSIG), so that thread must stay.
         self._starter: ThreadPoolExecutor | None = None
 
@@ -73,15 +79,27 @@ class DeviceProcess:
         ):
             raise ProfilerInterruptedError("interrupted while waiting for the device")
         started = time.perf_counter()
-        if self._starter is None:
-            self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"profiler-starter-{self.name}")
-        process = self._starter.submit(self._spawn).result()
+        process = self._take_spare() or self._spawn()
         self.current = process
         self.check_interrupted()
+        try:
+            process.send(Open())
+        except ProcessEndedError as error:
+            raise self._ended_early(process) from error
         process.set_ranks(self._receive(process, Hello).ranks)
         self.check_interrupted()
         self._start_seconds += time.perf_counter() - started
         return process
+
+    def start_spare(self) -> None:
+        """Start the next process in advance, without waiting for it. `ensure` takes it once there is no process.
+
+        Nothing happens if there is a spare already. One that cannot be started is left to `ensure`.
+        """
+        if self._spare is None or not self._spare.alive:
+            self._drop_spare()
+            with suppress(ProfilerStartError):
+                self._spare = self._spawn()
 
     def ask(self, process: ProfilerProcess, command: Command, kind: type[R]) -> R:
         """The reply to a command that prepares a trial. Raises as `ensure` does."""
@@ -126,15 +144,11 @@ class DeviceProcess:
     def end(self, grace_seconds: float = 0.0) -> int:
         """End the process if there is one; returns its exit status, see `ProfilerProcess.end`."""
         process, self.current = self.current, None
-        if process is None:
-            return 0
-        try:
-            return process.end(grace_seconds)
-        except TimeoutError as error:
-            raise ProfilerError(str(error)) from error
+        return 0 if process is None else _end(process, grace_seconds)
 
     def close(self) -> None:
-        """End the process and give the devices back."""
+        """End the process and the spare, and give the devices back."""
+        self._drop_spare()  # it holds the locks as well
         self.end()
         self.locks.release()
         if self._starter is not None:
@@ -147,10 +161,28 @@ class DeviceProcess:
         return ProfilerError(f"the profiler process of {self.name} sent a reply that was not asked for: {reply.type}")
 
     def _spawn(self) -> ProfilerProcess:
-        try:
+        if self._starter is None:
+            self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"profiler-starter-{self.name}")
+
+        def start() -> ProfilerProcess:
             return ProfilerProcess(self._devices, environment=self._environment, inherited=self.locks.descriptors)
+
+        try:
+            return self._starter.submit(start).result()
         except OSError as error:
             raise ProfilerStartError(f"the profiler process cannot be started: {error}") from error
+
+    def _take_spare(self) -> ProfilerProcess | None:
+        """The spare, if there is one and it is alive."""
+        if self._spare is not None and not self._spare.alive:
+            self._drop_spare()
+        spare, self._spare = self._spare, None
+        return spare
+
+    def _drop_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            _end(spare)
 
     def _receive(self, process: ProfilerProcess, kind: type[R]) -> R:
         deadline = time.monotonic() + self._start_timeout_seconds
@@ -183,3 +215,10 @@ class DeviceProcess:
         ended = f"{name} of {self.name} {describe_status(status)}"
         message = f"{ended}: {output}" if output else ended
         return ProfilerStartError(message) if status < 0 else ProfilerError(message)
+
+
+def _end(process: ProfilerProcess, grace_seconds: float = 0.0) -> int:
+    try:
+        return process.end(grace_seconds)
+    except TimeoutError as error:
+        raise ProfilerError(str(error)) from error

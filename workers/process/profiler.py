@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +19,11 @@ from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from workers.devices.discovery import device_key
 from workers.devices.lock import DeviceLocks, lock_folder
-from workers.process.child import ProfilerProcess
+from workers.process.child import ProcessEndedError, ProfilerProcess
 from workers.process.device_process import DeviceProcess
 from workers.process.environment import profiler_environment
 from workers.process.interface import ProfilerError, ProfilerStartError
-from workers.process.protocol import Begin, HardwareReply, MeasureHardware, ReportReply
+from workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
 from workers.process.trial_run import MemoryCeiling, TrialRun, UnexpectedReplyError
 
 START_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -49,6 +50,9 @@ class Profiler:
     process that is killed while it starts is started again, after pauses that grow. `interrupt` may be called from any
     thread; everything else belongs to one thread at a time.
 
+    A process serves the next job if each trial left it as it was, nothing was compiled, and the jobs allocate alike.
+    Once it is known that it cannot, a spare is started, so that the next job need not wait for a process.
+
     Args:
         device: `cpu` or `cuda:i`; several for a process on each of them. The CPU may be named more than once.
         environment: of the profiler process; default: this process's own.
@@ -58,6 +62,7 @@ class Profiler:
         start_timeout_seconds: for importing torch, and again for measuring the device.
         setup_allowance_seconds: added to the deadline of each trial.
         start_pauses_seconds: before each further attempt to start a process; empty: there is one attempt.
+        spare: whether to start spares; default: on one GPU. On the CPU they would disturb what is timed.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Profiler:
         start_timeout_seconds: float = 180.0,
         setup_allowance_seconds: float = 10.0,
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
+        spare: bool | None = None,
     ) -> None:
         self.devices = (device,) if isinstance(device, str) else tuple(device)
         if not self.devices or ("cpu" in self.devices) != (set(self.devices) == {"cpu"}):
@@ -96,6 +102,8 @@ class Profiler:
         self._job: _Job | None = None
         self._prepared: ProfilerProcess | None = None  # the process that knows of the job
         self._is_clean = True
+        self._allocator: str | None = None  # of the jobs that the process has served
+        self._uses_spares = len(self.devices) == 1 and self.devices[0] != "cpu" if spare is None else spare
 
     def __enter__(self) -> Self:
         self.start()
@@ -138,15 +146,20 @@ class Profiler:
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         """Announce a job: sets its memory limit, and returns which back ends can serve its model."""
         self._job = None
+        if self._allocator not in {None, request.allocator}:
+            self._process.end()
         hardware = self.hardware()
 
         def announce(process: ProfilerProcess) -> DeviceReport:
             reply = self._process.ask(process, Begin(request=request, hardware=hardware), ReportReply)
             ceiling = MemoryCeiling(process.private_bytes(), memory_limit(request, hardware))
             self._job, self._prepared = _Job(request, ceiling, reply.others_bytes, reply.report), process
+            self._is_clean, self._allocator = not request.compiles, request.allocator
             return reply.report
 
-        return self._with_process(announce)
+        report = self._with_process(announce)
+        self._prepare_next()
+        return report
 
     def measure(self, plan: TrialPlan) -> Measurement:
         """Run a trial. A candidate's crash, hang or lack of memory is the outcome.
@@ -172,6 +185,7 @@ class Profiler:
         except UnexpectedReplyError as error:
             raise self._process.unexpected(error.reply) from error
         self._is_clean &= measurement.outcome in {Outcome.OK, Outcome.UNSUPPORTED}
+        self._prepare_next()
         wall = time.perf_counter() - started
         phases = {"process_start": start_seconds}
         if child_seconds is None:
@@ -186,9 +200,12 @@ class Profiler:
         A failed trial may leave memory behind. A compiled or captured model leaves code and memory pools.
         """
         job, self._job = self._job, None
-        reusable = self._is_clean and job is not None and not job.request.compiles
-        if not reusable or self._process.interrupted.is_set():
+        process = self._process.current
+        if job is None or process is None or not self._is_clean or self._process.interrupted.is_set():
             self._process.end()
+            return
+        with suppress(ProcessEndedError):  # the next job starts another
+            process.send(EndJob())
 
     def interrupt(self) -> None:
         """End the process at once, from any thread. A running call raises ProfilerInterruptedError.
@@ -201,6 +218,11 @@ class Profiler:
         """End the process and give the device back."""
         self._job = None
         self._process.close()
+
+    def _prepare_next(self) -> None:
+        """Start a spare if the process cannot serve the next job."""
+        if self._uses_spares and not self._is_clean:
+            self._process.start_spare()
 
     def _with_process(self, use: Callable[[ProfilerProcess], T]) -> T:
         """What `use` returns for the process. It is started if there is none, and again if it is killed meanwhile."""
@@ -216,7 +238,7 @@ class Profiler:
         """The process, started if there is none, and told of the job."""
         process = self._process.ensure()
         if self._prepared is not process:
-            self._is_clean = True
+            self._is_clean, self._allocator = True, None
             if self._job is not None:
                 job, hardware = self._job, self.hardware()
                 command = Begin(
@@ -226,6 +248,7 @@ class Profiler:
                     known_report=job.report,
                 )
                 self._process.ask(process, command, ReportReply)
+                self._is_clean, self._allocator = not job.request.compiles, job.request.allocator
                 self._job = replace(job, ceiling=replace(job.ceiling, baseline_bytes=process.private_bytes()))
             self._prepared = process
         return process

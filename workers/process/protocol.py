@@ -14,6 +14,12 @@ from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 
 
+class Open(Frozen):
+    """Command: take the device. The answer is `Hello`. Before this command a process holds no memory of a device."""
+
+    type: Literal["open"] = "open"
+
+
 class MeasureHardware(Frozen):
     """Command: measure the device's peaks. The answer is a `HardwareReply`."""
 
@@ -38,6 +44,12 @@ class RunTrial(Frozen):
 
     type: Literal["run_trial"] = "run_trial"
     plan: TrialPlan
+
+
+class EndJob(Frozen):
+    """Command: the job is over, and what was built for it can go. There is no answer."""
+
+    type: Literal["end_job"] = "end_job"
 
 
 class Hello(Frozen):
@@ -105,7 +117,7 @@ class Refused(Frozen):
     reason: str
 
 
-Command = Annotated[MeasureHardware | Begin | RunTrial, Field(discriminator="type")]
+Command = Annotated[Open | MeasureHardware | Begin | RunTrial | EndJob, Field(discriminator="type")]
 Reply = Annotated[
     Hello | HardwareReply | ReportReply | ComponentStarted | ComponentMeasured | TrialFinished | RankLost | Refused,
     Field(discriminator="type"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
+import time
 from functools import partial
 
 import torch
@@ -11,12 +13,18 @@ import torch
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.gpu_processes import GpuProcessMonitor
 from workers.devices.gpu import open_gpu
-from workers.process.protocol import Hello, Refused
+from workers.process.protocol import Command, Hello, Open, Refused
 from workers.profiler.hardware import used_bytes
 from workers.profiler.instruments import Instruments
-from workers.profiler.parent import Parent
+from workers.profiler.parent import CommandQueue, Parent
 from workers.profiler.session import Session
 from workers.settings import read_settings
+from workers.targets.choice import preload_targets
+
+IDLE_SECONDS = 1.0
+"""After this time without a command, a process imports what a job may need."""
+SETTLE_SECONDS, SETTLE_TICK_SECONDS = 2.0, 0.05
+"""How long a new process waits for the memory that the process before it held, and how often it looks."""
 
 
 class DeviceRefusedError(Exception):
@@ -41,11 +49,29 @@ def freeze_imports() -> None:
     gc.freeze()
 
 
+def next_command(commands: CommandQueue) -> Command:
+    """Wait for a command between jobs. A process that waits for longer than a moment imports what a job may need."""
+    try:
+        return commands.get(timeout=IDLE_SECONDS)
+    except queue.Empty:
+        preload_targets()
+        freeze_imports()
+        return commands.get()
+
+
+def wait_for_open(commands: CommandQueue) -> None:
+    """Wait for the command to take the device."""
+    command = next_command(commands)
+    assert isinstance(command, Open), f"'{command.type}' came before 'open'"
+
+
 def serve_device(parent: Parent) -> int:
     """Answer commands until one leaves the device unusable; returns the exit status."""
     (name,) = parent.devices
     device = torch.device(name)
-    used_before = used_bytes(device) if device.type == "cuda" else None
+    freeze_imports()
+    wait_for_open(parent.commands)
+    used_before = _settled_bytes(device) if device.type == "cuda" else None
     gpu = open_gpu(name, read_settings().environment)
     processes_before = gpu.processes() if gpu is not None else None
     try:
@@ -59,6 +85,18 @@ def serve_device(parent: Parent) -> int:
     freeze_imports()
     session = Session(instruments, used_before, parent.send)
     parent.send(Hello(pid=os.getpid()))
-    while session.answer(parent.commands.get()):
+    while session.answer(parent.commands.get() if session.has_job else next_command(parent.commands)):
         pass
     return 0
+
+
+def _settled_bytes(device: torch.device) -> int | None:
+    """The bytes in use on a device, once they no longer change: a process that has just ended may still free some."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    found = used_bytes(device)
+    while time.monotonic() < deadline:
+        time.sleep(SETTLE_TICK_SECONDS)
+        earlier, found = found, used_bytes(device)
+        if found == earlier:
+            break
+    return found

@@ -18,6 +18,7 @@ from workers.process.protocol import (
     Command,
     ComponentMeasured,
     ComponentStarted,
+    EndJob,
     HardwareReply,
     MeasureHardware,
     ReportReply,
@@ -59,6 +60,11 @@ class Session:
         self._was_disturbed = False  # in the last trial, by other processes or by throttling
         self._target: Target | WholeTarget | None = None
 
+    @property
+    def has_job(self) -> bool:
+        """Whether a job has begun and is not over."""
+        return self._request is not None
+
     def answer(self, command: Command) -> bool:
         """Execute a command; returns False if this process cannot execute another one."""
         if isinstance(command, MeasureHardware):
@@ -67,14 +73,21 @@ class Session:
             self._begin(command)
         elif isinstance(command, RunTrial):
             return self._run_trial(command.plan)
+        elif isinstance(command, EndJob):
+            self._end_job()
         return True
+
+    def _end_job(self) -> None:
+        """Release what the last job's target holds on the device and on the host."""
+        if isinstance(self._target, WholeTarget):
+            self._target.close()
+        self._request, self._target = None, None
+        self._instruments.settle(release=True)
 
     def _begin(self, command: Begin) -> None:
         request, hardware = command.request, command.hardware
-        if isinstance(self._target, WholeTarget):
-            self._target.close()
-        self._request, self._target = request, None
-        self._instruments.settle(release=True)
+        self._end_job()
+        self._request = request
         self._instruments.use_allocator(request.allocator)
         try:
             self._target = open_target(request, self._instruments)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
+
 from bexp.target_registry import installed_targets, registered_targets
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target
@@ -10,6 +13,12 @@ from workers.profiler.instruments import Instruments
 from workers.settings import read_settings
 from workers.targets.custom.target import CustomTarget, TargetSource
 from workers.targets.target import Target, WholeTarget
+
+_NEEDED_BY_TRANSFORMERS = (
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
+    "workers.targets.transformers.target",
+)
 
 
 def open_target(request: ExplorationRequest, instruments: Instruments) -> Target | WholeTarget:
@@ -28,6 +37,18 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Target
 
         return TransformersTarget(request, instruments)
     return CustomTarget(find_source(name), request, str(instruments.device))
+
+
+def preload_targets() -> None:
+    """Import what a job of the target `transformers` needs, so that it need not wait for that; seconds at first.
+
+    Nothing happens where the library is missing or broken, because the job itself says so.
+    """
+    if TRANSFORMERS not in installed_targets():
+        return
+    with suppress(ImportError, RuntimeError):
+        for name in _NEEDED_BY_TRANSFORMERS:
+            import_module(name)
 
 
 def find_source(name: str) -> TargetSource:

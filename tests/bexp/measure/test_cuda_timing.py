@@ -115,10 +115,21 @@ def test_a_block_that_keeps_the_device_busy_is_timed_back_to_back(monkeypatch: p
 
 def test_between_the_two_the_device_runs_without_a_pause_and_the_host_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     timer, cuda = make_timer(monkeypatch)
-    timing = timer.time(FakePasses(cuda, device=3e-3, host=1e-3, chained_host=6e-4))
+    timing = timer.time(FakePasses(cuda, device=3e-3, host=2e-3, chained_host=9e-4))
     assert timing.device_seconds == pytest.approx(3e-3, rel=0.02)
-    assert timing.host_seconds == pytest.approx(6e-4)
+    assert timing.host_seconds == pytest.approx(9e-4)
     assert len(cuda.slept) == 1, "one look at what a lead of the host changes"
+
+
+def test_no_row_is_timed_where_the_host_could_not_limit_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cuda = make_timer(monkeypatch)
+    passes = FakePasses(cuda, device=3e-3, host=1.7e-3, chained_host=9e-4)
+    timing = timer.time(passes)
+    assert passes.chains == []
+    assert timing.host_seconds == pytest.approx(1.7e-3 / 1.5)
+    assert timing.device_seconds == pytest.approx(3e-3, rel=0.02)
+    alone = FakePasses(cuda, device=3e-3, host=1.7e-3)
+    assert timer.time(alone).host_seconds == pytest.approx(1.7e-3), "nothing like it follows it in a model"
 
 
 def test_a_launch_bound_block_is_timed_behind_a_sleep_and_its_host_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,6 +319,30 @@ def test_a_job_that_leaves_memory_or_compiled_code_gets_a_process_to_itself(prof
     assert profiler.pid is None
 
 
+def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless_it_was_killed(tmp_path: Path) -> None:
+    compiled = REQUEST.model_copy(update={"execution": "compile"})
+    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, spare=True) as profiler:
+        assert spare_of(profiler) is None  # a clean process serves the next job itself
+        profiler.begin(compiled)
+        doomed = spare_of(profiler)
+        assert doomed is not None
+        os.kill(doomed, signal.SIGKILL)
+        wait_for(lambda: not psutil.pid_exists(doomed) or psutil.Process(doomed).status() == psutil.STATUS_ZOMBIE)
+        assert works(profiler)  # which also starts another spare
+        spare = spare_of(profiler)
+        assert spare not in {None, doomed}
+        profiler.finish_job()
+        profiler.begin(REQUEST)
+        assert profiler.pid == spare
+        assert spare_of(profiler) is None
+        assert works(profiler)
+
+
+def spare_of(profiler: Profiler) -> int | None:
+    spare = profiler._process._spare
+    return None if spare is None else spare.pid
+
+
 def test_the_process_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 import pathlib

@@ -13,6 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workers.process.command import module_command
 from workers.process.protocol import RankLost
+from workers.profiler.device import wait_for_open
 from workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
 from workers.profiler.distributed.message_queue import MessageQueue, host_store, join_store
 from workers.profiler.parent import Parent, end_group
@@ -26,6 +27,7 @@ NOTICE_SECONDS = 10.0
 def serve_group(parent: Parent) -> int:
     """Run the ranks and their coordinator; ends this process and all ranks when one of them ends."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the coordinator reports it
+    wait_for_open(parent.commands)
     store, port = host_store()
     coordinator = Coordinator(MessageQueue(join_store(port)), parent.devices, parent.send)
 

@@ -22,7 +22,7 @@ class PartsBuilder:
     The weights of one layer of each kind and of the shell stay on the device from the first part until `release`: the
     whole model has them too, so that they take no memory from a part that training would leave to it. A part that was
     handed out earlier is of no use once another is asked for. `kinds` names the kind of each layer, in the model's
-    order.
+    order, and `classes` are the layers' classes.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class PartsBuilder:
         device: torch.device,
         settings: BuildSettings,
         *,
+        classes: frozenset[type[nn.Module]],
         padding: Padding = "none",
         followed_outputs: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
@@ -41,6 +42,7 @@ class PartsBuilder:
         self.settings = settings
         self.padding = padding
         self._followed = followed_outputs or {}
+        self._classes = classes
         self._skeleton: Skeleton | None = None
         self._calls: dict[int, dict[int, LayerCall]] = {}
 
@@ -50,6 +52,11 @@ class PartsBuilder:
         return make_batch(
             self.resolved.config, micro_batch_size, length, self.device, padding=self.padding, seed=self.settings.seed
         )
+
+    def pad(self, padding: Padding) -> None:
+        """Pad the batches of all parts that are handed out from now on."""
+        self.padding = padding
+        self._calls.clear()
 
     def layer(self, kind: str, micro_batch_size: int) -> LayerPart:
         """One layer of `kind`, ready to run. KeyError if there is no such kind."""
@@ -90,7 +97,7 @@ class PartsBuilder:
         """The model that the parts belong to, built at first use."""
         if self._skeleton is None:
             representatives = [self.kinds.index(kind) for kind in self.kinds]
-            self._skeleton = Skeleton(self.resolved, self.settings, self.device, representatives)
+            self._skeleton = Skeleton(self.resolved, self.settings, self.device, representatives, self._classes)
             if len(self._skeleton.layers) != len(self.kinds):
                 raise UnsupportedModelError(
                     f"{len(self._skeleton.layers)} layers were built, {len(self.kinds)} expected"

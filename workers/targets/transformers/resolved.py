@@ -126,6 +126,7 @@ class ResolvedModel:
             self.kinds,
             device,
             settings or self.settings,
+            classes=frozenset(type(layer) for layer in self.layers),
             padding=padding,
             followed_outputs=self._followed_outputs(),
         )

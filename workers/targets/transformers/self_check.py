@@ -285,14 +285,17 @@ class _Check:
         require_all_equal("summed gradient", triples)
 
     def _parts(self, padding: Padding) -> PartsBuilder:
-        if self.builder is None or self.builder.padding != padding:
+        if self.builder is None:
             kinds = self.found.kinds
             names = [f"{kind}@{index}" for index, kind in enumerate(kinds)] if self.separate else kinds
             followed = {name: self.found.followed_outputs[kind] for name, kind in zip(names, kinds, strict=True)}
+            classes = frozenset(type(layer) for layer in self.layers)
             self.builder = PartsBuilder(
-                self.tiny, names, CPU, self.settings, padding=padding, followed_outputs=followed
+                self.tiny, names, CPU, self.settings, classes=classes, followed_outputs=followed
             )
         builder: PartsBuilder = self.builder
+        if builder.padding != padding:
+            builder.pad(padding)
         return builder
 
 

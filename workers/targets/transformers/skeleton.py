@@ -49,25 +49,31 @@ class LayerCall:
 class Skeleton:
     """A model of which one layer of each kind is real; the others lie on the meta device and are never run.
 
-    `representatives` gives for each layer the index of the layer that stands for it.
+    `representatives` gives for each layer the index of the layer that stands for it; `classes` are the layers' classes.
     """
 
     def __init__(
-        self, resolved: ResolvedConfig, settings: BuildSettings, device: torch.device, representatives: Sequence[int]
+        self,
+        resolved: ResolvedConfig,
+        settings: BuildSettings,
+        device: torch.device,
+        representatives: Sequence[int],
+        classes: frozenset[type[nn.Module]],
     ) -> None:
         self.settings = settings
         self.device = device
         self.representatives = tuple(representatives)
-        self.model = self._build(resolved)
+        self.model = self._build(resolved, classes)
         self.layers = find_layers(self.model)
 
-    def _build(self, resolved: ResolvedConfig) -> Any:
-        blank = build_model(resolved, self.settings, META)
-        classes = frozenset(type(layer) for layer in find_layers(blank))
-        numbers = _construction_numbers(resolved, self.settings, classes)
-        real = {numbers[index] for index in set(self.representatives)}
-        construction = Construction(classes, lambda number: self.device if number in real else META)
-        model = build_model(resolved, self.settings, self.device, construction)
+    def _build(self, resolved: ResolvedConfig, classes: frozenset[type[nn.Module]]) -> Any:
+        """Build the model as if its layers were constructed in their order, and once more if they were not."""
+        wanted = set(self.representatives)
+        expected = list(range(len(self.representatives)))
+        model, numbers = self._construct(resolved, classes, {expected[index] for index in wanted})
+        if any(numbers[index] != expected[index] for index in wanted):
+            del model
+            model, numbers = self._construct(resolved, classes, {numbers[index] for index in wanted})
         layers = find_layers(model)
         for index in set(self.representatives):
             if any(tensor.device.type == "meta" for tensor in [*layers[index].parameters(), *layers[index].buffers()]):
@@ -81,6 +87,21 @@ class Skeleton:
         if left:
             raise UnsupportedModelError(f"{left[0]} is left on the meta device")
         return model
+
+    def _construct(
+        self, resolved: ResolvedConfig, classes: frozenset[type[nn.Module]], real: set[int]
+    ) -> tuple[Any, list[int]]:
+        """The model with those layers on the device whose place in the order of construction is in `real`.
+
+        Also returns that place for each layer.
+        """
+        construction = Construction(classes, lambda number: self.device if number in real else META)
+        model = build_model(resolved, self.settings, self.device, construction)
+        layers = find_layers(model)
+        places = {id(module): number for number, module in enumerate(construction.built)}
+        if any(id(layer) not in places for layer in layers):
+            raise UnsupportedModelError("the layers are copies of one another, not constructed one by one")
+        return model, [places[id(layer)] for layer in layers]
 
     def capture(self, batch: Mapping[str, Tensor], keep_on: torch.device = HOST) -> dict[int, LayerCall]:
         """How the model calls each representative for `batch`, by its index; tensors lie on `keep_on`.
@@ -160,15 +181,3 @@ def passed_through(output: Any, hidden: Tensor) -> Any:
 
 def _stub(index: int, handle: Handler) -> Callable[..., Any]:
     return lambda *args, **kwargs: handle(index, args, kwargs)
-
-
-def _construction_numbers(
-    resolved: ResolvedConfig, settings: BuildSettings, classes: frozenset[type[nn.Module]]
-) -> list[int]:
-    """For each layer, its place in the order of construction."""
-    construction = Construction(classes, lambda number: META)
-    layers = find_layers(build_model(resolved, settings, META, construction))
-    places = {id(module): number for number, module in enumerate(construction.built)}
-    if any(id(layer) not in places for layer in layers):
-        raise UnsupportedModelError("the layers are copies of one another, not constructed one by one")
-    return [places[id(layer)] for layer in layers]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class TransformersTarget:
             mixed=lora is not None,
         )
         try:
-            self._resolved: ResolvedModel = resolve(request.hf_config, request.seq_length, settings=self._build)
+            self._resolved: ResolvedModel = _resolved(json.dumps(request.hf_config), request.seq_length, self._build)
         except UnsupportedModelError as error:
             raise UnsupportedTrialError(str(error)) from error
         self.version = self._resolved.config.version
@@ -241,6 +242,12 @@ class TransformersTarget:
             return TrainerOptimizer(found, self._request.training.optimizer.name, keeps_gradients=True)
 
         return build
+
+
+@lru_cache(maxsize=2)
+def _resolved(config: str, seq_length: int, build: BuildSettings) -> ResolvedModel:
+    """The model of a configuration in JSON. The next job often asks about the same one, and a check takes seconds."""
+    return resolve(json.loads(config), seq_length, settings=build)
 
 
 def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
