@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.targets.transformers.batch import Padding, make_batch
 from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
