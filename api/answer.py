@@ -84,13 +84,16 @@ def render_run_report(report: RunReport, best: Recommendation) -> str:
     """Return one line about a real run, compared with `best` if it used the micro-batch size of `best`."""
     line = (
         f"a run on {report.hardware} reached {_rate(report.tokens_per_second)} per device with micro_batch_size "
-        f"{report.micro_batch_size} in {report.steps:,} steps, peak {bytes_text(report.peak_bytes)}"
+        f"{report.micro_batch_size} in {report.steps:,} steps"
     )
+    if report.peak_bytes is not None:
+        line += f", peak {bytes_text(report.peak_bytes)}"
     if report.micro_batch_size != best.candidate.micro_batch_size:
         return line
     speed = report.tokens_per_second / best.tokens_per_second
-    memory = report.peak_bytes / best.measured_peak_bytes if best.measured_peak_bytes else None
-    peak = f", {memory:.2f}x the promised peak" if memory is not None else ""
+    peak = ""
+    if report.peak_bytes is not None and best.measured_peak_bytes:
+        peak = f", {report.peak_bytes / best.measured_peak_bytes:.2f}x the promised peak"
     return f"{line}: {speed:.2f}x the promised speed{peak}"
 
 

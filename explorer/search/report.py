@@ -12,6 +12,7 @@ from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck, WholeModelCheck
 from explorer.records.trial import Trial, TrialKind, count_processes
 from explorer.search.candidate_posterior import confidence_score
+from explorer.search.reported_runs import describe_reported
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport, HardwareSpec
@@ -76,6 +77,7 @@ def build_recommendation(
             *_communication_notes(state, candidate, seconds),
             *_predictions(state, references),
             *_doubts(runner_up),
+            *([describe_reported(state.reported)] if state.reported else []),
             *_slow_head(state, best.row),
         ),
     )
