@@ -30,6 +30,8 @@ GRACE_SECONDS = 5.0
 """How long a process may go on after another has failed, before its NCCL communicators are aborted."""
 MARGIN_SECONDS = 10.0
 _CALLS = itertools.count()
+_STORES: list[Any] = []
+"""Keeps the stores of groups that are aborted: the first process serves them, and others may still read them."""
 
 
 class BrokenGroupError(RuntimeError):
@@ -71,7 +73,8 @@ class Together:
         """Limit what gloo waits for another process; `close` takes that back."""
         self.group_is_usable = True
         self._deadline = deadline_seconds
-        self._store = c10d._get_default_store().clone()
+        _STORES.append(c10d._get_default_store())
+        self._store = _STORES[-1].clone()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._key = f"bexp/{next(_CALLS)}"
         self._number = 0

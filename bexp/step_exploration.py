@@ -93,6 +93,7 @@ class _Exploration:
         self._state = state
         self._batch_size = effective_batch_size
         self._share = _share(effective_batch_size)
+        self._num_processes = num_processes()  # an aborted group has none
         self._max_seconds = max_seconds
         self._end = time.monotonic() + max_seconds
         self._results: list[SizeResult] = []
@@ -185,7 +186,7 @@ class _Exploration:
             notes=tuple(notes),
             peak_bytes=max(peaks, default=None),
             effective_batch_size=self._batch_size,
-            num_devices=num_processes(),
+            num_devices=self._num_processes,
             allocator=current_allocator(),
             group_is_usable=self._processes.group_is_usable,
         )
