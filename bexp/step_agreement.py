@@ -21,9 +21,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from bexp.step_outcomes import Failure, Outcome
+
+if dist.is_available():
+    from torch.distributed import distributed_c10d as c10d
 
 POLL_SECONDS = 0.01
 GRACE_SECONDS = 5.0
@@ -73,8 +75,10 @@ class Together:
         """Limit what gloo waits for another process; `close` takes that back."""
         self.group_is_usable = True
         self._deadline = deadline_seconds
-        _STORES.append(c10d._get_default_store())
-        self._store = _STORES[-1].clone()
+        store: Any = c10d._get_default_store()
+        if store not in _STORES:
+            _STORES.append(store)
+        self._store: Any = store.clone()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._key = f"bexp/{next(_CALLS)}"
         self._number = 0

@@ -108,7 +108,8 @@ def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reach
     insert_run_report(database, job_id, make(**reached))
     lease, pinned = begin("after", batch_size=64)
     [found] = pinned.reported_runs
-    assert (found.exploration_id, found.num_reports, found.speed_ratio) == (job_id, 1, pytest.approx(0.9))
+    assert (found.exploration_id, found.num_reports) == (job_id, 1)
+    assert found.speed_ratio == pytest.approx(0.9)
     insert_run_report(database, job_id, make(**reached))
     assert queue.pin(lease, report).reported_runs == (found,)
     assert begin("other", mode="eval")[1].reported_runs == ()
