@@ -19,6 +19,7 @@ import argparse
 import gc
 import hashlib
 import json
+import math
 import sys
 import sysconfig
 import tempfile
@@ -246,7 +247,7 @@ def _windows(curve: Sequence[float]) -> list[float]:
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
-    return (sum(value * value for value in values) / len(values)) ** 0.5
+    return math.sqrt(sum(value * value for value in values) / len(values))
 
 
 def _device_name() -> str:

@@ -111,12 +111,13 @@ def test_without_the_search_no_confidence_is_claimed(clock: Clock) -> None:
 @pytest.mark.usefixtures("without_search")
 def test_gradients_weights_buffers_and_random_numbers_are_left_alone() -> None:
     example = Example()
-    example.model.register_buffer("running", torch.zeros(2))
+    running = torch.zeros(2)
+    example.model.register_buffer("running", running)
     example.step(example.batch(2))
     plain = example.step
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        example.model.running.add_(1.0)
+        running.add_(1.0)
         return plain(x)
 
     gradient, weight = example.model.weight.grad, example.model.weight.detach().clone()
@@ -126,7 +127,7 @@ def test_gradients_weights_buffers_and_random_numbers_are_left_alone() -> None:
     assert found.optimizer_seconds > 0
     assert example.model.weight.grad is gradient
     assert torch.equal(example.model.weight, weight)
-    assert torch.equal(example.model.running, torch.zeros(2))
+    assert torch.equal(running, torch.zeros(2))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
 
@@ -226,7 +227,8 @@ def _rank(rank: int, ports: tuple[int, int], answers: Any) -> None:
         model(x).square().sum().backward()
 
     found = explore(example, step=fail_alone, parameters=model, no_sync=model.no_sync)
-    answers[rank, "alone"] = (found, dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
+    group: Any = dist.group.WORLD
+    answers[rank, "alone"] = (found, group._get_backend(torch.device("cpu")).options._timeout)
 
     def fail_in_an_exchange(x: torch.Tensor) -> None:
         dist.all_reduce(torch.ones(4))

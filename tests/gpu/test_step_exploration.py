@@ -22,7 +22,7 @@ def test_a_size_that_does_not_fit_is_found_out_and_the_process_goes_on() -> None
     rows = free // 4096 // 12  # a sequence's input and output take a sixth of the free memory
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
+        loss: torch.Tensor = model(x).square().mean()
         loss.backward()
         return loss.detach()
 
