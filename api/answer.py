@@ -86,14 +86,17 @@ def render_run_report(report: RunReport, best: Recommendation) -> str:
     """Return one line about a real run, compared with `best` if it used one of its two micro-batch sizes."""
     line = (
         f"a run on {report.hardware} reached {rate_text(report.tokens_per_second)} per device with micro_batch_size "
-        f"{report.micro_batch_size} in {report.steps:,} steps, peak {bytes_text(report.peak_bytes)}"
+        f"{report.micro_batch_size} in {report.steps:,} steps"
     )
+    if report.peak_bytes is not None:
+        line += f", peak {bytes_text(report.peak_bytes)}"
     promised = _promised(best, report.micro_batch_size)
     if promised is None:
         return line
     speed = report.tokens_per_second / promised[0]
-    memory = report.peak_bytes / promised[1] if promised[1] else None
-    peak = f", {memory:.2f}x the promised peak" if memory is not None else ""
+    peak = ""
+    if report.peak_bytes is not None and promised[1]:
+        peak = f", {report.peak_bytes / promised[1]:.2f}x the promised peak"
     return f"{line}: {speed:.2f}x the promised speed{peak}"
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bexp.allocator import set_allocator
+from bexp.measure.host_limits import processor_name
 from bexp.recommendation import Recommendation, RecommendationError, Source
 from bexp.transformers.set_up import Applied, set_up
 
@@ -81,8 +82,10 @@ def applied_to(model: nn.Module) -> Report | None:
 
 
 def device_name() -> str:
-    """Return the name of the accelerator that this process would train on."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    """Return the name of the device that this process would train on, as a worker there names it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{processor_name()} ({torch.get_num_threads()} cores)"
 
 
 def versions() -> dict[str, str]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bexp.step_results import StepRecommendation
 from bexp.transformers.settings import Settings, SettingsError
 
-Source = str | Path | Mapping[str, Any]
+Source = str | Path | Mapping[str, Any] | StepRecommendation
 
 _EXPERTS = {
     "loop": "eager",
@@ -64,7 +65,7 @@ class Recommendation:
 
     @classmethod
     def read(cls, source: Source | Recommendation) -> Recommendation:
-        """Read a path, a JSON text or object, or a recommendation that was read before.
+        """Read a path, a JSON text or object, what `bexp.explore` returns, or a recommendation that was read before.
 
         Raises RecommendationError if it is not a recommendation, or if nothing is recommended.
         """
@@ -119,6 +120,8 @@ class Recommendation:
 
 
 def _document(source: Source) -> Mapping[str, Any]:
+    if isinstance(source, StepRecommendation):
+        return source.to_json()
     if isinstance(source, Mapping):
         return source
     text = str(source)

@@ -1,69 +1,28 @@
 """Finds the best micro-batch size for any training step, by measuring it in the training process itself.
 
-Sizes are measured in ascending order. Each starts from the same state, whatever the earlier ones did. Afterwards
-the gradients and the random state are as they were before.
+Each size starts from the same state, whatever the earlier ones did. Afterwards the gradients, the buffers and the
+random state are as they were before. The service's search chooses what is measured, in a process of its own
+(`bexp.step_search`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from bexp.step_outcomes import Failure, Outcome, agree, attempt, release, slowest
+from bexp.allocator import current_allocator
+from bexp.step_agreement import Alone, Together, num_processes
+from bexp.step_measuring import OptimizerState, Step, left_alone
+from bexp.step_results import SizeResult, StepRecommendation
+from bexp.step_search import ChildSearch, SearchError
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-TOLERANCE = 0.01
-"""A size counts as good if its throughput is below the best by at most this share."""
-_DRAWS = 4096
-_WARM_UPS = 2
-_UNKNOWN_SPREAD = 0.1
-_LEAST_SPREAD = 0.001
-
-
-@dataclass(frozen=True)
-class SizeResult:
-    """One micro-batch size. `seconds` holds the time of forward and backward of one micro-batch, for each repeat."""
-
-    micro_batch_size: int
-    outcome: str
-    reason: str | None = None
-    seconds: tuple[float, ...] = ()
-    peak_bytes: int | None = None
-
-    @property
-    def mean_seconds(self) -> float:
-        """The mean over the repeats."""
-        return sum(self.seconds) / len(self.seconds)
-
-
-@dataclass(frozen=True)
-class StepRecommendation:
-    """The best size, and what is known of all that were tried.
-
-    `confidence` is the probability, rounded down to 0..99, that the throughput of the size is within 1% of the best of
-    all requested sizes, measurement errors included. Fields are null if nothing fits.
-    """
-
-    micro_batch_size: int | None
-    grad_accum_steps: int | None
-    sequences_per_second: float | None
-    confidence: int | None
-    optimizer_seconds: float
-    results: tuple[SizeResult, ...]
-    notes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, which `bexp.training_arguments` reads."""
-        return {**asdict(self), "candidate": {"micro_batch_size": self.micro_batch_size}}
 
 
 def explore(
@@ -74,234 +33,206 @@ def explore(
     parameters: nn.Module | Iterable[nn.Parameter] = (),
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     effective_batch_size: int | None = None,
-    no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
     repeats: int = 5,
     deadline_seconds: float = 60.0,
     max_seconds: float = 300.0,
 ) -> StepRecommendation:
-    """Measure a step at each size and recommend the best one.
+    """Measure a step at several sizes and recommend the best one.
 
     `batch(m)` makes a micro-batch of m sequences. `step(batch)` runs forward and backward and may return the loss.
-    `parameters` are the trained parameters; their gradients are saved and restored. `optimizer(parameters)` makes an
-    optimizer like the one used in training. It takes steps of size zero here, and its state is discarded.
-    `effective_batch_size` is the number of sequences in a whole step over all processes. Only sizes that divide a
-    process's share of it are tried, and the optimizer's time is spread over the micro-batches.
+    `parameters` are the trained parameters; their gradients are saved and restored, and so are the buffers if it is a
+    module. `optimizer(parameters)` makes an optimizer like the one used in training. It takes steps of size zero here,
+    and its state is discarded. `effective_batch_size` is the number of sequences in a whole step over all processes.
+    Only sizes that divide a process's share of it are tried, and the optimizer's time is spread over the micro-batches.
+
+    The service's search chooses the sizes to measure, and computes the confidence. If it is not installed, or fails,
+    all sizes are measured in ascending order until one runs out of memory, the fastest is recommended, its confidence
+    is null, and a note says so. The search takes sizes up to 256, and at most 64 of them.
 
     If a step runs out of memory, fails, returns a loss that is not finite, or takes longer than `deadline_seconds`,
-    that is the outcome of its size. No larger size is tried after one that runs out of memory. Nothing new is started
-    after `max_seconds`.
+    that is the outcome of its size. Nothing new is started after `max_seconds`.
 
     If there are several processes, all of them must call this with the same arguments. They get the same answer,
-    because the outcome of one counts for all. Each size first runs within `no_sync()` (DDP's `model.no_sync`). If only
-    one process runs out of memory, this happens before the others wait for its gradients.
+    because the outcome of one counts for all. Each size first runs within `no_sync()` (DDP's `model.no_sync`), so that
+    a process that runs out of memory alone does so while nobody waits for its gradients. If a process fails in the
+    middle of an exchange, the others are back after `deadline_seconds` at the latest. The exploration then ends with
+    what is known, and `group_is_usable` is false.
 
-    Raises ValueError if no size is left to try.
+    Raises ValueError if no size is left to try, BrokenGroupError if the first process has ended.
     """
     asked = _sizes(sizes, effective_batch_size)
     trained = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    device = _device(trained)
-    with _left_alone(trained, device):
-        held, optimizer_seconds, notes = _optimizer_state(trained, optimizer, device, deadline_seconds)
-        results: list[SizeResult] = []
-        begun = time.monotonic()
-        for size in asked:
-            if agree(_late(begun, max_seconds), device) is not None:
-                notes.append(f"sizes from {size} on were not tried: the {max_seconds:g} s were used up")
-                break
-            results.append(_measure(size, step, batch, no_sync, trained, device, repeats, deadline_seconds))
-            if results[-1].outcome == Outcome.OUT_OF_MEMORY.name.lower():
-                break
-        del held
-    return _recommend(results, asked, optimizer_seconds, effective_batch_size, notes)
+    buffers = list(parameters.buffers()) if isinstance(parameters, nn.Module) else []
+    measured = Step(step, batch, no_sync, trained, _device(trained), repeats, deadline_seconds)
+    processes = Together(deadline_seconds) if num_processes() > 1 else Alone()
+    try:
+        with left_alone(measured, buffers):
+            state = OptimizerState.open(optimizer, measured, processes)
+            exploration = _Exploration(measured, processes, asked, state, effective_batch_size, max_seconds)
+            return exploration.run()
+    finally:
+        processes.close()
 
 
-def _measure(
-    size: int,
-    step: Callable[[Any], Any],
-    batch: Callable[[int], Any],
-    no_sync: Callable[[], AbstractContextManager[Any]],
-    trained: Sequence[nn.Parameter],
-    device: torch.device,
-    repeats: int,
-    deadline_seconds: float,
-) -> SizeResult:
-    seconds: list[float] = []
-    inputs: list[Any] = []
+class _Exploration:
+    """The exploration of one step. The first process decides what is measured, and all of them measure it."""
 
-    def alone() -> Any:
-        inputs.append(batch(size))
-        with no_sync():
-            loss = step(inputs[0])
-        _wait(device)
-        return loss
+    def __init__(
+        self,
+        step: Step,
+        processes: Alone | Together,
+        sizes: tuple[int, ...],
+        state: OptimizerState,
+        effective_batch_size: int | None,
+        max_seconds: float,
+    ) -> None:
+        self._step = step
+        self._processes = processes
+        self._sizes = sizes
+        self._state = state
+        self._batch_size = effective_batch_size
+        self._share = _share(effective_batch_size)
+        self._num_processes = num_processes()  # an aborted group has none
+        self._max_seconds = max_seconds
+        self._end = time.monotonic() + max_seconds
+        self._results: list[SizeResult] = []
+        self._notes = [] if state.note is None else [state.note]
+        self._held_bytes = torch.cuda.memory_allocated(step.device) if step.device.type == "cuda" else 0
 
-    def timed() -> Any:
-        loss = None
-        for repeat in range(_WARM_UPS + repeats):
-            begun = time.perf_counter()
-            loss = step(inputs[0])
-            _wait(device)
-            if repeat >= _WARM_UPS:
-                seconds.append(time.perf_counter() - begun)
-        return loss
+    def run(self) -> StepRecommendation:
+        """Measure what is decided on, until the search, the time or the process group is at its end."""
+        answer: dict[str, Any] = {}
+        with contextlib.closing(self._decide(answer)) as decisions:
+            size: int | None = self._processes.share(next(decisions) if self._processes.is_leader else None)
+            while size is not None:
+                self._results.append(self._step.measure(size, self._processes))
+                size = self._processes.share(next(decisions, None) if self._processes.is_leader else None)
+        answer, self._notes = self._processes.share([answer, self._notes])
+        return self._recommend(answer)
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    failure: Failure | None = None
-    for run in (alone, timed):
-        failure = agree(attempt(run, deadline_seconds), device)
-        if failure is not None:
-            break
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    inputs.clear()
-    _clear(trained)
-    if failure is not None:
-        release(device)
-        return SizeResult(size, failure.outcome.name.lower(), failure.reason, peak_bytes=peak)
-    return SizeResult(size, "ok", None, tuple(slowest(seconds, device)), peak)
+    def _decide(self, answer: dict[str, Any]) -> Generator[int, None, None]:
+        """Yield the sizes to measure, each measured before the next is asked for, and enter the answer at the end."""
+        yield self._sizes[0]
+        if self._results[-1].outcome == "out_of_memory":
+            return
+        try:
+            with ChildSearch(self._describe()) as search:
+                size = search.start()
+                while size is not None and not self._is_over():
+                    yield size
+                    size = search.tell(self._results[-1])
+                answer.update(search.stop() if size is not None else search.answer)
+        except SearchError as error:
+            self._notes.append(
+                f"the search is not available ({error}): sizes were measured in ascending order, the fastest is "
+                "recommended, and no confidence is stated"
+            )
+            while (left := _sizes_left(self._sizes, self._results)) and not self._is_over():
+                yield left[0]
 
+    def _is_over(self) -> bool:
+        """Whether nothing more may be measured; if so, note why."""
+        if not self._processes.group_is_usable:
+            return True
+        if time.monotonic() < self._end:
+            return False
+        self._notes.append(f"the {self._max_seconds:g} s were used up")
+        return True
 
-def _optimizer_state(
-    trained: list[nn.Parameter],
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
-    device: torch.device,
-    deadline_seconds: float,
-) -> tuple[Any, float, list[str]]:
-    """The state of an optimizer after steps of size zero, the seconds of one step, and why it failed if it did."""
-    if optimizer is None or not trained:
-        return None, 0.0, []
-    made: list[torch.optim.Optimizer] = []
-    seconds: list[float] = [0.0]
+    def _describe(self) -> dict[str, Any]:
+        """The step and its device, as the search wants to know them (`explorer.search.step_exploration`)."""
+        device, trained = self._step.device, self._step.trained
+        on_cuda = device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(device) if on_cuda else (0, 0)
+        return {
+            "device_kind": "cpu" if device.type == "cpu" else "cuda",
+            "device_name": torch.cuda.get_device_name(device) if on_cuda else device.type,
+            "memory_bytes": total,
+            "context_bytes": max(0, total - free - torch.cuda.memory_reserved(device)) if on_cuda else 0,
+            "held_bytes": self._held_bytes,
+            "gradient_bytes": sum(parameter.nbytes for parameter in trained),
+            "num_parameters": max(1, sum(parameter.numel() for parameter in trained)),
+            "torch_version": str(torch.__version__),
+            "sizes": self._sizes,
+            "sequences": self._share,
+            "optimizer_seconds": self._state.seconds,
+            "max_seconds": self._max_seconds,
+            "first": self._results[0].to_json(),
+        }
 
-    def run() -> None:
-        made.append(optimizer(trained))
-        for group in made[0].param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        for _ in range(_WARM_UPS + 1):
-            begun = time.perf_counter()
-            made[0].step()
-            _wait(device)
-            seconds[0] = time.perf_counter() - begun
+    def _recommend(self, answer: Mapping[str, Any]) -> StepRecommendation:
+        notes = [*self._notes]
+        if not self._processes.group_is_usable:
+            notes.append(
+                "a process failed in the middle of an exchange: make the process group again, or start the processes "
+                "again, before training"
+            )
+        if out := answer.get("predicted_out"):
+            notes.append(f"not tried, because they are expected not to fit: {', '.join(map(str, out))}")
+        best = answer.get("micro_batch_size") or self._fastest()
+        if best is None:
+            notes.append(
+                "no size fits" if self._results[-1].outcome == "out_of_memory" else "no size could be measured"
+            )
+        peaks = [r.peak_bytes for r in self._results if r.micro_batch_size == best and r.peak_bytes is not None]
+        return StepRecommendation(
+            micro_batch_size=best,
+            grad_accum_steps=self._share // best if self._share and best else None,
+            sequences_per_second=answer.get("sequences_per_second") or (None if best is None else self._rate(best)),
+            confidence=answer.get("confidence"),
+            optimizer_seconds=self._state.seconds,
+            results=tuple(self._results),
+            notes=tuple(notes),
+            peak_bytes=max(peaks, default=None),
+            effective_batch_size=self._batch_size,
+            num_devices=self._num_processes,
+            allocator=current_allocator(),
+            group_is_usable=self._processes.group_is_usable,
+        )
 
-    failure = agree(attempt(run, deadline_seconds), device)
-    _clear(trained)
-    if failure is not None:
-        release(device)
-        return None, 0.0, [f"the optimizer's state is left out: {failure.reason}"]
-    return made, slowest(seconds, device)[0], []
+    def _fastest(self) -> int | None:
+        """The size with the most sequences a second, among those that never failed."""
+        failed = {result.micro_batch_size for result in self._results if result.outcome != "ok"}
+        fit = {result.micro_batch_size for result in self._results} - failed
+        return max(sorted(fit), key=self._rate, default=None)
 
-
-def _recommend(
-    results: list[SizeResult],
-    asked: tuple[int, ...],
-    optimizer_seconds: float,
-    effective_batch_size: int | None,
-    notes: list[str],
-) -> StepRecommendation:
-    fit = [result for result in results if result.outcome == "ok"]
-    if not fit:
-        notes.append("no size fits")
-        return StepRecommendation(None, None, None, None, optimizer_seconds, tuple(results), tuple(notes))
-    share = _share(effective_batch_size)
-
-    def rate(result: SizeResult) -> float:
-        overhead = optimizer_seconds * result.micro_batch_size / share if share else 0.0
-        return result.micro_batch_size / (result.mean_seconds + overhead)
-
-    best = max(fit, key=rate)
-    tried_all = len(results) == len(asked) or results[-1].outcome == Outcome.OUT_OF_MEMORY.name.lower()
-    return StepRecommendation(
-        best.micro_batch_size,
-        share // best.micro_batch_size if share else None,
-        rate(best),
-        _confidence([rate(r) for r in fit], [_spread(r) for r in fit], fit.index(best), complete=tried_all),
-        optimizer_seconds,
-        tuple(results),
-        tuple(notes),
-    )
-
-
-def _confidence(rates: list[float], spreads: list[float], best: int, *, complete: bool) -> int:
-    """Return the share of random draws in which `best` is within the tolerance of the fastest size.
-
-    Means are drawn from the measured means and their errors. All sizes that were not tried count as one more size,
-    which is as fast as the best, give or take 10%.
-    """
-    means = torch.tensor([*rates, *([] if complete else [rates[best]])], dtype=torch.float64)
-    errors = torch.tensor([*spreads, *([] if complete else [_UNKNOWN_SPREAD])], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    drawn = means * (1 + errors * torch.randn(_DRAWS, len(means), generator=generator, dtype=torch.float64))
-    good = drawn[:, best] >= (1 - TOLERANCE) * drawn.max(dim=1).values
-    return min(99, int(100 * float(good.double().mean())))
-
-
-def _spread(result: SizeResult) -> float:
-    """The relative standard error of the mean."""
-    times = torch.tensor(result.seconds, dtype=torch.float64)
-    if len(times) < 2:
-        return _UNKNOWN_SPREAD
-    return max(_LEAST_SPREAD, float(times.std() / times.mean() / len(times) ** 0.5))
+    def _rate(self, size: int) -> float:
+        """Sequences a second of a whole step, by all measurements of a size."""
+        found = [r.mean_seconds for r in self._results if r.micro_batch_size == size and r.outcome == "ok"]
+        overhead = self._state.seconds * size / self._share if self._share else 0.0
+        return size / (sum(found) / len(found) + overhead)
 
 
 def _sizes(sizes: Iterable[int], effective_batch_size: int | None) -> tuple[int, ...]:
     share = _share(effective_batch_size)
     found = tuple(sorted({size for size in sizes if size > 0 and (share is None or share % size == 0)}))
     if not found:
-        raise ValueError(f"no micro-batch size divides the {share} sequences that each process has in a step")
+        raise ValueError(
+            "there is no micro-batch size to try"
+            if share is None
+            else f"no micro-batch size divides the {share} sequences that each process has in a step"
+        )
     return found
+
+
+def _sizes_left(sizes: Sequence[int], results: Sequence[SizeResult]) -> list[int]:
+    """Return the sizes that were not tried yet and are below all that ran out of memory, in ascending order."""
+    tried = {result.micro_batch_size for result in results}
+    limit = min((r.micro_batch_size for r in results if r.outcome == "out_of_memory"), default=None)
+    return [size for size in sizes if size not in tried and (limit is None or size < limit)]
 
 
 def _share(effective_batch_size: int | None) -> int | None:
     """Return the number of sequences that each process has in a whole step."""
     if effective_batch_size is None:
         return None
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    processes = torch.distributed.get_world_size() if several else 1
-    if effective_batch_size % processes:
-        raise ValueError(f"{effective_batch_size} sequences cannot be shared by {processes} processes")
-    return effective_batch_size // processes
-
-
-def _late(begun: float, max_seconds: float) -> Failure | None:
-    return Failure(Outcome.TIMED_OUT, "the time is used up") if time.monotonic() - begun > max_seconds else None
-
-
-@contextlib.contextmanager
-def _left_alone(trained: Sequence[nn.Parameter], device: torch.device) -> Iterator[None]:
-    """Save gradients and random states, and restore them at the end."""
-    gradients = [parameter.grad for parameter in trained]
-    states = (torch.get_rng_state(), random.getstate())
-    cuda = torch.cuda.get_rng_state_all() if device.type == "cuda" else None
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    _clear(trained)
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.grad = gradient
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-        release(device)
-
-
-def _clear(trained: Sequence[nn.Parameter]) -> None:
-    for parameter in trained:
-        parameter.grad = None
+    if effective_batch_size % num_processes():
+        raise ValueError(f"{effective_batch_size} sequences cannot be shared by {num_processes()} processes")
+    return effective_batch_size // num_processes()
 
 
 def _device(trained: Sequence[nn.Parameter]) -> torch.device:
     if trained:
         return trained[0].device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Runs a training step under a deadline, and has several processes agree on its outcome."""
+"""Runs a training step under a deadline, and says how it ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 class Outcome(IntEnum):
-    """How a size ended. If processes differ, the highest value counts for all."""
+    """How a size ended."""
 
     OK = 0
     NOT_FINITE = 1
@@ -40,10 +39,10 @@ class _DeadlineError(BaseException):
 
 
 def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
-    """Run `function`; return why it failed, or null if it did not.
+    """Call `run`; return why it failed, or null if it did not.
 
-    If it returns a tensor, that must be finite. The deadline works only in the main thread, and only if the step
-    returns to Python now and then.
+    If it returns a tensor or a float, that must be finite. The deadline works only in the main thread, and only if the
+    step returns to Python now and then.
     """
     try:
         with _deadline(deadline_seconds):
@@ -61,30 +60,6 @@ def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
         memory = "out of memory" in told.lower() or "can't allocate memory" in told.lower()
         return Failure(Outcome.OUT_OF_MEMORY if memory else Outcome.CRASHED, told)
     return None
-
-
-def agree(failure: Failure | None, device: torch.device) -> Failure | None:
-    """Return the worst outcome among all processes. Every process must call this equally often."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return failure
-    mine = Outcome.OK if failure is None else failure.outcome
-    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    flag = torch.tensor([int(mine)], device=on)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    worst = Outcome(int(flag))
-    if worst is mine:
-        return failure
-    return Failure(worst, "another process failed")
-
-
-def slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Return the seconds of each repeat on the slowest process."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return seconds
-    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    found = torch.tensor(seconds, dtype=torch.float64, device=on)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [float(value) for value in found]
 
 
 def release(device: torch.device) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 from bexp.recommendation import Recommendation, Source
 
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
+_CHECKPOINTING, _OLD_CHECKPOINTING = "activation_checkpointing", "gradient_checkpointing"
 
 
 def training_arguments(recommendation: Source | Recommendation, *, world_size: int | None = None) -> dict[str, Any]:
@@ -25,11 +27,21 @@ def training_arguments(recommendation: Source | Recommendation, *, world_size: i
     fields: dict[str, Any] = {
         "per_device_train_batch_size": told.micro_batch_size,
         "gradient_accumulation_steps": told.grad_accum_steps(devices),
-        "gradient_checkpointing": told.settings.recompute == "full",
         "torch_compile": False,
     }
-    if fields["gradient_checkpointing"]:
-        fields["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if told.settings.recompute == "full":
+        name = _checkpointing_field()
+        fields |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     if told.dtype in _PRECISION:
         fields[_PRECISION[told.dtype]] = True
     return fields
+
+
+def _checkpointing_field() -> str:
+    """The name of the field in the installed version; transformers 6 drops the older one."""
+    try:
+        from transformers import TrainingArguments  # noqa: PLC0415 - it takes seconds, and few answers need it
+    except ImportError:
+        return _OLD_CHECKPOINTING
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    return _CHECKPOINTING if _CHECKPOINTING in names else _OLD_CHECKPOINTING

@@ -25,7 +25,9 @@ def main(name: str, text_file: str, best: str) -> None:
     dataset = [{"input_ids": block, "labels": block} for block in blocks]
 
     arguments = TrainingArguments("out", num_train_epochs=1, **bexp.training_arguments(told))
-    Trainer(model, arguments, train_dataset=dataset, callbacks=[bexp.TrainerCallback(told)]).train()
+    callback = bexp.TrainerCallback(told)
+    Trainer(model, arguments, train_dataset=dataset, callbacks=[callback]).train()
+    print(callback.comparison())  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.queue_settings import QueueSettings
+from storage.run_reports import find_reported_runs
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
 from storage.waiting import MAX_WAIT, end_overdue, find_waiting, select_overdue
@@ -186,6 +187,8 @@ class Queue:
     def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
         """Bind the job to the hardware of its first claim; return the report of that hardware.
 
+        What real runs with the same model on such hardware have reached by then becomes a part of the report.
+
         The job then needs as many devices as it uses there, to share sequences or to train together.
 
         Raises:
@@ -196,6 +199,7 @@ class Queue:
         fingerprint = report.hardware.fingerprint
         values: dict[str, Any] = {}
         if not job.report:
+            report = report.model_copy(update={"reported_runs": find_reported_runs(self.database, job, report)})
             values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
             if job.request is not None:
                 values["devices_needed"] = job.request.devices_needed(report.hardware.num_devices)

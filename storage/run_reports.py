@@ -8,12 +8,17 @@ from datetime import datetime
 import sqlalchemy as sa
 
 from explorer.records.run_report import RunReport
+from explorer.search.reported_runs import is_same_training, summarize_reports
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.reported_run import ReportedRun
 from storage.database import Database
-from storage.jobs import get_job, select_row
-from storage.tables import run_reports
+from storage.jobs import Job, get_job, job_from_row, select_row
+from storage.tables import jobs, run_reports
 
 MAX_REPORTS = 1000
 """The most reports that one exploration keeps."""
+MAX_EXPLORATIONS = 50
+"""The most explorations whose reports one search uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,53 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
         now = database.now(connection)
         connection.execute(sa.insert(run_reports).values(job_id=job_id, seq=seq, at=now, report=document))
     return StoredRunReport(seq, now, report)
+
+
+def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tuple[ReportedRun, ...]:
+    """Return what real runs of earlier explorations of the same model, on such hardware, say; the newest first.
+
+    The target must have the same version. At most `MAX_EXPLORATIONS` explorations count.
+    """
+    if job.request is None:
+        return ()
+    reported = sa.select(run_reports.c.job_id).distinct()
+    earlier = (
+        sa.select(jobs)
+        .where(
+            jobs.c.id.in_(reported),
+            jobs.c.id != job.id,
+            jobs.c.fingerprint == report.hardware.fingerprint,
+            jobs.c.target == job.request.target_name,
+        )
+        .order_by(jobs.c.created_at.desc(), jobs.c.id.desc())
+        .limit(MAX_EXPLORATIONS)
+    )
+    with database.read() as connection:
+        rows = connection.execute(earlier).all()
+        documents = connection.execute(
+            sa.select(run_reports.c.job_id, run_reports.c.report).where(run_reports.c.job_id.in_([r.id for r in rows]))
+        ).all()
+    found = []
+    for row in rows:
+        other = job_from_row(row)
+        best = other.recommendation if other.answer is None else other.answer.recommendation
+        if (
+            best is None
+            or other.request is None
+            or other.report is None
+            or not is_same_training(job.request, other.request)
+            or _version(other.report) != _version(report)
+        ):
+            continue
+        reports = [RunReport.model_validate(document) for job_id, document in documents if job_id == other.id]
+        summary = summarize_reports(other.id, best, other.report.hardware, reports)
+        if summary is not None:
+            found.append(summary)
+    return tuple(found)
+
+
+def _version(report: DeviceReport) -> str | None:
+    return None if report.parts is None else report.parts.measured
 
 
 def read_run_reports(

@@ -24,6 +24,7 @@ class EventCode(IntEnum):
     WAITING = 105
     RESUMED = 106
     VARIANT = 107
+    REAL_RUNS = 108
     TRIAL = 201
     RECOMMENDATION = 202
     WHOLE_MODEL = 203

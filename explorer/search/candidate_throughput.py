@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from explorer.cost_model.candidate_table import Floats, Ints, SpaceTable
 from explorer.cost_model.step import StepSeconds, combine_seconds
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.gaussian_process import Surrogate
-from explorer.surrogate.whole_model_error import CompositionErrors, Correction, WholeModelRun
+from explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError, WholeModelRun
 
 NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64
@@ -22,8 +22,8 @@ MOST_DRAWS = 2**20
 class CandidateThroughput:
     """Tokens/s of every candidate. Axes: C candidates, A some of them, J those that were run whole, N samples.
 
-    `mean_C` is the expected throughput, whole models taken into account. `scale` is the factor by which composition
-    errors were found to be larger than recorded ones; 1 before a whole model is run.
+    `mean_C` is the expected throughput, whole models and reported runs taken into account. `scale` is the factor by
+    which composition errors were found to be larger than recorded ones; 1 before anything shows them.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class CandidateThroughput:
         surrogate: Surrogate,
         errors: CompositionErrors,
         whole_models: Mapping[int, WholeModelRun],
+        reported: Sequence[ReportedError] = (),
     ) -> None:
         self._table = table
         self._surrogate = surrogate
@@ -39,7 +40,7 @@ class CandidateThroughput:
         self._composed_C: Floats = table.tokens_per_second(
             surrogate.device_mean_K[None, :], surrogate.host_K, overlap=surrogate.overlap
         )[0]
-        self._correction = self._correct(whole_models)
+        self._correction = self._correct(whole_models, reported)
         self.shift_C: Floats = np.zeros(len(table.candidates))
         if self._correction is not None:
             everything = np.arange(len(table.candidates))
@@ -93,14 +94,18 @@ class CandidateThroughput:
         tokens_NA = composed_NA + self._errors.sample(number, rows, self._correction.scale) + part_NA + error_NA
         return composed_NA + part_NA + self._correction.expected_errors(rows), tokens_NA
 
-    def _correct(self, whole_models: Mapping[int, WholeModelRun]) -> Correction | None:
-        """The correction that follows from the whole models; null before one is run."""
+    def _correct(
+        self, whole_models: Mapping[int, WholeModelRun], reported: Sequence[ReportedError]
+    ) -> Correction | None:
+        """The correction that follows from the whole models and the reported runs; null if there is neither."""
         if not whole_models:
-            return None
+            nothing = np.empty(0)
+            unknown_NJ = np.empty((NUM_SAMPLES, 0))
+            return self._errors.condition({}, nothing, unknown_NJ, nothing, reported) if reported else None
         rows_J = np.array(sorted(whole_models), dtype=np.int64)
         log_mean_J, log_composed_NJ = np.log(self._composed_C[rows_J]), self._log_composed(rows_J, NUM_SAMPLES)
         blocks_J = self._surrogate.step_run_std(self._table, rows_J)
-        return self._errors.condition(whole_models, log_mean_J, log_composed_NJ, blocks_J)
+        return self._errors.condition(whole_models, log_mean_J, log_composed_NJ, blocks_J, reported)
 
     def _log_composed(self, rows: Ints, number: int | None = None) -> Floats:
         """Samples of the logarithm of composed tokens/s, shape (N, A); by default as many as there is time for."""

@@ -14,6 +14,7 @@ from explorer.records.trial import Trial
 from explorer.search.batch_division import accumulate
 from explorer.search.candidate_posterior import confidence_score
 from explorer.search.choices import dividing_batch_sizes, memory_choices
+from explorer.search.reported_runs import describe_reported
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from explorer.spec.candidate import Candidate, Recompute
@@ -85,6 +86,7 @@ def build_recommendation(
             *_communication_notes(state, candidate, seconds),
             *_predictions(state, references),
             *_doubts(runner_up),
+            *([describe_reported(state.reported)] if state.reported else []),
             *_slow_head(state, best.row),
         ),
         dividing=dividing,

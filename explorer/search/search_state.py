@@ -27,13 +27,15 @@ from explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughpu
 from explorer.search.feasibility import Failures
 from explorer.search.optuna_trials import read_measurement
 from explorer.search.preference import recommended_position
+from explorer.search.reported_runs import peak_factor
 from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
+from explorer.spec.reported_run import ReportedRun
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.gaussian_process import Surrogate
 from explorer.surrogate.observations import ObservationLog
-from explorer.surrogate.whole_model_error import CompositionErrors, WholeModelRun
+from explorer.surrogate.whole_model_error import CompositionErrors, ReportedError, WholeModelRun
 
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.
@@ -59,7 +61,8 @@ class SearchState:
 
     It depends on the seed and the set of trials, not on their order, so a resumed exploration goes the way it would
     have gone. `legal` marks the rows of the table that may be recommended; other rows (a base outside the space) are
-    only predicted.
+    only predicted. `reported` real runs of candidates in the table show the composition's error. If they needed more
+    memory than composed, `limit_bytes` is lower by as much.
     """
 
     def __init__(
@@ -68,16 +71,19 @@ class SearchState:
         legal: Collection[Candidate],
         request: ExplorationRequest,
         hardware: HardwareSpec,
+        reported: Sequence[ReportedRun] = (),
     ) -> None:
         self.table = table
         self.request = request
         self.hardware = hardware
-        self.limit_bytes = memory_limit(request, hardware)
+        self.reported = tuple(run for run in reported if run.candidate in table.row)
+        self.limit_bytes = math.floor(memory_limit(request, hardware) / peak_factor(self.reported))
         legal_set = set(legal)
         self._legal_C: Mask = np.array([c in legal_set for c in table.candidates], dtype=np.bool_)
         rng = np.random.default_rng(request.seed)
         self.surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
         self._errors = CompositionErrors(table.candidates, hardware.device_kind, request.seed, NUM_SAMPLES, rng)
+        self._reported_errors = [ReportedError(table.row[run.candidate], run.log_error) for run in self.reported]
         self._normal_N = rng.standard_normal(NUM_SAMPLES)
         self._whole_models: dict[int, WholeModelRun] = {}
         self._log = ObservationLog()
@@ -311,7 +317,9 @@ class SearchState:
         """Compute everything that follows from the surrogate, the failures and the whole models."""
         table, surrogate = self.table, self.surrogate
         self._expecting = None
-        self._throughput = CandidateThroughput(table, surrogate, self._errors, self._whole_models)
+        self._throughput = CandidateThroughput(
+            table, surrogate, self._errors, self._whole_models, self._reported_errors
+        )
         self._memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes)
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))

@@ -26,6 +26,7 @@ from explorer.search.report import (
     largest_untiled,
     largest_without_recompute,
 )
+from explorer.search.reported_runs import reported_event
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion
 from explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
@@ -54,7 +55,12 @@ class VariantSearch:
         self._plainest = space.bases[0]
         self._bases = tuple(c for c in space.bases if c in space.table.row)
         self._base: Candidate | None = None
-        self._state = SearchState(space.table, space.legal.candidates, context.request, context.report.hardware)
+        report = context.report
+        self._state = SearchState(
+            space.table, space.legal.candidates, context.request, report.hardware, report.reported_runs
+        )
+        if self._state.reported and not context.trials:
+            log.add(reported_event(self._state.reported))
         sampler = make_sampler(context.request.sampler, self._state)
         self._study = CandidateStudy(self._state, sampler, context.trials)
         self._state.learn_shared((t.number, t.measurement.components) for t in self._history.trials)

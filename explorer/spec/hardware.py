@@ -10,6 +10,7 @@ from pydantic import Field
 from explorer.spec.base import Frozen
 from explorer.spec.model import DType
 from explorer.spec.parts import ModelParts
+from explorer.spec.reported_run import ReportedRun
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -92,6 +93,9 @@ class DeviceReport(Frozen):
     parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")
 
     refusal: str | None = Field(None, description="Why the target cannot measure this model here.")
+    reported_runs: tuple[ReportedRun, ...] = Field(
+        (), description="What real runs with this model on such a device had reached when the exploration began."
+    )
 
     @classmethod
     def refused(cls, hardware: HardwareSpec, reason: str) -> DeviceReport:

@@ -5,6 +5,9 @@ candidates of a model share, one that the candidates of a recomputation policy s
 The first part is wide and does not change the order of candidates. One whole model shows most of it, so candidates that
 were run whole stay comparable with those that were not.
 
+Real training runs of earlier explorations show the error, too (`ReportedError`): of the same model on the same device,
+with other measurements of the components.
+
 Samples are conditioned by Matheron's rule (Wilson et al., 2020, arXiv:2002.09309). A whole model also corrects the
 noisy seconds of its components. For that, the covariance of the composed throughputs is estimated from their samples,
 as an ensemble Kalman filter does (Evensen, 1994).
@@ -40,6 +43,10 @@ It is wide beside the others, so that an error of all candidates is not taken fo
 """
 RUN_STD = {"cuda": 0.001, "cpu": 0.01}
 """Standard deviation between runs of one whole model, beyond its stated standard error and the noise of its blocks."""
+REPORT_STD = 0.02
+"""Standard deviation of what a reported run differs by, beside the composition's error: its data, its logging, and the
+measurements of the components in the exploration that recommended it.
+"""
 PRIOR_RUNS = 4
 """Number of whole models that the prior of the scale of all three parts counts for.
 
@@ -54,6 +61,14 @@ class WholeModelRun:
 
     log_tokens: float
     standard_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedError:
+    """The composition's error of the candidate in a row, as real runs have shown it: log of reached over composed."""
+
+    row: int
+    log_error: float
 
 
 class CompositionErrors:
@@ -99,9 +114,14 @@ class CompositionErrors:
         return np.asarray(scale**2 * variances)
 
     def condition(
-        self, runs: Mapping[int, WholeModelRun], log_mean_J: Floats, log_composed_NJ: Floats, blocks_std_J: Floats
+        self,
+        runs: Mapping[int, WholeModelRun],
+        log_mean_J: Floats,
+        log_composed_NJ: Floats,
+        blocks_std_J: Floats,
+        reported: Sequence[ReportedError] = (),
     ) -> Correction:
-        """Return the correction that follows from `runs`, at least one, by row.
+        """Return the correction that follows from `runs` by row and from `reported` errors, at least one of them.
 
         `log_mean_J` and `log_composed_NJ` are mean and samples of the logarithm of their composed tokens/s, in the
         order of the rows. `blocks_std_J` is the relative standard deviation between runs of the step that follows from
@@ -112,21 +132,33 @@ class CompositionErrors:
         log_tokens_J = np.array([run.log_tokens for run in found])
         stated_J = np.array([run.standard_error for run in found])
         noise_J = np.sqrt(stated_J**2 + RUN_STD[self._device_kind] ** 2 + blocks_std_J**2)
+        draws_NJ = self._noise([[self._seed, int(row)] for row in rows_J], len(log_composed_NJ))
+        if reported:  # an error is observed by itself: nothing composed is in it
+            number = len(reported)
+            rows_J = np.concatenate([rows_J, [each.row for each in reported]])
+            log_tokens_J = np.concatenate([log_tokens_J, [each.log_error for each in reported]])
+            noise_J = np.concatenate([noise_J, np.full(number, REPORT_STD)])
+            log_mean_J = np.concatenate([log_mean_J, np.zeros(number)])
+            log_composed_NJ = np.hstack([log_composed_NJ, np.zeros((len(log_composed_NJ), number))])
+            seeds = [[self._seed, each.row, place] for place, each in enumerate(reported, 1)]
+            draws_NJ = np.hstack([draws_NJ, self._noise(seeds, len(log_composed_NJ))])
         centred_NJ = log_composed_NJ - log_composed_NJ.mean(axis=0)
         around = centred_NJ.T @ centred_NJ / (len(centred_NJ) - 1) + np.diag(noise_J**2)
         distance_J = log_tokens_J - log_mean_J
         surprise = float(distance_J @ np.linalg.solve(around + self.covariance(rows_J, rows_J), distance_J))
-        scale = float(np.sqrt(max(1.0, (PRIOR_RUNS + surprise) / (PRIOR_RUNS + len(found)))))
+        scale = float(np.sqrt(max(1.0, (PRIOR_RUNS + surprise) / (PRIOR_RUNS + len(rows_J)))))
         number = len(log_composed_NJ)
-        imagined_NJ = log_composed_NJ + self.sample(number, rows_J, scale) + noise_J * self._noise(rows_J, number)
+        imagined_NJ = log_composed_NJ + self.sample(number, rows_J, scale) + noise_J * draws_NJ
         inverse_JJ = np.linalg.inv(around + self.covariance(rows_J, rows_J, scale))
         return Correction(
             self, rows_J, scale, centred_NJ, (log_tokens_J - imagined_NJ) @ inverse_JJ, distance_J @ inverse_JJ
         )
 
-    def _noise(self, rows_J: Ints, number: int) -> Floats:
-        draws = [np.random.default_rng([self._seed, int(row)]).standard_normal(number) for row in rows_J]
-        return np.stack(draws, axis=1)
+    @staticmethod
+    def _noise(seeds_J: Sequence[Sequence[int]], number: int) -> Floats:
+        """Return standard normal draws, each column of which has a seed of its own, shape (N, J)."""
+        draws = [np.random.default_rng(list(seed)).standard_normal(number) for seed in seeds_J]
+        return np.stack(draws, axis=1) if draws else np.empty((number, 0))
 
 
 @dataclass(frozen=True, slots=True)

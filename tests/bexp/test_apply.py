@@ -122,12 +122,12 @@ def test_training_arguments_keep_the_effective_batch() -> None:
     assert fields == {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
         "torch_compile": False,
         "bf16": True,
     }
-    assert bexp.training_arguments(document())["gradient_checkpointing"] is False
+    assert "activation_checkpointing" not in bexp.training_arguments(document())
     with pytest.raises(RecommendationError, match="does not divide"):
         bexp.training_arguments(document(micro_batch_size=3))
 

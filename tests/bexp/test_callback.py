@@ -9,19 +9,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import bexp
+from bexp.model_setup import device_name
+from explorer.records.run_report import RunReport
 from tests.bexp.recommendations import document
 
 ARGS = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2)
-STATE = SimpleNamespace(is_world_process_zero=True)
+STATE = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100, num_input_tokens_seen=0)
+
+
+def control(*, evaluates: bool = False, stops: bool = False) -> Any:
+    return SimpleNamespace(should_evaluate=evaluates, should_save=False, should_training_stop=stops)
+
+
+def step(callback: Any, state: Any = STATE, told: Any = None, micro_batches: int = 2) -> None:
+    callback.on_step_begin(ARGS, state, told)
+    for _ in range(micro_batches - 1):
+        callback.on_substep_end(ARGS, state, told)
+    callback.on_step_end(ARGS, state, told)
 
 
 def train(callback: Any, steps: int = 5) -> None:
     callback.on_train_begin(ARGS, STATE, None)
     for _ in range(steps):
-        callback.on_step_begin(ARGS, STATE, None)
-        callback.on_step_end(ARGS, STATE, None)
+        step(callback)
     callback.on_train_end(ARGS, STATE, None)
 
 
@@ -59,16 +72,8 @@ def test_the_report_is_logged_beside_the_promise_and_posted(
     [(path, authorization, body)] = seen
     assert path == "/v1/explorations/exp-1/run-reports"
     assert authorization == "Bearer secret"
-    assert set(body) == {
-        "tokens_per_second",
-        "peak_bytes",
-        "peak_reserved_bytes",
-        "steps",
-        "micro_batch_size",
-        "seconds",
-        "device_name",
-        "versions",
-    }
+    assert RunReport.model_validate(body).applied is False
+    assert body["hardware"] == device_name()
     assert body["steps"] == 2
     assert body["tokens_per_second"] == pytest.approx(2 * 4 * 2 * 12 / body["seconds"])
 
@@ -87,18 +92,86 @@ def test_a_short_run_reports_nothing() -> None:
     assert callback.comparison() == "nothing was measured"
 
 
-def test_evaluations_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("bexp.callback.time.monotonic", lambda: now[0])
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set."""
+    found = [0.0]
+    monkeypatch.setattr("bexp.callback.time.monotonic", lambda: found[0])
+    return found
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_evaluations_are_left_out(now: list[float], announced: bool) -> None:
     callback = bexp.TrainerCallback(document())
     callback.on_train_begin(ARGS, STATE, None)
-    for step in range(7):
+    for number in range(7):
         callback.on_step_begin(ARGS, STATE, None)
         now[0] += 1.0
-        callback.on_step_end(ARGS, STATE, None)
-        if step in {4, 6}:
+        callback.on_step_end(ARGS, STATE, control(evaluates=announced and number in {4, 6}))
+        if number in {4, 6}:
             now[0] += 50.0
             callback.on_evaluate(ARGS, STATE, None)
+    now[0] += 30.0  # the best model is loaded
     callback.on_train_end(ARGS, STATE, None)
     assert callback.report is not None
     assert callback.report.seconds == pytest.approx(4.0)
+
+
+def test_the_memory_of_an_evaluation_is_left_out(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = {"peak": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counted.update(peak=0))
+    monkeypatch.setattr("bexp.callback.device_name", lambda: "a device")
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(ARGS, STATE, None)
+    for number in range(6):
+        now[0] += 1.0
+        callback.on_step_begin(ARGS, STATE, None)
+        counted["peak"] = max(counted["peak"], 100 + number)
+        callback.on_step_end(ARGS, STATE, control(evaluates=number == 4))
+        if number == 4:
+            counted["peak"] = 999
+            callback.on_evaluate(ARGS, STATE, None)
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert callback.report.peak_bytes == callback.report.peak_reserved_bytes == 105
+
+
+def test_an_epochs_last_step_counts_the_micro_batches_that_it_has(now: list[float]) -> None:
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(ARGS, STATE, None)
+    for number in range(6):
+        now[0] += 1.0
+        step(callback, micro_batches=1 if number == 4 else 2)
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert callback.report.tokens_per_second == pytest.approx(5 * 4 * 12 / 3.0)
+
+
+def test_tokens_that_the_trainer_counts_come_first(now: list[float]) -> None:
+    callback = bexp.TrainerCallback(document())
+    state = SimpleNamespace(**vars(STATE) | {"train_batch_size": 3})
+    callback.on_train_begin(ARGS, state, None)
+    for _ in range(6):
+        now[0] += 1.0
+        state.num_input_tokens_seen += 70
+        step(callback, state)
+    callback.on_train_end(SimpleNamespace(**vars(ARGS), world_size=2), state, None)
+    assert callback.report is not None
+    assert callback.report.tokens_per_second == pytest.approx(35.0)
+    assert callback.report.micro_batch_size == 3
+
+
+def test_a_run_that_misses_what_was_promised_is_a_warning(caplog: pytest.LogCaptureFixture, now: list[float]) -> None:
+    for seconds, level in ((0.09, logging.INFO), (0.2, logging.WARNING)):
+        caplog.clear()
+        callback = bexp.TrainerCallback(document())  # 1000 tokens/s; a step has 96 tokens
+        callback.on_train_begin(ARGS, STATE, None)
+        for _ in range(6):
+            now[0] += seconds
+            step(callback)
+        with caplog.at_level(logging.INFO, "bexp"):
+            callback.on_train_end(ARGS, STATE, None)
+        assert [record.levelno for record in caplog.records] == [level]

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import subprocess
+import sys
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import bexp
+from bexp.step_agreement import _judge
+from bexp.step_search import SearchError
 
 
 class Clock:
@@ -32,8 +38,18 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("bexp.step_exploration.time", found)
+    monkeypatch.setattr("bexp.step_measuring.time", found)
     return found
+
+
+@pytest.fixture
+def without_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service is not installed."""
+
+    def refuse(_: Any) -> Any:
+        raise SearchError("No module named 'explorer'")
+
+    monkeypatch.setattr("bexp.step_exploration.ChildSearch", refuse)
 
 
 class Example:
@@ -61,28 +77,63 @@ def explore(example: Example, **changed: Any) -> Any:
     return bexp.explore(**{**arguments, "sizes": (1, 2, 4, 8), "repeats": 3, **changed})
 
 
-def test_the_size_with_most_sequences_a_second_is_recommended(clock: Clock) -> None:
+def test_the_search_recommends_the_fastest_size_and_says_how_sure_it_is(clock: Clock) -> None:
     found = explore(Example(clock), effective_batch_size=16)
     assert found.micro_batch_size == 8
     assert found.grad_accum_steps == 2
     assert found.confidence >= 80
+    assert found.notes == ()
+    assert found.sequences_per_second == pytest.approx(8 / 0.024, rel=0.02)
+    fields = bexp.training_arguments(found)
+    assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 2)
+
+
+def test_a_search_that_fails_in_the_middle_leaves_the_rest_to_the_plain_rule(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bexp.step_search.MODULE", "nowhere")
+    monkeypatch.setattr("bexp.step_search._CODE", "print('{\"measure\": 4}'); raise SystemExit('the search broke')")
+    found = explore(Example(clock))
+    assert [result.micro_batch_size for result in found.results] == [1, 4, 2, 8]
+    assert (found.micro_batch_size, found.confidence) == (8, None)
+    assert "the search broke" in found.notes[0]
+
+
+@pytest.mark.usefixtures("without_search")
+def test_without_the_search_no_confidence_is_claimed(clock: Clock) -> None:
+    found = explore(Example(clock), effective_batch_size=16)
+    assert (found.micro_batch_size, found.grad_accum_steps, found.confidence) == (8, 2, None)
     assert [result.outcome for result in found.results] == ["ok"] * 4
+    assert "No module named 'explorer'" in found.notes[0]
+    assert "no confidence is stated" in found.notes[0]
 
 
-def test_gradients_weights_and_random_numbers_are_left_alone() -> None:
+@pytest.mark.usefixtures("without_search")
+def test_gradients_weights_buffers_and_random_numbers_are_left_alone() -> None:
     example = Example()
+    running = torch.zeros(2)
+    example.model.register_buffer("running", running)
     example.step(example.batch(2))
+    plain = example.step
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        running.add_(1.0)
+        return plain(x)
+
     gradient, weight = example.model.weight.grad, example.model.weight.detach().clone()
     states = (torch.get_rng_state(), random.getstate())
-    found = explore(example, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1))
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)  # noqa: E731
+    found = explore(example, step=step, optimizer=make, sizes=(1, 2))
     assert found.optimizer_seconds > 0
     assert example.model.weight.grad is gradient
     assert torch.equal(example.model.weight, weight)
+    assert torch.equal(running, torch.zeros(2))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
 
 
-def test_a_size_that_runs_out_of_memory_ends_the_search(clock: Clock) -> None:
+@pytest.mark.usefixtures("without_search")
+def test_a_size_that_runs_out_of_memory_is_the_last(clock: Clock) -> None:
     example = Example(clock)
     plain = example.step
 
@@ -98,6 +149,7 @@ def test_a_size_that_runs_out_of_memory_ends_the_search(clock: Clock) -> None:
     assert example.model.weight.grad is None
 
 
+@pytest.mark.usefixtures("without_search")
 @pytest.mark.parametrize("failure", ["crashed", "not_finite", "timed_out"])
 def test_any_other_failure_is_an_outcome_and_the_next_size_is_clean(failure: str) -> None:
     example = Example()
@@ -114,7 +166,7 @@ def test_any_other_failure_is_an_outcome_and_the_next_size_is_clean(failure: str
             time.sleep(0.01)
         return loss * torch.nan
 
-    found = explore(example, step=step, deadline_seconds=2.0)
+    found = explore(example, step=step, deadline_seconds=1.0)
     assert [result.outcome for result in found.results] == ["ok", "ok", failure, "ok"]
     assert found.micro_batch_size == 8
 
@@ -128,15 +180,13 @@ def test_nothing_fits() -> None:
     assert found.notes == ("no size fits",)
 
 
-def test_close_sizes_leave_doubt() -> None:
-    example = Example()
-
-    def step(x: torch.Tensor) -> None:
-        time.sleep(0.004 * len(x) * random.uniform(0.7, 1.3))
-
-    assert explore(example, step=step, repeats=4).confidence < 99
+def test_nothing_is_measured_when_the_time_is_used_up(clock: Clock) -> None:
+    found = explore(Example(clock), max_seconds=1e-9)
+    assert [result.micro_batch_size for result in found.results] == [1]
+    assert "used up" in found.notes[0]
 
 
+@pytest.mark.usefixtures("without_search")
 def test_sizes_that_do_not_divide_the_batch_are_left_out() -> None:
     example = Example()
     explore(example, effective_batch_size=6, sizes=(1, 3, 4))
@@ -145,32 +195,117 @@ def test_sizes_that_do_not_divide_the_batch_are_left_out() -> None:
         explore(example, effective_batch_size=6, sizes=(4, 5))
 
 
-def test_the_answer_is_read_by_training_arguments() -> None:
-    found = explore(Example(), effective_batch_size=16)
-    assert bexp.training_arguments(found.to_json())["per_device_train_batch_size"] == 8
+def test_it_works_in_a_folder_that_has_packages_of_the_services_names(tmp_path: Path) -> None:
+    for name in ("api", "workers", "storage", "explorer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("OWNER = 'the person'")
+    root = Path(bexp.__file__).parents[1]
+    code = f"""
+import sys; sys.path.insert(0, ''); sys.path.append({str(root)!r})
+import explorer, api, workers, storage, bexp, torch
+weight = torch.nn.Parameter(torch.ones(8, 8))
+found = bexp.explore(step=lambda x: (x @ weight).sum().backward(), batch=lambda m: torch.ones(m, 8), sizes=(1, 4))
+assert found.confidence is not None, found
+assert {{m.OWNER for m in (explorer, api, workers, storage)}} == {{'the person'}}
+assert not [name for name in sys.modules if name.startswith(('explorer.', 'storage.', 'workers.', 'api.'))]
+"""
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
 
 
-def _rank(rank: int, port: int, answers: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _rank(rank: int, ports: tuple[int, int], answers: Any) -> None:
+    def join(port: int) -> None:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    join(ports[0])
     example = Example()
     model = nn.parallel.DistributedDataParallel(example.model)
 
-    def step(x: torch.Tensor) -> None:
+    def fail_alone(x: torch.Tensor) -> None:
         if rank == 1 and len(x) >= 4:
             raise torch.OutOfMemoryError("only here")
         model(x).square().sum().backward()
 
-    found = explore(example, step=step, parameters=model, no_sync=model.no_sync)
-    answers[rank] = (found.micro_batch_size, tuple(result.outcome for result in found.results))
+    found = explore(example, step=fail_alone, parameters=model, no_sync=model.no_sync)
+    group: Any = dist.group.WORLD
+    answers[rank, "alone"] = (found, group._get_backend(torch.device("cpu")).options._timeout)
+
+    def fail_in_an_exchange(x: torch.Tensor) -> None:
+        dist.all_reduce(torch.ones(4))
+        if rank == 1 and len(x) >= 2:
+            raise RuntimeError("the middle")
+        dist.all_reduce(torch.ones(4))
+
+    begun = time.monotonic()
+    found = explore(example, step=fail_in_an_exchange, deadline_seconds=2.0)
+    answers[rank, "exchange"] = (found, time.monotonic() - begun)
+    dist.destroy_process_group()
+    join(ports[1])
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    answers[rank, "after"] = float(total)
     dist.destroy_process_group()
 
 
-def test_what_one_process_meets_counts_for_all() -> None:
+@pytest.fixture(scope="module")
+def two_processes() -> dict[tuple[int, str], Any]:
     with multiprocessing.Manager() as manager:
         answers = manager.dict()
-        spawn(_rank, args=(free_port(), answers), nprocs=2)
-        assert dict(answers)[0] == dict(answers)[1]
-        assert dict(answers)[0][1] == ("ok", "ok", "out_of_memory")
+        spawn(_rank, args=((free_port(), free_port()), answers), nprocs=2)
+        return dict(answers)
+
+
+def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, str], Any]) -> None:
+    (found, timeout), (other, _) = (two_processes[rank, "alone"] for rank in (0, 1))
+    assert found == other
+    outcomes = {result.micro_batch_size: result.outcome for result in found.results}
+    assert (outcomes[1], outcomes[4]) == ("ok", "out_of_memory")
+    assert found.micro_batch_size in {1, 2}
+    assert found.group_is_usable
+    assert timeout == timedelta(minutes=30)  # gloo's own, as before
+
+
+def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
+    two_processes: dict[tuple[int, str], Any],
+) -> None:
+    (found, seconds), (other, _) = (two_processes[rank, "exchange"] for rank in (0, 1))
+    assert found == other
+    failed = next(result for result in found.results if result.outcome != "ok")
+    assert (failed.outcome, failed.reason) == ("crashed", "RuntimeError: the middle (process 1)")
+    assert failed is found.results[-1]
+    assert found.micro_batch_size == 1
+    assert not found.group_is_usable
+    assert any("make the process group again" in note for note in found.notes)
+    assert seconds < 15
+    assert two_processes[0, "after"] == two_processes[1, "after"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("statuses", "outcome", "reason", "usable"),
+    [
+        ([(0, False, 5), (0, False, 5)], 0, None, True),
+        ([(3, False, 5), (2, True, 5)], 2, "reason 1 (process 1)", True),
+        ([(2, True, 5), (4, False, 6)], 4, "reason 1 (process 1)", False),
+        ([(0, False, 5), (2, True, None)], 2, "reason 1 (process 1)", False),
+    ],
+)
+def test_the_first_failure_counts_unless_memory_is_short(
+    statuses: list[tuple[int, bool, int | None]], outcome: int, reason: str | None, usable: bool
+) -> None:
+    found = _judge(
+        [
+            {
+                "outcome": each,
+                "is_first": first,
+                "reason": f"reason {rank}",
+                "figures": [rank, 7],
+                "operations": None if number is None else {"0": number},
+            }
+            for rank, (each, first, number) in enumerate(statuses)
+        ]
+    )
+    assert (found["outcome"], found["reason"], found["usable"]) == (outcome, reason, usable)
+    assert found["figures"] == ([] if outcome else [1, 7])
 
 
 def free_port() -> int:

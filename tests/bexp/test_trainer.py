@@ -48,5 +48,6 @@ def test_a_trainer_reaches_the_same_losses_on_a_model_that_is_set_up(tmp_path: P
     assert len(plain) == 6
     assert tuned == pytest.approx(plain, rel=1e-3)
     assert callback.report.steps == 3
+    assert callback.report.applied
     assert callback.report.micro_batch_size == 4
     assert torch.isfinite(torch.tensor(callback.report.tokens_per_second))

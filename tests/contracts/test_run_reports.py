@@ -9,8 +9,10 @@ from pydantic import ValidationError
 
 import storage.run_reports
 from explorer.records.run_report import RunReport
+from explorer.spec.hardware import DeviceReport
 from storage.database import Database
 from storage.jobs import JobNotFoundError
+from storage.leases import Lease
 from storage.queue import Queue
 from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 from tests.contracts.samples import make_progress, make_report, make_request
@@ -80,6 +82,37 @@ def test_reports_that_arrive_at_once_are_all_kept(database: Database, job_id: st
     found = read_run_reports(database, job_id)
     assert [one.seq for one in found] == list(range(1, 9))
     assert {one.report.steps for one in found} == set(range(1, 9))
+
+
+def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reached(
+    database: Database, job_id: str
+) -> None:
+    queue, report = Queue(database), make_report()
+    best = make_progress(0).recommendation
+    assert best is not None
+    queue.pin(Lease(job_id, "w", 1), report)
+    reached = {
+        "tokens_per_second": 0.9 * best.tokens_per_second,
+        "micro_batch_size": best.candidate.micro_batch_size,
+        "hardware": report.hardware.device_name,
+        "versions": {},
+    }
+
+    def begin(owner: str, **changes: Any) -> tuple[Lease, DeviceReport]:
+        queue.enqueue(make_request(**changes))
+        claim = queue.claim(owner, device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+        assert claim is not None
+        return claim.lease, queue.pin(claim.lease, report)
+
+    assert begin("before")[1].reported_runs == ()
+    insert_run_report(database, job_id, make(**reached))
+    lease, pinned = begin("after", batch_size=64)
+    [found] = pinned.reported_runs
+    assert (found.exploration_id, found.num_reports) == (job_id, 1)
+    assert found.speed_ratio == pytest.approx(0.9)
+    insert_run_report(database, job_id, make(**reached))
+    assert queue.pin(lease, report).reported_runs == (found,)
+    assert begin("other", mode="eval")[1].reported_runs == ()
 
 
 @pytest.mark.parametrize(

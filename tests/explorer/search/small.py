@@ -17,6 +17,7 @@ from explorer.search.search_state import SearchState
 from explorer.search.trial_executor import executor_of
 from explorer.search.variant_context import VariantContext
 from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -137,12 +138,13 @@ def context(
     index: int = 0,
     measure: Measure | None = None,
     copy_study: Callable[[str, Any], None] = lambda name, study: None,
+    report: DeviceReport = REPORT,
 ) -> VariantContext:
     """One variant of a job whose clock stands still."""
     models = request.variants()
     history = TrialHistory(trials, request.budget, len(models))
     executor = executor_of(measure or SimulatedDevice(request, noise=0.0))
-    return VariantContext(index, models[index], request, REPORT, executor, history, lambda: 0.0, copy_study)
+    return VariantContext(index, models[index], request, report, executor, history, lambda: 0.0, copy_study)
 
 
 def recommendation(of: Candidate | None = None, **changes: Any) -> Recommendation:

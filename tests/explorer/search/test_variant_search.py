@@ -15,9 +15,10 @@ from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.progress_log import ProgressLog
 from explorer.search.variant_search import VariantSearch
 from explorer.spec.candidate import Candidate
+from explorer.spec.reported_run import ReportedRun
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned, trials_of
-from tests.explorer.search.small import candidate, context, small_request, small_space
+from tests.explorer.search.small import REPORT, candidate, context, small_request, small_space
 from tests.explorer.simulator import SimulatedDevice
 
 
@@ -47,6 +48,30 @@ def search(
             steps.append(next(running))
         except StopIteration as end:
             return steps, end.value
+
+
+def test_reported_runs_correct_the_throughput_and_the_memory_and_are_named() -> None:
+    req = small_request()
+    plain, before = search(req)
+    assert before is not None
+    runs = (
+        ReportedRun(exploration_id="e1", candidate=before.candidate, num_reports=3, speed_ratio=0.95, peak_ratio=1.1),
+        ReportedRun(exploration_id="e2", candidate=candidate(64), num_reports=1, speed_ratio=0.5),
+    )
+    report = REPORT.model_copy(update={"reported_runs": runs})
+    steps, after = search(req, report=report)
+    assert after is not None
+    assert EventCode.REAL_RUNS not in codes(plain)
+    assert "3 reports of real runs" in message(steps, EventCode.REAL_RUNS)
+    assert "exploration e1)" in message(steps, EventCode.REAL_RUNS)  # the space has no candidate of e2
+    first, uncorrected = (next(s.recommendation for s in each if s.recommendation) for each in (steps, plain))
+    assert first.candidate == uncorrected.candidate
+    assert 0.955 < first.tokens_per_second / uncorrected.tokens_per_second < 0.98
+    assert after.memory_limit_bytes == int(before.memory_limit_bytes / 1.1)
+    assert any("0.95x the composed tokens/s and up to 1.10x" in note for note in after.notes)
+    resumed, again = search(req, history=trials_of(steps)[:2], report=report)
+    assert EventCode.REAL_RUNS not in codes(resumed)
+    assert again == after
 
 
 def codes(steps: Sequence[Progress]) -> list[EventCode]:

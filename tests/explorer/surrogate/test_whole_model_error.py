@@ -9,7 +9,15 @@ import pytest
 
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.training import Sharding
-from explorer.surrogate.whole_model_error import COMMON_STD, OWN_STD, POLICY_STD, CompositionErrors, WholeModelRun
+from explorer.surrogate.whole_model_error import (
+    COMMON_STD,
+    OWN_STD,
+    POLICY_STD,
+    REPORT_STD,
+    CompositionErrors,
+    ReportedError,
+    WholeModelRun,
+)
 
 NUM_SAMPLES = 40_000
 CANDIDATES = [
@@ -50,6 +58,34 @@ def test_the_posterior_is_that_of_the_exact_gaussian(distances: dict[int, float]
     assert found.mean(ROWS, composed) == pytest.approx(mean, abs=3e-4)
     assert posterior.mean(axis=0) == pytest.approx(mean, abs=3e-4)
     assert np.cov(posterior.T) == pytest.approx(covariance, abs=3e-6)
+
+
+@pytest.mark.parametrize("distances", [{}, {0: -0.02}])
+def test_reported_runs_condition_the_error_as_in_the_exact_gaussian(distances: dict[int, float]) -> None:
+    model = errors()
+    composed = 0.005 * np.random.default_rng(1).standard_normal((NUM_SAMPLES, 4))
+    rows = np.array(sorted(distances), dtype=np.int64)
+    runs = {row: WholeModelRun(log_tokens=value, standard_error=0.002) for row, value in distances.items()}
+    reported = [ReportedError(1, -0.03), ReportedError(1, -0.02)]
+    found = model.condition(runs, np.zeros(len(rows)), composed[:, rows], np.zeros(len(rows)), reported)
+    assert found.scale == 1.0
+
+    error = model.covariance(ROWS, ROWS)
+    seen = np.concatenate([rows, [1, 1]])
+    number = len(rows)
+    with_seen = error[:, seen].copy()
+    among = error[np.ix_(seen, seen)] + np.diag([0.002**2 + 0.001**2] * number + [REPORT_STD**2] * 2)
+    with_seen[rows, range(number)] += 0.005**2
+    among[range(number), range(number)] += 0.005**2
+    gain = with_seen @ np.linalg.inv(among)
+    mean = gain @ np.array([*(distances[row] for row in rows), -0.03, -0.02])
+    covariance = error + 0.005**2 * np.eye(4) - gain @ with_seen.T
+
+    shift, change = found.samples(ROWS, composed)
+    posterior = composed + model.sample(NUM_SAMPLES, ROWS, found.scale) + shift + change
+    assert found.mean(ROWS, composed) == pytest.approx(mean, abs=3e-4)
+    assert posterior.mean(axis=0) == pytest.approx(mean, abs=4e-4)
+    assert np.cov(posterior.T) == pytest.approx(covariance, abs=1e-5)
 
 
 def test_what_the_winner_shows_is_taken_to_be_common_to_all() -> None:

@@ -1,0 +1,112 @@
+"""Which reports of real runs say something about a search, and what they say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from explorer.records.event import EventCode, EventDraft
+from explorer.records.recommendation import Recommendation
+from explorer.records.run_report import RunReport
+from explorer.spec.hardware import HardwareSpec
+from explorer.spec.reported_run import ReportedRun
+from explorer.spec.request import ExplorationRequest
+
+FURTHEST_OFF = 1.25
+"""A run that is faster or slower than composed by more than this factor was not limited by what is composed.
+
+Waiting for data or for another program is the usual cause. Such a run says nothing about the composition.
+"""
+COMPARED = {
+    "target": True,
+    "model": {"name"},
+    "hf_config": {"_name_or_path", "transformers_version", "torch_dtype", "dtype"},
+    "hf_seq_length": True,
+    "target_config": True,
+    "mode": True,
+    "num_devices": True,
+    "routing": True,
+    "execution": True,
+    "allocator": True,
+    "training": True,
+}
+"""Fields of a request that say what is trained and how; a set names keys within one that change nothing."""
+
+
+def is_same_training(one: ExplorationRequest, other: ExplorationRequest) -> bool:
+    """Return whether two requests are about the same model, trained in the same way.
+
+    What they explore, how large their batch is and how long they may take can differ.
+    """
+    return _compared(one) == _compared(other)
+
+
+def summarize_reports(
+    exploration_id: str, best: Recommendation, hardware: HardwareSpec, reports: Sequence[RunReport]
+) -> ReportedRun | None:
+    """Return what real runs say about the composition of `best`; null if none of them can be compared.
+
+    A run counts if it used the recommended micro-batch size and, as far as it says, the recommended settings, on a
+    device of the same name with the same version of torch, and if its speed is within `FURTHEST_OFF` of the composed
+    one.
+    """
+    composed = best.tokens_per_second
+    if best.whole_model is not None:  # tokens_per_second is then that of the whole model
+        composed = best.whole_model.tokens_per_second / (1.0 + best.whole_model.step_error)
+    comparable = [
+        report
+        for report in reports
+        if report.micro_batch_size == best.candidate.micro_batch_size
+        and report.applied is not False
+        and report.hardware == hardware.device_name
+        and report.versions.get("torch", hardware.versions.torch) == hardware.versions.torch
+        and 1 / FURTHEST_OFF <= report.tokens_per_second / composed <= FURTHEST_OFF
+    ]
+    if not comparable:
+        return None
+    peaks = [report.peak_bytes for report in comparable if report.peak_bytes]
+    return ReportedRun(
+        exploration_id=exploration_id,
+        candidate=best.candidate,
+        num_reports=len(comparable),
+        speed_ratio=statistics.median(report.tokens_per_second for report in comparable) / composed,
+        peak_ratio=max(peaks) / best.measured_peak_bytes if peaks and best.measured_peak_bytes else None,
+    )
+
+
+def peak_factor(reported: Sequence[ReportedRun]) -> float:
+    """Return the factor by which real runs needed more memory than composed: at least 1, the median of explorations."""
+    ratios = [run.peak_ratio for run in reported if run.peak_ratio is not None]
+    return min(FURTHEST_OFF, max(1.0, statistics.median(ratios))) if ratios else 1.0
+
+
+def describe_reported(reported: Sequence[ReportedRun]) -> str:
+    """Return one sentence about what is used."""
+    number = sum(run.num_reports for run in reported)
+    speeds = " to ".join(f"{ratio:.2f}x" for ratio in sorted({min(_speeds(reported)), max(_speeds(reported))}))
+    peaks = [run.peak_ratio for run in reported if run.peak_ratio is not None]
+    memory = f" and up to {max(peaks):.2f}x the composed peak" if peaks else ""
+    which = ", ".join(sorted(run.exploration_id for run in reported))
+    return (
+        f"{number} report{'' if number == 1 else 's'} of real runs with this model and device (exploration {which}) "
+        f"count: {speeds} the composed tokens/s{memory}"
+    )
+
+
+def reported_event(reported: Sequence[ReportedRun]) -> EventDraft:
+    """Return the event that reports of real runs are used."""
+    data = {"reported_runs": [run.model_dump(mode="json") for run in reported]}
+    return EventDraft(code=EventCode.REAL_RUNS, message=describe_reported(reported), data=data)
+
+
+def _speeds(reported: Sequence[ReportedRun]) -> list[float]:
+    return [run.speed_ratio for run in reported]
+
+
+def _compared(request: ExplorationRequest) -> dict[str, object]:
+    document = request.model_dump(mode="json", include=set(COMPARED))
+    document["target"] = request.target_name
+    for field, ignored in COMPARED.items():
+        if isinstance(ignored, set) and isinstance(document.get(field), dict):
+            document[field] = {key: value for key, value in document[field].items() if key not in ignored}
+    return document

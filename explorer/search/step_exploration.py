@@ -1,0 +1,301 @@
+"""The search for the best micro-batch size of a step that another process measures: the other end of `bexp.explore`.
+
+It runs in a process of its own and exchanges JSON objects, one a line, over standard input and output. It reads a
+`StepDescription` first. It then writes `{"measure": size}` as often as it wants a measurement, and reads a `StepResult`
+or null after each; null ends the search. Its last line is `{"answer": ...}`, a `StepAnswer`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.step import static_parts
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.explore import explore
+from explorer.search.pruned_space import PrunedSpace, prune_space
+from explorer.spec.base import Frozen
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from explorer.spec.model import DType
+from explorer.spec.options import MAX_MICRO_BATCH_SIZE, Budget
+from explorer.spec.parts import ExploredModel, ModelParts, Part
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import LOCAL, OWN_ATTENTION
+from explorer.spec.training import OptimizerSpec, TrainingSpec
+
+PASSES = 3
+"""Forward and backward take about three times the operations of the forward pass."""
+_FREE = 1e15
+"""Bytes a second of a bandwidth that costs next to nothing: the expected seconds follow from the operations alone."""
+_SOME_BYTES = 4
+"""Stands for parameters and gradients that nobody counts: zero bytes would take zero seconds, without a logarithm."""
+_MEASURED = {
+    "ok": Outcome.OK,
+    "out_of_memory": Outcome.OUT_OF_MEMORY,
+    "timed_out": Outcome.TIMED_OUT,
+}
+
+Size = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class StepResult(Frozen):
+    """What one size took. `seconds` are those of its repeats: forward and backward of one micro-batch."""
+
+    micro_batch_size: Size
+    outcome: str
+    reason: str | None = None
+    seconds: tuple[Seconds, ...] = ()
+    peak_bytes: Bytes | None = None
+
+
+class StepDescription(Frozen):
+    """A step, its device, and the measurement of the first size.
+
+    Bytes are zero where nothing counts them; memory then decides nothing. `held_bytes` is what the process holds
+    between two steps, without gradients. `sequences` is a process's share of the effective batch; without it the
+    optimizer's time counts for nothing.
+    """
+
+    device_kind: Literal["cpu", "cuda"]
+    device_name: Annotated[str, Field(min_length=1)]
+    memory_bytes: Bytes = 0
+    context_bytes: Bytes = 0
+    held_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    num_parameters: Annotated[int, Field(ge=1)]
+    torch_version: str
+    sizes: Annotated[tuple[Size, ...], Field(min_length=1, max_length=64)]
+    sequences: Annotated[int, Field(ge=1)] | None = None
+    optimizer_seconds: Seconds = 0.0
+    max_seconds: Annotated[float, Field(gt=0)]
+    first: StepResult
+
+
+class StepAnswer(Frozen):
+    """The recommended size, null if there is none, and which sizes were not tried because they cannot fit."""
+
+    micro_batch_size: int | None
+    sequences_per_second: float | None = None
+    confidence: int | None = None
+    predicted_out: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+class _StoppedError(Exception):
+    """The other process measures nothing any more."""
+
+
+def search_step(description: StepDescription, ask: Callable[[int], StepResult | None]) -> StepAnswer:
+    """Return the size to recommend. `ask` measures a size; null ends the search with what is known by then."""
+    request, report = _request(description), _report(description)
+    measurer = _Measurer(description, request, report, ask)
+    spaces: list[PrunedSpace] = []
+
+    def prune(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
+        spaces.append(prune_space(model, request, report))
+        return spaces[-1]
+
+    best: Recommendation | None = None
+    reason = None
+    try:
+        for progress in explore(request, report, measurer, prune=prune):
+            best = progress.recommendation or best
+            if progress.answer is not None:
+                best, reason = progress.answer.recommendation, progress.answer.variants[0].reason
+    except _StoppedError:
+        reason = None if best is not None else "no size was measured"
+    kept = {c.micro_batch_size for space in spaces for c in space.legal.candidates}
+    return StepAnswer(
+        micro_batch_size=best.candidate.micro_batch_size if best is not None else None,
+        sequences_per_second=best.tokens_per_second if best is not None else None,
+        confidence=best.confidence if best is not None else None,
+        predicted_out=tuple(size for size in description.sizes if spaces and size not in kept),
+        reason=reason,
+    )
+
+
+class _Measurer:
+    """Answers the trials of an exploration. The first measurement of the first size is there already."""
+
+    def __init__(
+        self,
+        description: StepDescription,
+        request: ExplorationRequest,
+        report: DeviceReport,
+        ask: Callable[[int], StepResult | None],
+    ) -> None:
+        assert report.parts is not None, "a step is measured as a whole"
+        self._description = description
+        self._static_bytes = static_parts(report.parts, request).total
+        self._ask = ask
+        self._unused: StepResult | None = description.first
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        shell = next((c for c in plan.components if c.kind is ComponentKind.SHELL), None)
+        if plan.kind is TrialKind.COMPONENTS and shell is None:
+            return Measurement(
+                candidate=plan.candidate,
+                outcome=Outcome.OK,
+                components=tuple(self._optimizer(component) for component in plan.components),
+            )
+        found = self._result(plan.candidate.micro_batch_size)
+        outcome = _MEASURED.get(found.outcome, Outcome.CRASHED)
+        if outcome is not Outcome.OK:
+            reason = found.reason or found.outcome
+            # What breaks one size need not break a larger one. Memory and time that are too short at one size are.
+            failed = None if outcome is Outcome.CRASHED else shell
+            return Measurement(candidate=plan.candidate, outcome=outcome, reason=reason, failed_component=failed)
+        if plan.kind is TrialKind.WHOLE_MODEL:
+            return Measurement(candidate=plan.candidate, outcome=outcome, whole_model=self._whole(found))
+        components = tuple(
+            self._step(c, found) if c.kind is ComponentKind.SHELL else self._optimizer(c) for c in plan.components
+        )
+        return Measurement(candidate=plan.candidate, outcome=outcome, components=components)
+
+    def _result(self, size: int) -> StepResult:
+        if self._unused is not None and self._unused.micro_batch_size == size:
+            found, self._unused = self._unused, None
+            return found
+        answer = self._ask(size)
+        if answer is None:
+            raise _StoppedError
+        return answer
+
+    def _step(self, component: Component, found: StepResult) -> ComponentMeasurement:
+        seconds, error = _mean_and_error(found.seconds)
+        activations = max(0, (found.peak_bytes or 0) - self._static_bytes)
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=seconds,
+            host_seconds=0.0,
+            forward_device_seconds=seconds / PASSES,
+            standard_error_seconds=error,
+            repeats=len(found.seconds),
+            saved_bytes=0,
+            forward_peak_bytes=activations,
+            backward_peak_bytes=activations,
+        )
+
+    def _optimizer(self, component: Component) -> ComponentMeasurement:
+        seconds = self._optimizer_seconds
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=seconds,
+            host_seconds=0.0,
+            forward_device_seconds=seconds,
+            standard_error_seconds=0.0,
+            repeats=1,
+            saved_bytes=0,
+            forward_peak_bytes=0,
+            backward_peak_bytes=0,
+        )
+
+    def _whole(self, found: StepResult) -> WholeModelMeasurement:
+        seconds, error = _mean_and_error(found.seconds)
+        peak = found.peak_bytes or self._static_bytes
+        return WholeModelMeasurement(
+            micro_step_seconds=seconds,
+            optimizer_seconds=self._optimizer_seconds,
+            standard_error_seconds=error,
+            peak_bytes=max(1, peak),
+            reserved_bytes=max(1, peak),
+            repeats=len(found.seconds),
+        )
+
+    @property
+    def _optimizer_seconds(self) -> float:
+        return self._description.optimizer_seconds if self._description.sequences is not None else 0.0
+
+
+def _mean_and_error(seconds: tuple[float, ...]) -> tuple[float, float]:
+    """The mean and its standard error; an error of a tenth if there is one repeat alone."""
+    mean = sum(seconds) / len(seconds)
+    if len(seconds) < 2:
+        return mean, mean / 10
+    variance = sum((each - mean) ** 2 for each in seconds) / (len(seconds) - 1)
+    return mean, (variance / len(seconds)) ** 0.5
+
+
+def _request(description: StepDescription) -> ExplorationRequest:
+    return ExplorationRequest(  # type: ignore[call-arg]  # a registered target has no ModelSpec
+        target=LOCAL,
+        target_config={},
+        micro_batch_size=description.sizes,
+        batch_size=description.sequences or max(description.sizes),
+        training=TrainingSpec(optimizer=OptimizerSpec(name="sgd", master_dtype=None)),
+        budget=Budget(max_seconds=min(description.max_seconds, 86_400.0), max_trials=4 * len(description.sizes)),
+    )
+
+
+def _report(description: StepDescription) -> DeviceReport:
+    """Describe the device and the step. The first measurement says how fast the device is with this step.
+
+    The optimizer of the request keeps one number a parameter. The step's own state lies in `held_bytes`, which the
+    parameters stand for, less that number.
+    """
+    first, size = description.first, description.first.micro_batch_size
+    flops = 2.0 * description.num_parameters
+    seconds = _mean_and_error(first.seconds)[0] if first.seconds else 1.0
+    counted = description.memory_bytes > 0 and first.peak_bytes is not None
+    static = description.held_bytes + description.gradient_bytes
+    saved = max(0, (first.peak_bytes or 0) - static) / size if counted else 0.0
+    memory = description.memory_bytes if counted else 1 << 50
+    hardware = HardwareSpec(
+        device_kind=description.device_kind,
+        device_name=description.device_name,
+        memory_bytes=memory,
+        memory_limit_bytes=memory,
+        context_bytes=description.context_bytes,
+        matmul_flops_per_second={dtype: PASSES * flops * size / max(seconds, 1e-9) for dtype in DType},
+        memory_bandwidth_bytes_per_second=_FREE,
+        launch_seconds=1e-9,
+        versions=SoftwareVersions(python="", torch=description.torch_version),
+    )
+    gradients = max(_SOME_BYTES, description.gradient_bytes if counted else 0)
+    parameters = max(_SOME_BYTES, description.held_bytes - gradients if counted else 0)
+    parts = ModelParts(
+        target=LOCAL,
+        target_version="",
+        name="step",
+        dtype=DType.FLOAT32,
+        seq_length=1,
+        layers=(),
+        kinds=(),
+        shell=Part(
+            num_parameters=description.num_parameters,
+            parameter_bytes=parameters,
+            trainable_bytes=gradients,
+            flops_per_token=flops,
+            saved_bytes_per_token=saved,
+        ),
+        output_bytes_per_token=1,
+        num_parameters=description.num_parameters,
+        parameter_bytes=parameters,
+        trainable_bytes=gradients,
+    )
+    own = BackendSupport(name=OWN_ATTENTION, usable=True)
+    return DeviceReport(hardware=hardware, attention_backends=(own,), default_attention=OWN_ATTENTION, parts=parts)
+
+
+def main() -> int:
+    """Search for the process at the other end of standard input and output; an end of input ends the search."""
+    replies, sys.stdout = sys.stdout, sys.stderr
+
+    def ask(size: int) -> StepResult | None:
+        replies.write(f'{{"measure": {size}}}\n')
+        replies.flush()
+        line = sys.stdin.readline()
+        return StepResult.model_validate_json(line) if line.strip() not in {"", "null"} else None
+
+    answer = search_step(StepDescription.model_validate_json(sys.stdin.readline()), ask)
+    replies.write(f'{{"answer": {answer.model_dump_json()}}}\n')
+    replies.flush()
+    return 0

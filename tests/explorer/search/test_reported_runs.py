@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from explorer.records.recommendation import WholeModelCheck
+from explorer.records.run_report import RunReport
+from explorer.search.reported_runs import is_same_training, peak_factor, summarize_reports
+from explorer.spec.reported_run import ReportedRun
+from tests.explorer.search.small import MODEL, REPORT, candidate, recommendation, small_request, whole
+
+HARDWARE = REPORT.hardware
+
+
+def run(**changes: Any) -> RunReport:
+    made = {
+        "tokens_per_second": 1000.0,
+        "peak_bytes": 1 << 30,
+        "steps": 20,
+        "micro_batch_size": 4,
+        "seconds": 10.0,
+        "hardware": HARDWARE.device_name,
+        "versions": {"torch": HARDWARE.versions.torch},
+        "finished_at": datetime(2026, 3, 1, tzinfo=UTC),
+    }
+    return RunReport.model_validate(made | changes)
+
+
+def test_reached_figures_are_compared_with_the_composed_ones() -> None:
+    check = WholeModelCheck(
+        measurement=whole(), tokens_per_second=1000.0, step_seconds=1.0, step_error=-0.2, peak_error=0.0
+    )
+    best = recommendation(tokens_per_second=1000.0, whole_model=check)  # composed: 1250 tokens/s
+    reports = [run(tokens_per_second=each) for each in (1100.0, 1200.0, 1150.0)]
+    found = summarize_reports("e1", best, HARDWARE, [*reports, run(peak_bytes=None), run(peak_bytes=3 << 29)])
+    assert found is not None
+    assert found.candidate == candidate(4)
+    assert (found.num_reports, found.peak_ratio) == (5, 1.5)
+    assert found.speed_ratio == pytest.approx(1100 / 1250)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_size": 2},
+        {"applied": False},
+        {"hardware": "another device"},
+        {"versions": {"torch": "1.0"}},
+        {"tokens_per_second": 400.0},
+        {"tokens_per_second": 4000.0},
+    ],
+)
+def test_a_run_of_something_else_says_nothing(changes: dict[str, Any]) -> None:
+    assert summarize_reports("e1", recommendation(), HARDWARE, [run(**changes)]) is None
+
+
+def test_two_requests_are_about_the_same_training_whatever_they_explore() -> None:
+    one = small_request()
+    assert is_same_training(
+        one, small_request(micro_batch_size=[8], batch_size=64, seed=3, model=MODEL | {"name": "x"})
+    )
+    assert not is_same_training(one, small_request(model=MODEL | {"num_layers": 3}))
+    assert not is_same_training(one, small_request(training={"optimizer": {"name": "sgd"}}))
+    assert not is_same_training(one, small_request(execution="compile"))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "factor"), [([], 1.0), ([None], 1.0), ([0.9], 1.0), ([1.1, 1.2, 0.8], 1.1), ([9.0], 1.25)]
+)
+def test_memory_is_only_ever_made_scarcer(ratios: list[float | None], factor: float) -> None:
+    runs = [
+        ReportedRun(exploration_id="e", candidate=candidate(), num_reports=1, speed_ratio=1.0, peak_ratio=ratio)
+        for ratio in ratios
+    ]
+    assert peak_factor(runs) == pytest.approx(factor)

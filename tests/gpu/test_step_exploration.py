@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+import bexp
+from tests.bexp.test_step_exploration import free_port
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_size_that_does_not_fit_is_found_out_and_the_process_goes_on() -> None:
+    model = nn.Linear(1024, 1024, device="cuda")
+    free = torch.cuda.mem_get_info()[0]
+    rows = free // 4096 // 12  # a sequence's input and output take a sixth of the free memory
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    found = bexp.explore(
+        step=step, batch=lambda m: torch.randn(m * rows, 1024, device="cuda"), sizes=(1, 2, 4, 8), parameters=model
+    )
+    assert found.micro_batch_size in {1, 2}
+    assert found.confidence is not None
+    assert found.peak_bytes is not None and found.peak_bytes < free
+    assert torch.cuda.memory_allocated() < free // 20
+
+
+def _rank(rank: int, port: int, answers: Any) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def step(x: torch.Tensor) -> None:
+        dist.all_reduce(x)
+        if rank == 1 and len(x) >= 2:
+            raise torch.OutOfMemoryError("the middle")
+        dist.all_reduce(x)
+
+    begun = time.monotonic()
+    found = bexp.explore(step=step, batch=lambda m: torch.ones(m, device="cuda"), deadline_seconds=20.0)
+    answers[rank] = (found, time.monotonic() - begun)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nobody_waits_for_a_process_that_fails_between_two_nccl_operations() -> None:
+    with multiprocessing.Manager() as manager:
+        answers = manager.dict()
+        spawn(_rank, args=(free_port(), answers), nprocs=2)
+        (found, seconds), (other, _) = (answers[rank] for rank in (0, 1))
+    assert found == other
+    assert found.micro_batch_size == 1
+    assert found.results[-1].outcome == "out_of_memory"
+    assert not found.group_is_usable
+    assert seconds < 60
