@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.replay import strategies
 from benchmarks.replay.bench import TrialBench
@@ -20,9 +21,12 @@ from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Measure, TrialKind
 from explorer.search.explore import explore
+from explorer.search.pruned_space import PrunedSpace
 from explorer.search.stock_sampler import STOCK_SAMPLERS
 from explorer.spec.candidate import Candidate
-from workers.replay.device import RecordedDevice, VirtualClock
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from workers.replay.device import VirtualClock
 from workers.replay.devices import RecordedDevices
 
 OURS = "bexp"
@@ -75,15 +79,42 @@ class Run:
     elapsed_seconds: float = 0.0
 
 
+class SearchTruth(Protocol):
+    """What a search explores, and what is true of its recommendations."""
+
+    @property
+    def name(self) -> str:
+        """The name of the table or of the device."""
+
+    @property
+    def request(self) -> ExplorationRequest:
+        """What is explored."""
+
+    @property
+    def report(self) -> DeviceReport:
+        """The device."""
+
+    @property
+    def prune(self) -> PrunedSpace:
+        """The space."""
+
+    def regret(self, candidate: Candidate | None) -> float:
+        """Share of the best throughput that a recommendation gives away."""
+
+    def is_within_tolerance(self, candidate: Candidate) -> bool:
+        """Whether a candidate is within the tolerance of the best."""
+
+
 def run_search(truth: GroundTruth, seed: int, in_flight: int = 1, sampler: str = OURS) -> Run:
     """The product's search, in virtual time, on as many recorded devices as it may have trials in flight."""
-    request = truth.request.model_copy(update={"seed": seed, "sampler": sampler})
     clock = VirtualClock()
-    device: Measure = (
-        RecordedDevice(truth.recording, seed=seed, clock=clock)
-        if in_flight == 1
-        else RecordedDevices(truth.recording, in_flight, seed=seed, clock=clock)
-    )
+    device = RecordedDevices(truth.recording, in_flight, seed=seed, clock=clock) if in_flight > 1 else None
+    return search(truth, seed, device or truth.device(seed, clock), clock, sampler=sampler)
+
+
+def search(truth: SearchTruth, seed: int, device: Measure, clock: VirtualClock, *, sampler: str = OURS) -> Run:
+    """The product's search on a device whose time is `clock`, judged by the truth."""
+    request = truth.request.model_copy(update={"seed": seed, "sampler": sampler})
     started = time.perf_counter()
     trials, lines, path = [], [], []
     found: Recommendation | None = None
