@@ -14,6 +14,7 @@ from typing import Protocol
 
 from benchmarks.replay import strategies
 from benchmarks.replay.bench import TrialBench
+from benchmarks.replay.drawn_truth import DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.strategies import Strategy
 from explorer.records.event import EventCode
@@ -178,10 +179,15 @@ def run_strategy(truth: GroundTruth, name: str, seed: int) -> Run:
     )
 
 
-def run_all(paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int], processes: int) -> Iterator[Run]:
-    """Every strategy of `names` on every table with its number of seeds, as they finish."""
+def run_all(
+    paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int], processes: int, *, drawn: bool = False
+) -> Iterator[Run]:
+    """Every strategy of `names` on every table with its number of seeds, as they finish.
+
+    Each seed has a truth of its own if truths are `drawn`.
+    """
     tasks = [
-        (path, name, tuple(range(first, min(first + 10, seeds[name]))))
+        (path, name, tuple(range(first, min(first + 10, seeds[name]))), drawn)
         for name in names
         for path in paths
         for first in range(0, seeds[name], 10)
@@ -195,11 +201,14 @@ def run_all(paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int
             yield from runs
 
 
-def _run_task(path: Path, name: str, seeds: tuple[int, ...]) -> list[Run]:
-    truth = read_truth(path)
-    if name in SAMPLERS:
-        return [run_search(truth, seed, sampler=name) for seed in seeds]
-    return [run_strategy(truth, name, seed) for seed in seeds]
+def _run_task(path: Path, name: str, seeds: tuple[int, ...], drawn: bool) -> list[Run]:
+    recorded = read_truth(path)
+    runs = []
+    for seed in seeds:
+        truth = DrawnTruth.draw(recorded, seed) if drawn else recorded
+        run = run_search(truth, seed, sampler=name) if name in SAMPLERS else run_strategy(truth, name, seed)
+        runs.append(run)
+    return runs
 
 
 @lru_cache(maxsize=16)
