@@ -68,7 +68,8 @@ def confidence_score(confidence: float) -> int:
 def find_contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least_A: Floats) -> Ints:
     """Those of `rows` whose optimistic throughput reaches its `least_A` tokens/s; no other can change the answer."""
     optimistic_K = np.exp(surrogate.log_center_K - OPTIMISTIC_DEVIATIONS * surrogate.log_std_K)
-    upper = table.tokens_per_second(optimistic_K[None, :], surrogate.host_K, rows, surrogate.overlap)[0]
+    host_K = surrogate.host_K * np.exp(-OPTIMISTIC_DEVIATIONS * surrogate.host_std_K)
+    upper = table.tokens_per_second(optimistic_K[None, :], host_K, rows, surrogate.overlap)[0]
     return np.asarray(rows[upper >= least_A])
 
 

@@ -76,7 +76,7 @@ class Surrogate:
     """Posterior over the components of one model variant. Axes: K components, N samples.
 
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
-    component's seconds. `essential_K` marks the components that must be measured, because no other predicts them:
+    component's seconds. The host's seconds have a noise of their own in each component, `host_std_K`. `essential_K` marks the components that must be measured, because no other predicts them:
     optimizer and communication. `overlap` says how communication and computation overlap; null if none is timed.
     """
 
@@ -97,6 +97,7 @@ class Surrogate:
         self._log_prior_K = np.log([p.device for p in predicted])
         self._host_prior_K = np.array([p.host for p in predicted])
         self.predicted_bytes_3K = predict_component_table(table)
+        self._host_normal_NK = rng.standard_normal((num_samples, len(self.components)), dtype=np.float32)
         self._kinds: dict[str, _KindPrior] = {}
         for kind in ComponentKind:
             columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
@@ -174,11 +175,12 @@ class Surrogate:
         self.device_NK = np.exp(log_NK)
         self.log_center_K: Floats = log_NK.mean(axis=0)
         self.log_std_K: Floats = log_NK.std(axis=0)
-        self.host_K = (
-            np.zeros(len(self.components))
-            if self._host_is_device
-            else estimate_host_seconds(self.components, self._host_prior_K, self.device_mean_K, mine)
-        )
+        self.host_K, self.host_std_K = np.zeros(len(self.components)), np.zeros(len(self.components))
+        if not self._host_is_device:
+            self.host_K, self.host_std_K = estimate_host_seconds(
+                self.components, self._host_prior_K, self.device_mean_K, mine
+            )
+        self.host_NK: Floats = self.host_K * np.exp(self.host_std_K * self._host_normal_NK)
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
         self.overlap = self._estimate_overlap(mine)
 
