@@ -1,7 +1,8 @@
 """How long components take on an unseen device: matrix products in tiles and waves, memory traffic, and a host.
 
 Nothing here uses the roofline or the covariance of the search. A matrix product takes as long as its waves: its output
-is cut into tiles, each multiprocessor computes one tile at a time, and the last wave counts nearly in full. Rates fall
+is cut into tiles, each multiprocessor computes one tile at a time, and the last wave counts nearly in full. Every
+operation takes a few microseconds at least. Rates fall
 once a product is long enough to reach the power limit. Working sets beyond the cache pay for it at a cliff. Each back
 end has a tile, a rate and a fixed cost of its own, so that they cross over.
 """
@@ -37,6 +38,7 @@ class Kernels:
         self._bandwidth = hardware.memory_bandwidth_bytes_per_second
         self._launch = hardware.launch_seconds
         self._num_processors = round(draws.between(60, 150, "processors"))
+        self._least_seconds = draws.scale_between(1e-6, 6e-6, "least seconds")
         self._tail = draws.between(0.3, 1.0, "tail")
         self._cache_bytes = draws.scale_between(3e7, 3e8, "cache bytes")
         self._cache_cliff = draws.between(0.0, 0.12, "cache cliff")
@@ -69,7 +71,7 @@ class Kernels:
         if kind is ComponentKind.HEAD:
             product = self._product(tokens, model.vocab_size, width, "head")
             return product + self._traffic(3.0 * tokens * model.vocab_size * ITEM, "loss"), 0.0
-        between = self._traffic(8.0 * tokens * width * ITEM, kind)
+        between = OPERATIONS[kind] * self._least_seconds + self._traffic(8.0 * tokens * width * ITEM, kind)
         if kind is ComponentKind.ATTENTION:
             heads = model.num_attention_heads * model.head_size
             grouped = model.query_groups * model.head_size

@@ -86,7 +86,7 @@ def _draw_model(draws: Draws) -> ModelSpec:
         num_attention_heads=heads,
         num_query_groups=int(choose.choice([1, 2, 4, heads])),
         vocab_size=int(choose.choice([32000, 50257, 50304, 100352, 128256, 151936])),
-        seq_length=int(choose.choice([512, 1024, 2048, 4096, 8192])),
+        seq_length=int(choose.choice([256, 512, 1024, 2048, 4096, 8192])),
         gated_mlp=gated,
         activation="silu" if gated else "gelu",
         moe=moe,

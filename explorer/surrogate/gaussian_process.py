@@ -39,6 +39,7 @@ class _KindPrior:
         self.curve_NK = rng.standard_normal((num_samples, size)) @ _factor(covariance.curve).T
         self.own_NK = rng.standard_normal((num_samples, size))
         self.noise_NK = rng.standard_normal((num_samples, size))
+        self.uniform_NK = rng.random((num_samples, size))
         self.evidence: Evidence | None = None
         self.rows: list[int] = []
         self._runs: list[ComponentObservations] = []
@@ -57,10 +58,13 @@ class _KindPrior:
         if self.evidence is None:
             return mean_K, prior_NK
         evidence, rows = self.evidence, self.rows
-        each = np.stack([hyperparameters.run_N, hyperparameters.own_N, hyperparameters.amplitude_N])
-        cells, index_N = np.unique(each, axis=1, return_inverse=True)
-        inverse = np.linalg.inv(evidence.gram(*cells))[index_N.reshape(-1)]
-        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(evidence.noise(hyperparameters.run_N))
+        each_N3 = np.stack([hyperparameters.run_N, hyperparameters.own_N, hyperparameters.amplitude_N], axis=1)
+        outlier_NL = self.uniform_NK[:, rows] < evidence.outlier_probability(*np.median(each_N3, axis=0))
+        cells, index_N = np.unique(np.hstack([each_N3, outlier_NL]), axis=0, return_inverse=True)
+        gram = evidence.gram(*cells[:, :3].T, outlier=cells[:, 3:])
+        inverse = np.linalg.inv(gram)[index_N.reshape(-1)]
+        noise_NL = evidence.noise(hyperparameters.run_N, outlier=outlier_NL)
+        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(noise_NL)
 
         def spread(weights_NL: Floats) -> Floats:
             change = weights_NL @ self.covariance.level[rows] + curve**2 * (weights_NL @ self.covariance.curve[rows])
