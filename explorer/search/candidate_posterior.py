@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
-from explorer.search.candidate_memory import CandidateMemory
+from explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from explorer.search.candidate_throughput import CandidateThroughput
 from explorer.surrogate.gaussian_process import Surrogate
 
@@ -31,7 +31,8 @@ class CandidatePosterior:
     `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it, `tokens_NA` that of the
     whole model, composition error included; both are zero where the candidate would not fit, and both take the whole
     models that were run into account. `wanted_AP` marks the components that must be measured before a candidate is
-    known well enough. `clear_A` marks the contenders that want nothing and are expected to fit.
+    known well enough. `clear_A` marks the contenders that want nothing and are expected to fit. `fits_A` is the
+    probability that the whole model runs within the memory; 1 once it has.
     """
 
     rows: Ints
@@ -40,12 +41,16 @@ class CandidatePosterior:
     tokens_NA: Floats  # noqa: N815 - axes are in names
     wanted_AP: Mask  # noqa: N815 - axes are in names
     clear_A: Mask  # noqa: N815 - axes are in names
+    fits_A: Floats  # noqa: N815 - axes are in names
 
     @property
     def incumbent(self) -> int | None:
-        """Position of the clear contender with the highest expected throughput; null if none is clear."""
+        """Position of the clear contender with the highest expected throughput; null if none is clear.
+
+        A whole model that does not run counts as no throughput, so headroom in memory decides between equals.
+        """
         clear = np.flatnonzero(self.clear_A)
-        return int(clear[np.argmax(self.mean_A[clear])]) if clear.size else None
+        return int(clear[np.argmax((self.mean_A * self.fits_A)[clear])]) if clear.size else None
 
     def confidence(self, position: int, tolerance: float) -> float:
         """Probability that a contender's whole-model throughput is within `tolerance` of the best, 0..1.
@@ -79,7 +84,7 @@ def compute_posterior(
     throughput: CandidateThroughput,
     memory: CandidateMemory,
     rows: Ints,
-    normal_N: Floats,
+    errors: MemoryErrors,
     run_whole: Collection[int],
 ) -> CandidatePosterior:
     """The posterior of the contenders `rows`.
@@ -90,16 +95,17 @@ def compute_posterior(
         throughput: tokens/s of the candidates.
         memory: bytes of the candidates.
         rows: the contenders.
-        normal_N: a standard normal draw for each sample, which scales the bytes of all candidates alike.
+        errors: the draws behind the samples of bytes.
         run_whole: rows whose whole model was run; they fit.
     """
     composed_NA, tokens_NA = throughput.sample_logs(rows)
     # If an incumbent might not fit, every other candidate looks worth measuring. Where memory is tight, a candidate is
     # therefore measured in full: nothing else tells whether it fits.
-    tight_A = memory.is_tight(rows) & ~np.isin(rows, list(run_whole))
-    tight = np.flatnonzero(tight_A)
+    ran_A = np.isin(rows, list(run_whole))
+    tight_A = memory.is_tight(rows) & ~ran_A
+    near = np.flatnonzero(memory.is_near_limit(rows) & ~ran_A)
     fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
-    fits_NA[:, tight] = memory.sample_fits(rows[tight], normal_N[: len(composed_NA)])
+    fits_NA[:, near] = memory.sample_fits(rows[near], errors, len(composed_NA))
     missing_AP = missing_components(table, surrogate, rows)
     wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
     return CandidatePosterior(
@@ -109,6 +115,7 @@ def compute_posterior(
         tokens_NA=np.where(fits_NA, np.exp(tokens_NA), 0.0),
         wanted_AP=wanted_AP,
         clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
+        fits_A=fits_NA.mean(axis=0),
     )
 
 

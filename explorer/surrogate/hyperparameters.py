@@ -41,6 +41,8 @@ OUTLIER_SHARE = 0.02
 Noise has heavy tails: in benchmarks/results/tables, runs of attention and FFN blocks differ by 0.3 and 1.2% in the
 median and by 1.4 and 3.3% in the root mean square.
 """
+LEAST_SUSPICION = 0.05
+"""A run that is less likely than this to be an outlier is taken as it is, so that most samples share a covariance."""
 KIND_SHIFTS = np.array([-2, -1, 0, 1, 2])
 KIND_SHIFT_STD = 1.0
 """Steps of RUN_GRID by which a kind's `run` may differ from the device's. On that H200 kinds differ by 2 to 4 times."""
@@ -85,7 +87,8 @@ class Evidence:
         """Probability that a run of each component was an outlier, shape (L,), for one value of each hyperparameter.
 
         Each component is judged by what all others predict of it (leave-one-out; Rasmussen and Williams, 2006,
-        equations 5.10 to 5.12): how much better an outlier explains its distance, times how rare outliers are.
+        equations 5.10 to 5.12): how much better an outlier explains its distance, times how rare outliers are. It is 0
+        below LEAST_SUSPICION.
         """
         inverse = np.linalg.inv(self.gram(run, own, amplitude))
         variance = 1.0 / np.diagonal(inverse)
@@ -93,7 +96,8 @@ class Evidence:
         wide = variance + OUTLIER_STD**2 / self.number_L
         logs = 0.5 * (np.log(variance / wide) + squared / variance - squared / wide)
         rare = np.log(OUTLIER_SHARE * self.number_L)
-        return np.asarray(1.0 / (1.0 + np.exp(-np.clip(logs + rare, -50.0, 50.0))))
+        found = 1.0 / (1.0 + np.exp(-np.clip(logs + rare, -50.0, 50.0)))
+        return np.asarray(np.where(found < LEAST_SUSPICION, 0.0, found))
 
     def log_likelihood(self) -> Floats:
         """Log-likelihood of every combination of hyperparameters, shape (runs, owns, amplitudes)."""
