@@ -1,4 +1,4 @@
-"""A recorded table as a distribution: each seed draws a truth from it, and a device whose runs scatter around that truth.
+"""A recorded table as a distribution: each seed draws a truth, and a device whose runs scatter around that truth.
 
 A recorded run is one draw of what a component takes. Most components of the tables were run once, so a replay of
 recorded runs scatters by their stated standard error, which is several times less than runs differ by. Here the mean of
@@ -31,7 +31,7 @@ On one H200, 44 components were measured in two or three jobs (benchmarks/result
 in the median.
 """
 HOST_RUN_STD = 0.1
-"""The same of the host's time. Components with several runs in benchmarks/results/tables differ by 7 to 15% in the median."""
+"""The same of the host's time. In benchmarks/results/tables, components with several runs differ by 7 to 15%."""
 WHOLE_RUN_STD = 0.003
 COMPOSITION_STD = 0.009
 """Relative standard deviation of the error of a composition that is a candidate's own.

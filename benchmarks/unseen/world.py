@@ -34,7 +34,7 @@ MEMORY_MODEL_STD, MEMORY_OWN_STD = 0.012, 0.016
 FRAGMENTATION_STD = {"default": 0.02, "expandable_segments": 0.008}
 """Scale of what an allocator cannot place, as a share of the peak; half as much again for a peak of 4 GiB."""
 PRESSURE_SHARE = 0.985
-"""Beyond this share of the limit some devices are slower, because the allocator gives memory back and takes it again."""
+"""Beyond this share of the limit some devices are slower: the allocator gives memory back and takes it again."""
 FEWEST_CANDIDATES = 12
 MOST_DRAWS = 50
 
@@ -77,10 +77,6 @@ class UnseenTruth:
     def is_within_tolerance(self, candidate: Candidate) -> bool:
         """Whether a candidate is within the tolerance of the best, whose probability a confidence states."""
         return self.regret(candidate) <= self.request.tolerance
-
-    def lasts(self, candidate: Candidate) -> bool:
-        """Whether a candidate's whole model runs without running out of memory."""
-        return bool(self.lasts_C[self.table.row[candidate]])
 
     def device(self, seed: int, clock: VirtualClock) -> UnseenDevice:
         """Return the device, whose noise follows from `seed`."""
@@ -204,9 +200,11 @@ class UnseenDevice:
     """A `Measure` that answers with the truth and its noise.
 
     Runs differ by 0.3 to 3%, by kind of component. A few are outliers. The device drifts slowly from trial to trial.
+    `num_out_of_memory` counts the whole models that did not fit.
     """
 
     def __init__(self, truth: UnseenTruth, seed: int, clock: VirtualClock) -> None:
+        self.num_out_of_memory = 0
         self._truth = truth
         self._clock = clock
         hidden = Draws(MOST_DRAWS * truth.seed)
@@ -272,6 +270,7 @@ class UnseenDevice:
         true = float(truth.micro_step_C[row])
         phases = PhaseSeconds(build=0.5, warm_up=2 * true + 0.5, timed=6 * true + 0.5, messaging=0.05)
         if not truth.lasts_C[row]:
+            self.num_out_of_memory += 1
             return Measurement(candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, phases=phases)
         # Its blocks' noise averages out in part, because they differ by themselves.
         noise = 0.4 * self._scale * runs.normal("whole", plan.candidate.describe(), plan.number)

@@ -30,8 +30,8 @@ FRAGMENTATION_BYTES = 5 * GIB
 """The scale of what the allocator cannot place: this share of the stated allowance, and as much again for a peak of so
 many bytes.
 
-In benchmarks/results/tables, reserved over allocated bytes are 1.05 in the median for peaks below 5 GiB, 1.024 below 10,
-about 1.02 up to 40 and 1.005 above 80. A part of that is cached blocks, which the allocator gives back.
+In benchmarks/results/tables, reserved over allocated bytes are 1.05 in the median for peaks below 5 GiB, 1.024 below
+10, about 1.02 up to 40 and 1.005 above 80. A part of that is cached blocks, which the allocator gives back.
 """
 HELD_SHARE = 0.5
 """Share of the margin that libraries hold, so that half of it is left."""
@@ -84,17 +84,22 @@ class CandidateMemory:
         """Which of `rows` may fail although they fit by definition, shape (A,)."""
         return np.asarray(self.is_tight(rows) | (self.required_C[rows] > NEAR_LIMIT * self.limit_bytes))
 
-    def sample_fits(self, rows: Ints, errors: MemoryErrors, number: int) -> Mask:
+    def sample_fits(self, rows: Ints, normal_N: Floats) -> Mask:
+        """Whether `rows` fit, shape (N, A): one standard normal draw a sample scales the bytes of every row alike."""
+        return np.asarray(self._required(self._sampled(rows, normal_N), rows) <= self.limit_bytes)
+
+    def sample_runs(self, rows: Ints, errors: MemoryErrors, number: int) -> Mask:
         """Whether the whole models of `rows` run, in the first `number` samples, shape (N, A)."""
-        scale_NA = np.exp(errors.components_N[:number, None] * self._log_std(rows))
-        activations_NA = self._activations(rows) * scale_NA
-        fits_NA = self._required(activations_NA, rows) <= self.limit_bytes
-        peak_NA = self._table.static_bytes_C[rows] + activations_NA
+        peak_NA = self._table.static_bytes_C[rows] + self._sampled(rows, errors.components_N[:number])
         peak_NA *= np.exp(COMPOSED_STD * errors.composed_NC[:number, rows])
         unplaced = FRAGMENTATION_SHARE * FRAGMENTATION[self._table.request.allocator]
         unplaced_NA = unplaced * errors.fragmentation_NC[:number, rows] * (peak_NA + FRAGMENTATION_BYTES)
         held = self._hardware.context_bytes + HELD_SHARE * MARGIN_BYTES[self._hardware.device_kind]
-        return np.asarray(fits_NA & (peak_NA + unplaced_NA + held <= self.limit_bytes))
+        return np.asarray(peak_NA + unplaced_NA + held <= self.limit_bytes)
+
+    def _sampled(self, rows: Ints, normal_N: Floats) -> Floats:
+        """Return samples of the composed activations of `rows`, shape (N, A)."""
+        return np.asarray(self._activations(rows) * np.exp(normal_N[:, None] * self._log_std(rows)))
 
     def _activations(self, rows: Ints) -> Floats:
         return np.asarray((self.saved_C + self.transient_C)[rows])

@@ -28,10 +28,10 @@ MOST_CONFIDENT = 99
 class CandidatePosterior:
     """The contenders, as `rows` of the table. Axes: A contenders, P components of one, N posterior samples.
 
-    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it, `tokens_NA` that of the
-    whole model, composition error included; both are zero where the candidate would not fit, and both take the whole
-    models that were run into account. `wanted_AP` marks the components that must be measured before a candidate is
-    known well enough. `clear_A` marks the contenders that want nothing and are expected to fit. `fits_A` is the
+    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where the
+    composed bytes would not fit. `tokens_NA` is that of the whole model, composition error included; it is zero where
+    the whole model would not run. Both take the whole models that were run into account. `wanted_AP` marks the components that must be measured before a candidate is
+    known well enough. `clear_A` marks the contenders that want nothing and are expected to fit. `runs_A` is the
     probability that the whole model runs within the memory; 1 once it has.
     """
 
@@ -41,7 +41,7 @@ class CandidatePosterior:
     tokens_NA: Floats  # noqa: N815 - axes are in names
     wanted_AP: Mask  # noqa: N815 - axes are in names
     clear_A: Mask  # noqa: N815 - axes are in names
-    fits_A: Floats  # noqa: N815 - axes are in names
+    runs_A: Floats  # noqa: N815 - axes are in names
 
     @property
     def incumbent(self) -> int | None:
@@ -50,7 +50,7 @@ class CandidatePosterior:
         A whole model that does not run counts as no throughput, so headroom in memory decides between equals.
         """
         clear = np.flatnonzero(self.clear_A)
-        return int(clear[np.argmax((self.mean_A * self.fits_A)[clear])]) if clear.size else None
+        return int(clear[np.argmax((self.mean_A * self.runs_A)[clear])]) if clear.size else None
 
     def confidence(self, position: int, tolerance: float) -> float:
         """Probability that a contender's whole-model throughput is within `tolerance` of the best, 0..1.
@@ -103,19 +103,22 @@ def compute_posterior(
     # therefore measured in full: nothing else tells whether it fits.
     ran_A = np.isin(rows, list(run_whole))
     tight_A = memory.is_tight(rows) & ~ran_A
-    near = np.flatnonzero(memory.is_near_limit(rows) & ~ran_A)
+    tight, near = np.flatnonzero(tight_A), np.flatnonzero(memory.is_near_limit(rows) & ~ran_A)
+    number = len(composed_NA)
     fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
-    fits_NA[:, near] = memory.sample_fits(rows[near], errors, len(composed_NA))
+    fits_NA[:, tight] = memory.sample_fits(rows[tight], errors.components_N[:number])
+    runs_NA = fits_NA.copy()
+    runs_NA[:, near] &= memory.sample_runs(rows[near], errors, number)
     missing_AP = missing_components(table, surrogate, rows)
     wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
     return CandidatePosterior(
         rows=rows,
         mean_A=throughput.mean_C[rows],
         composed_NA=np.where(fits_NA, np.exp(composed_NA), 0.0),
-        tokens_NA=np.where(fits_NA, np.exp(tokens_NA), 0.0),
+        tokens_NA=np.where(runs_NA, np.exp(tokens_NA), 0.0),
         wanted_AP=wanted_AP,
         clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
-        fits_A=fits_NA.mean(axis=0),
+        runs_A=runs_NA.mean(axis=0),
     )
 
 

@@ -34,7 +34,8 @@ def estimate_host_seconds(
 ) -> tuple[Floats, Floats]:
     """Host seconds and their relative standard deviation, each of shape (K,).
 
-    They depend on what is launched, not on sizes. They are zero for a block that waits for the device or runs on the host itself: its only time is the device's.
+    They depend on what is launched, not on sizes. They are zero for a block that waits for the device or runs on the
+    host itself: its only time is the device's.
     """
     column = {c: i for i, c in enumerate(components)}
     near, kind = _mean_ratios(

@@ -80,8 +80,9 @@ class Surrogate:
     """Posterior over the components of one model variant. Axes: K components, N samples.
 
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
-    component's seconds. The host's seconds have a noise of their own in each component, `host_std_K`. `essential_K` marks the components that must be measured, because no other predicts them:
-    optimizer and communication. `overlap` says how communication and computation overlap; null if none is timed.
+    component's seconds. The host's seconds have a noise of their own in each component, `host_std_K`. `essential_K`
+    marks the components that must be measured, because no other predicts them: optimizer and communication. `overlap`
+    says how communication and computation overlap; null if none is timed.
     """
 
     def __init__(

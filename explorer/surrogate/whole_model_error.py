@@ -25,12 +25,13 @@ import numpy as np
 from explorer.cost_model.candidate_table import Floats, Ints
 from explorer.spec.candidate import Candidate
 
-OWN_STD = {"cuda": 0.006, "cpu": 0.01}
+OWN_STD = {"cuda": 0.005, "cpu": 0.01}
 """Standard deviation of the part that is a candidate's own.
 
-In benchmarks/results/h200-recorded-fidelity.json, the candidates within 7% of their table's best that are limited by
-the device scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, 0.4% (attention)
-to 2.5% (FFN) a run, explains 0.5 to 1.0% of a step. If it explains 0.75%, this value is what remains.
+It is the scale of Student's t distribution, whose standard deviation is 1.4 times that. In
+benchmarks/results/h200-recorded-fidelity.json, the candidates within 7% of their table's best that are limited by the
+device scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, 0.4% (attention) to
+2.5% (FFN) a run, explains 0.5 to 1.0% of a step. If it explains 0.6%, this value and SIZE_STD are what remains.
 """
 OWN_DEGREES = 4.0
 """Degrees of freedom of the own part: about one error in fifty is beyond three of its standard deviations."""
@@ -148,7 +149,9 @@ class CompositionErrors:
         surprise = float(distance_J @ np.linalg.solve(around + self.covariance(rows_J, rows_J), distance_J))
         scale = float(np.sqrt(max(1.0, (PRIOR_RUNS + surprise) / (PRIOR_RUNS + len(found)))))
         number = len(log_composed_NJ)
-        imagined_NJ = log_composed_NJ + self.sample(number, rows_J, scale, rows_J) + noise_J * self._noise(rows_J, number)
+        imagined_NJ = (
+            log_composed_NJ + self.sample(number, rows_J, scale, rows_J) + noise_J * self._noise(rows_J, number)
+        )
         inverse_JJ = np.linalg.inv(around + self.covariance(rows_J, rows_J, scale))
         return Correction(
             self, rows_J, scale, centred_NJ, (log_tokens_J - imagined_NJ) @ inverse_JJ, distance_J @ inverse_JJ
