@@ -7,8 +7,8 @@ Every strategy sees the recorded runs of a component, drawn with the run's seed,
 With `--truth drawn` it sees runs that scatter around their mean as separate jobs do, and whole models with a
 composition error (`benchmarks.replay.drawn_truth`). A strategy is charged once for components that several of its
 candidates share. Optuna's samplers run through the product's search, so they stop by the same confidence. `gp` is slow
-and runs on `--gp-seeds` seeds. With `--in-flight` the product's search with one trial at a time is compared with several
-trials at a time, on as many devices.
+and runs on `--gp-seeds` seeds. With `--in-flight` the product's search with one trial at a time is compared with
+several trials at a time, on as many devices.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ class CandidatePosterior:
 
     `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where the
     composed bytes would not fit. `tokens_NA` is that of the whole model, composition error included; it is zero where
-    the whole model would not run. Both take the whole models that were run into account. `wanted_AP` marks the components that must be measured before a candidate is
-    known well enough. `clear_A` marks the contenders that want nothing and are expected to fit. `runs_A` is the
-    probability that the whole model runs within the memory; 1 once it has.
+    the whole model would not run. Both take the whole models that were run into account. `wanted_AP` marks the
+    components that must be measured before a candidate is known well enough. `clear_A` marks the contenders that want
+    nothing and are expected to fit. `runs_A` is the probability that the whole model runs within the memory; 1 once it
+    has.
     """
 
     rows: Ints

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from explorer.cost_model.step import required_bytes
-from explorer.search.candidate_memory import MOST_DEVIATIONS, CandidateMemory
+from explorer.search.candidate_memory import MOST_DEVIATIONS, CandidateMemory, MemoryErrors
 from explorer.search.search_state import SearchState
 from tests.explorer.search.small import candidate, know, small_state
 
