@@ -80,7 +80,8 @@ def test_contenders_are_those_whose_optimistic_throughput_reaches_the_least() ->
     state = small_state()
     rows = np.arange(3)
     optimistic = np.exp(state.surrogate.log_center_K - 3.5 * state.surrogate.log_std_K)
-    upper = state.table.tokens_per_second(optimistic[None, :], state.surrogate.host_K, rows)[0]
+    host = state.surrogate.host_K * np.exp(-3.5 * state.surrogate.host_std_K)
+    upper = state.table.tokens_per_second(optimistic[None, :], host, rows)[0]
     assert OPTIMISTIC_DEVIATIONS == 3.5
     assert find_contenders(state.table, state.surrogate, rows, upper).tolist() == [0, 1, 2]
     above = upper * np.array([1.0, 1.001, 1.0])
