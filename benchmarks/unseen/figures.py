@@ -31,15 +31,10 @@ def summarize(runs: Sequence[UnseenRun]) -> dict[str, Any]:
     The bootstrap of the calibration's intervals draws devices, because the lines of one search are nearly one
     observation.
     """
-    regrets = [run.regret for run in runs]
     return {
         "num_runs": len(runs),
-        "regret": {
-            "median": statistics.median(regrets),
-            "p95": float(np.percentile(regrets, 95)),
-            "max": max(regrets),
-            "mean": statistics.fmean(regrets),
-        },
+        "regret": _spread([run.regret for run in runs]),
+        "regret_of_admitted": _spread([run.regret_of_admitted for run in runs]),
         "share_within_tolerance": statistics.fmean(run.within_tolerance for run in runs),
         "mean_final_confidence": statistics.fmean(run.confidence + 0.5 for run in runs) / 100,
         "share_failing_whole": statistics.fmean(run.fails_whole for run in runs),
@@ -48,6 +43,15 @@ def summarize(runs: Sequence[UnseenRun]) -> dict[str, Any]:
         "seconds": statistics.median(run.seconds for run in runs),
         "check_seconds": statistics.median(run.check_seconds for run in runs),
         "calibration": calibrate({str(run.seed): run.lines for run in runs}),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(values),
+        "p95": float(np.percentile(values, 95)),
+        "max": max(values),
+        "mean": statistics.fmean(values),
     }
 
 

@@ -18,6 +18,7 @@ CHUNK = 5
 class UnseenRun:
     """How one search ended.
 
+    `regret_of_admitted` compares with the candidates that fit as composed, which are all that it may recommend.
     `fails_whole` says that the recommended candidate's whole model would run out of memory. `num_failed_checks` counts
     the whole models that did so before the answer. `seconds` are the device's without whole models.
     """
@@ -25,6 +26,7 @@ class UnseenRun:
     seed: int
     num_candidates: int
     regret: float
+    regret_of_admitted: float
     within_tolerance: bool
     confidence: int
     fails_whole: bool
@@ -40,10 +42,12 @@ def run_search(seed: int) -> UnseenRun:
     truth, clock = draw_truth(seed), VirtualClock()
     device = truth.device(seed, clock)
     run = search(truth, seed, device, clock)
+    found = next((c for c in truth.table.candidates if c.describe() == run.candidate), None)
     return UnseenRun(
         seed=seed,
         num_candidates=len(truth.prune.legal.candidates),
         regret=run.regret,
+        regret_of_admitted=truth.regret_of_admitted(found),
         within_tolerance=run.regret <= truth.request.tolerance,
         confidence=run.confidence or 0,
         fails_whole=run.candidate is not None and run.regret >= 1.0,

@@ -44,7 +44,8 @@ class UnseenTruth:
     """What is true of every candidate, in the rows of `table`. Axes: C candidates, K components.
 
     `tokens_C` is the mean throughput of the whole model, composition error included; it is 0 where the true peak with
-    fragmentation, context and margin exceeds the limit. `lasts_C` says which whole models run at all.
+    fragmentation, context and margin exceeds the limit. `lasts_C` says which whole models run at all, `admitted_C`
+    which candidates fit as composed. The search may recommend no other, although a composed peak may be too high.
     """
 
     name: str
@@ -57,6 +58,7 @@ class UnseenTruth:
     speed_C: Floats  # noqa: N815 - axes are in names
     peak_C: Floats  # noqa: N815 - axes are in names
     lasts_C: Mask  # noqa: N815 - axes are in names
+    admitted_C: Mask  # noqa: N815 - axes are in names
     micro_step_C: Floats  # noqa: N815 - axes are in names
     optimizer_C: Floats  # noqa: N815 - axes are in names
     device_K: Floats  # noqa: N815 - axes are in names
@@ -73,6 +75,11 @@ class UnseenTruth:
         if candidate is None or candidate not in self.table.row or not self.lasts_C[self.table.row[candidate]]:
             return 1.0
         return max(0.0, 1.0 - float(self.speed_C[self.table.row[candidate]]) / self.best)
+
+    def regret_of_admitted(self, candidate: Candidate | None) -> float:
+        """The regret against the best of the candidates that fit as composed; against all if none of them fits."""
+        best = float(np.where(self.admitted_C, self.tokens_C, 0.0).max()) or self.best
+        return max(0.0, 1.0 - (1.0 - self.regret(candidate)) * self.best / best)
 
     def is_within_tolerance(self, candidate: Candidate) -> bool:
         """Whether a candidate is within the tolerance of the best, whose probability a confidence states."""
@@ -152,6 +159,7 @@ def _complete(
         speed_C=speed_C,
         peak_C=peak_C,
         lasts_C=lasts_C,
+        admitted_C=required_table(table, np.add(*table.activation_bytes(*sizes_3K)), hardware) <= limit,
         micro_step_C=micro_step_C,
         optimizer_C=optimizer_C,
         device_K=device_K,
@@ -173,7 +181,7 @@ def _sizes(draws: Draws, component: Component, request: ExplorationRequest) -> t
 def _memory_factors(draws: Draws, table: SpaceTable) -> Floats:
     shared = MEMORY_MODEL_STD * draws.normal("memory")
     own = [MEMORY_OWN_STD * draws.normal("memory", candidate.describe()) for candidate in table.candidates]
-    return np.exp(shared + np.array(own))
+    return np.asarray(np.exp(shared + np.array(own)))
 
 
 def _fragmentation(draws: Draws, table: SpaceTable, peak_C: Floats) -> Floats:
@@ -193,7 +201,7 @@ def _composition_factors(draws: Draws, table: SpaceTable) -> Floats:
         + own * draws.heavy("composition", c.describe())
         for c in table.candidates
     ]
-    return np.exp(np.array(logs))
+    return np.asarray(np.exp(np.array(logs)))
 
 
 class UnseenDevice:

@@ -61,8 +61,8 @@ class _KindPrior:
         each_N3 = np.stack([hyperparameters.run_N, hyperparameters.own_N, hyperparameters.amplitude_N], axis=1)
         outlier_NL = self.uniform_NK[:, rows] < evidence.outlier_probability(*np.median(each_N3, axis=0))
         cells, index_N = np.unique(np.hstack([each_N3, outlier_NL]), axis=0, return_inverse=True)
-        gram = evidence.gram(*cells[:, :3].T, outlier=cells[:, 3:])
-        inverse = np.linalg.inv(gram)[index_N.reshape(-1)]
+        run, own_std, amplitude = cells[:, :3].T
+        inverse = np.linalg.inv(evidence.gram(run, own_std, amplitude, cells[:, 3:]))[index_N.reshape(-1)]
         noise_NL = evidence.noise(hyperparameters.run_N, outlier=outlier_NL)
         imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(noise_NL)
 

@@ -67,6 +67,7 @@ def test_what_exceeds_the_memory_fails_and_is_the_largest_regret(truth: UnseenTr
     best = tight.table.candidates[int(np.argmax(tight.tokens_C))]
     assert tight.regret(best) == 0.0
     assert tight.is_within_tolerance(best)
+    assert tight.regret_of_admitted(best) == 0.0
 
 
 def test_a_last_wave_that_is_not_full_costs_throughput(truth: UnseenTruth) -> None:
@@ -78,7 +79,7 @@ def test_a_last_wave_that_is_not_full_costs_throughput(truth: UnseenTruth) -> No
 
 def run(seed: int, regret: float, number: int, *, true: bool) -> UnseenRun:
     lines, confidence = tuple(Line(95, true) for _ in range(number)), 95
-    return UnseenRun(seed, 10, regret, regret <= 0.01, confidence, regret >= 1.0, 0, 5, 1.0, 1.0, lines)
+    return UnseenRun(seed, 10, regret, regret, regret <= 0.01, confidence, regret >= 1.0, 0, 5, 1.0, 1.0, lines)
 
 
 def test_the_gate_names_each_figure_that_is_worse_than_its_limit() -> None:
