@@ -25,6 +25,14 @@ COSTS: Columns = {
     "of exhaustive": lambda row: percent(row[1]["share_of_exhaustive"]["median"]),
 }
 
+DECILES: Columns = {
+    "confidence": lambda row: f"{row['from']:.0f} to {row['to']:.0f}",
+    "lines": lambda row: f"{row['num_lines']:.0f}",
+    "said": lambda row: percent(row["mean_forecast"]),
+    "true": lambda row: percent(row["share_true"]),
+}
+UNSEEN_P95, UNSEEN_MAX, UNSEEN_TRUE, UNSEEN_ERROR, UNSEEN_FAILS = 0.008, 0.03, 0.92, 0.04, 0.002
+
 
 def strategies(results: Row) -> str:
     """A line a strategy over all tables; below, a line a table."""
@@ -65,12 +73,6 @@ def reliability(results: Row) -> str:
     summary = results["summary"]
     if summary["calibration"] is None:
         return ""
-    columns = {
-        "confidence": lambda row: f"{row['from']:.0f} to {row['to']:.0f}",
-        "lines": lambda row: f"{row['num_lines']:.0f}",
-        "said": lambda row: percent(row["mean_forecast"]),
-        "true": lambda row: percent(row["share_true"]),
-    }
     rows: list[tuple[str, Any]] = []
     for where, found in (
         ("all tables", summary["calibration"]),
@@ -89,7 +91,50 @@ def reliability(results: Row) -> str:
             ),
             (f"{where}: lines of 90 and more that are true", with_interval(found, "confident_share_true", percent)),
         ]
-    return table(summary["calibration"]["reliability"], columns) + "\n" + facts(rows) + replayed_on(results)
+    return table(summary["calibration"]["reliability"], DECILES) + "\n" + facts(rows) + replayed_on(results)
+
+
+def unseen(results: Row) -> str:
+    """Regret and reliability on devices that are drawn from seeds, beside what is wanted."""
+    calibration, (first, end) = results["calibration"], results["seed_range"]
+    error = calibration["expected_calibration_error"]
+    true, fails = calibration["confident_share_true"], results["share_failing_whole"]
+    goal = f"0% / {percent(UNSEEN_P95)} / {percent(UNSEEN_MAX)}"
+    rows = [
+        *(
+            (name, goal, _is_small(spread), regret({"regret": spread}))
+            for name, spread in (
+                ("regret: median / p95 / max", results["regret"]),
+                ("the same, against the best that fits as composed", results["regret_of_admitted"]),
+            )
+        ),
+        (
+            "lines with confidence >= 90 that are true",
+            f">= {percent(UNSEEN_TRUE)}",
+            true is not None and true >= UNSEEN_TRUE,
+            "none" if true is None else with_interval(calibration, "confident_share_true", percent),
+        ),
+        (
+            "expected calibration error",
+            f"<= {UNSEEN_ERROR:.2f}",
+            error <= UNSEEN_ERROR,
+            with_interval(calibration, "expected_calibration_error", "{:.3f}".format),
+        ),
+        (
+            "recommendations that run out of memory as a whole model",
+            f"<= {percent(UNSEEN_FAILS)}",
+            fails <= UNSEEN_FAILS,
+            percent(fails),
+        ),
+    ]
+    seeds = (
+        f"Seeds {first} to {end - 1}, drawn after commit {results['commit']}; {results['environment']['date'][:10]}."
+    )
+    return goal_table(rows) + "\n" + table(calibration["reliability"], DECILES) + f"\n{seeds}\n"
+
+
+def _is_small(spread: Row) -> bool:
+    return bool(spread["median"] <= 0.0 and spread["p95"] <= UNSEEN_P95 and spread["max"] <= UNSEEN_MAX)
 
 
 def in_flight(results: Row) -> str:

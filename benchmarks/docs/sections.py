@@ -47,6 +47,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "strategies": partial(of_result, search.strategies, "h200-replay"),
     "rivals": partial(of_result, search.rivals, "h200-replay"),
     "reliability": partial(of_result, search.reliability, "h200-replay"),
+    "strategies-drawn": partial(of_result, search.strategies, "replay-drawn"),
+    "reliability-drawn": partial(of_result, search.reliability, "replay-drawn"),
+    "unseen": partial(of_result, search.unseen, "replay-unseen"),
     "in-flight": partial(of_result, search.in_flight, "replay-in-flight"),
     "cluster": partial(of_result, search.cluster, "cpu-cluster"),
     "context-parallel": partial(

@@ -3,10 +3,12 @@
     python -m benchmarks.replay tables/*.jsonl --out results/replay.json [--seeds 100] [--processes 2]
     python -m benchmarks.replay tables/*.jsonl --out results/in-flight.json --in-flight 4 [--seeds 100]
 
-Every strategy sees the recorded runs of a component, drawn with the run's seed, and is charged the recorded seconds. A
-strategy is charged once for components that several of its candidates share. Optuna's samplers run through the
-product's search, so they stop by the same confidence. `gp` is slow and runs on `--gp-seeds` seeds. With `--in-flight`
-the product's search with one trial at a time is compared with several trials at a time, on as many devices.
+Every strategy sees the recorded runs of a component, drawn with the run's seed, and is charged the recorded seconds.
+With `--truth drawn` it sees runs that scatter around their mean as separate jobs do, and whole models with a
+composition error (`benchmarks.replay.drawn_truth`). A strategy is charged once for components that several of its
+candidates share. Optuna's samplers run through the product's search, so they stop by the same confidence. `gp` is slow
+and runs on `--gp-seeds` seeds. With `--in-flight` the product's search with one trial at a time is compared with
+several trials at a time, on as many devices.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.replay.summary import summarize
 from workers.replay.recording import RecordingError
 
 GP_SEEDS = 10
+TRUTHS = ("recorded", "drawn")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,10 +42,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strategies", nargs="+", choices=(*SAMPLERS, *STRATEGIES), default=[*SAMPLERS, *STRATEGIES])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--in-flight", type=int, metavar="N", help="compare N trials in flight with one")
+    parser.add_argument(
+        "--truth",
+        choices=TRUTHS,
+        default="recorded",
+        help="recorded: a run is a recorded one; drawn: it scatters around the recorded mean as separate jobs do",
+    )
     parser.add_argument("--full", action="store_true", help="write every run with its path and lines too")
     options = parser.parse_args(arguments)
     if options.in_flight is not None and options.in_flight < 2:
         parser.error("--in-flight must be at least 2")
+    if options.in_flight is not None and options.truth != "recorded":
+        parser.error("--in-flight replays recorded runs")
     started = time.perf_counter()
     try:
         truths = {path: read_truth(path) for path in options.tables}
@@ -67,10 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
     seeds |= {name: min(NUM_SEEDLESS, options.seeds) for name in SEEDLESS & seeds.keys()}
     if "gp" in seeds:
         seeds["gp"] = min(options.gp_seeds, options.seeds)
-    runs = list(run_all(options.tables, options.strategies, seeds, options.processes))
+    drawn = options.truth == "drawn"
+    runs = list(run_all(options.tables, options.strategies, seeds, options.processes, drawn=drawn))
     found: dict[str, Any] = {
         "environment": describe_environment(),
         "seeds": seeds,
+        "truth": options.truth,
         "tables": tables,
         "wall_seconds": time.perf_counter() - started,
         "summary": summarize(runs, tables),

@@ -14,7 +14,7 @@ from explorer.cost_model.step import memory_limit
 from explorer.records.measurement import ComponentMeasurement, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate
-from workers.replay.device import RecordedDevice, VirtualClock
+from workers.replay.device import VirtualClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class TrialBench:
     def __init__(self, truth: GroundTruth, seed: int) -> None:
         self.truth = truth
         self.clock = VirtualClock()
-        self.device = RecordedDevice(truth.recording, seed=seed, clock=self.clock)
+        self.device = truth.device(seed, self.clock)
         self.tries: list[Try] = []
         self._measured: dict[Component, ComponentMeasurement] = {}
         self._failed: set[Component] = set()

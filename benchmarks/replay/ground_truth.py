@@ -17,6 +17,7 @@ from explorer.search.pruned_space import PrunedSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
+from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording, RecordingError
 
 
@@ -119,6 +120,10 @@ class GroundTruth:
     def is_within_tolerance(self, candidate: Candidate) -> bool:
         """Whether a candidate is within the tolerance of the best, whose probability a confidence states."""
         return self.regret(candidate) <= self.request.tolerance
+
+    def device(self, seed: int, clock: VirtualClock) -> RecordedDevice:
+        """The device that answers with recorded runs, drawn with `seed`."""
+        return RecordedDevice(self.recording, seed=seed, clock=clock)
 
     def describe(self) -> dict[str, object]:
         """For the results."""

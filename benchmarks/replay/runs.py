@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.replay import strategies
 from benchmarks.replay.bench import TrialBench
+from benchmarks.replay.drawn_truth import DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.strategies import Strategy
 from explorer.records.event import EventCode
@@ -20,9 +22,12 @@ from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Measure, TrialKind
 from explorer.search.explore import explore
+from explorer.search.pruned_space import PrunedSpace
 from explorer.search.stock_sampler import STOCK_SAMPLERS
 from explorer.spec.candidate import Candidate
-from workers.replay.device import RecordedDevice, VirtualClock
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from workers.replay.device import VirtualClock
 from workers.replay.devices import RecordedDevices
 
 OURS = "bexp"
@@ -75,15 +80,42 @@ class Run:
     elapsed_seconds: float = 0.0
 
 
+class SearchTruth(Protocol):
+    """What a search explores, and what is true of its recommendations."""
+
+    @property
+    def name(self) -> str:
+        """The name of the table or of the device."""
+
+    @property
+    def request(self) -> ExplorationRequest:
+        """What is explored."""
+
+    @property
+    def report(self) -> DeviceReport:
+        """The device."""
+
+    @property
+    def prune(self) -> PrunedSpace:
+        """The space."""
+
+    def regret(self, candidate: Candidate | None) -> float:
+        """Share of the best throughput that a recommendation gives away."""
+
+    def is_within_tolerance(self, candidate: Candidate) -> bool:
+        """Whether a candidate is within the tolerance of the best."""
+
+
 def run_search(truth: GroundTruth, seed: int, in_flight: int = 1, sampler: str = OURS) -> Run:
     """The product's search, in virtual time, on as many recorded devices as it may have trials in flight."""
-    request = truth.request.model_copy(update={"seed": seed, "sampler": sampler})
     clock = VirtualClock()
-    device: Measure = (
-        RecordedDevice(truth.recording, seed=seed, clock=clock)
-        if in_flight == 1
-        else RecordedDevices(truth.recording, in_flight, seed=seed, clock=clock)
-    )
+    device = RecordedDevices(truth.recording, in_flight, seed=seed, clock=clock) if in_flight > 1 else None
+    return search(truth, seed, device or truth.device(seed, clock), clock, sampler=sampler)
+
+
+def search(truth: SearchTruth, seed: int, device: Measure, clock: VirtualClock, *, sampler: str = OURS) -> Run:
+    """The product's search on a device whose time is `clock`, judged by the truth."""
+    request = truth.request.model_copy(update={"seed": seed, "sampler": sampler})
     started = time.perf_counter()
     trials, lines, path = [], [], []
     found: Recommendation | None = None
@@ -147,10 +179,15 @@ def run_strategy(truth: GroundTruth, name: str, seed: int) -> Run:
     )
 
 
-def run_all(paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int], processes: int) -> Iterator[Run]:
-    """Every strategy of `names` on every table with its number of seeds, as they finish."""
+def run_all(
+    paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int], processes: int, *, drawn: bool = False
+) -> Iterator[Run]:
+    """Every strategy of `names` on every table with its number of seeds, as they finish.
+
+    Each seed has a truth of its own if truths are `drawn`.
+    """
     tasks = [
-        (path, name, tuple(range(first, min(first + 10, seeds[name]))))
+        (path, name, tuple(range(first, min(first + 10, seeds[name]))), drawn)
         for name in names
         for path in paths
         for first in range(0, seeds[name], 10)
@@ -164,11 +201,14 @@ def run_all(paths: Iterable[Path], names: Iterable[str], seeds: Mapping[str, int
             yield from runs
 
 
-def _run_task(path: Path, name: str, seeds: tuple[int, ...]) -> list[Run]:
-    truth = read_truth(path)
-    if name in SAMPLERS:
-        return [run_search(truth, seed, sampler=name) for seed in seeds]
-    return [run_strategy(truth, name, seed) for seed in seeds]
+def _run_task(path: Path, name: str, seeds: tuple[int, ...], drawn: bool) -> list[Run]:
+    recorded = read_truth(path)
+    runs = []
+    for seed in seeds:
+        truth = DrawnTruth.draw(recorded, seed) if drawn else recorded
+        run = run_search(truth, seed, sampler=name) if name in SAMPLERS else run_strategy(truth, name, seed)
+        runs.append(run)
+    return runs
 
 
 @lru_cache(maxsize=16)

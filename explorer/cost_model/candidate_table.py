@@ -153,7 +153,7 @@ class SpaceTable:
         The host issues work up to about a thousand launches ahead of the device. It gains that lead during blocks that
         keep the device busy for long, above all the head. So the pass takes the larger of its device and host seconds.
         """
-        return np.maximum(self._sum_blocks(device_NK, rows), self._sum_blocks(host_K[None, :], rows))
+        return np.maximum(self._sum_blocks(device_NK, rows), self._sum_blocks(np.atleast_2d(host_K), rows))
 
     def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
         """Return the sum of values over the blocks of a whole model, shape (N, C)."""
@@ -175,7 +175,7 @@ class SpaceTable:
         columns = self._optimizer_C[rows]
         if not self.training:
             return np.zeros((device_NK.shape[0], len(columns)), dtype=np.float64)
-        return np.asarray(np.maximum(device_NK[:, columns], host_K[columns]))
+        return np.asarray(np.maximum(device_NK[:, columns], np.atleast_2d(host_K)[:, columns]))
 
     def communication_seconds(
         self,

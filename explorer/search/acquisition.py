@@ -63,7 +63,9 @@ def _new_candidate(state: SearchState, costs_K: Floats) -> _Option | None:
         gain_A = gain_A / max(float(gain_A.max()), 1e-9)
     else:
         own_N = posterior.tokens_NA[:, incumbent]
-        gain_A = np.maximum(0.0, posterior.tokens_NA - own_N[:, None]).mean(axis=0) / max(float(own_N.mean()), 1e-9)
+        # No component tells whether the incumbent's whole model runs, so a sample in which it does not is left out.
+        gain_NA = np.where(own_N[:, None] > 0.0, posterior.tokens_NA - own_N[:, None], 0.0)
+        gain_A = np.maximum(0.0, gain_NA).mean(axis=0) / max(float(own_N.mean()), 1e-9)
     gain_A = np.where(unknown_A, gain_A, 0.0)
     if gain_A.max() < NEGLIGIBLE * state.request.tolerance:
         return None

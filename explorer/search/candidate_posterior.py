@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
-from explorer.search.candidate_memory import CandidateMemory
+from explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from explorer.search.candidate_throughput import CandidateThroughput
 from explorer.surrogate.gaussian_process import Surrogate
 
@@ -28,10 +28,12 @@ MOST_CONFIDENT = 99
 class CandidatePosterior:
     """The contenders, as `rows` of the table. Axes: A contenders, P components of one, N posterior samples.
 
-    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it, `tokens_NA` that of the
-    whole model, composition error included; both are zero where the candidate would not fit, and both take the whole
-    models that were run into account. `wanted_AP` marks the components that must be measured before a candidate is
-    known well enough. `clear_A` marks the contenders that want nothing and are expected to fit.
+    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where the
+    composed bytes would not fit. `tokens_NA` is that of the whole model, composition error included; it is zero where
+    the whole model would not run. Both take the whole models that were run into account. `wanted_AP` marks the
+    components that must be measured before a candidate is known well enough. `clear_A` marks the contenders that want
+    nothing and are expected to fit. `runs_A` is the probability that the whole model runs within the memory; 1 once it
+    has.
     """
 
     rows: Ints
@@ -40,12 +42,16 @@ class CandidatePosterior:
     tokens_NA: Floats  # noqa: N815 - axes are in names
     wanted_AP: Mask  # noqa: N815 - axes are in names
     clear_A: Mask  # noqa: N815 - axes are in names
+    runs_A: Floats  # noqa: N815 - axes are in names
 
     @property
     def incumbent(self) -> int | None:
-        """Position of the clear contender with the highest expected throughput; null if none is clear."""
+        """Position of the clear contender with the highest expected throughput; null if none is clear.
+
+        A whole model that does not run counts as no throughput, so headroom in memory decides between equals.
+        """
         clear = np.flatnonzero(self.clear_A)
-        return int(clear[np.argmax(self.mean_A[clear])]) if clear.size else None
+        return int(clear[np.argmax((self.mean_A * self.runs_A)[clear])]) if clear.size else None
 
     def confidence(self, position: int, tolerance: float, among_A: Mask | None = None) -> float:
         """Probability that a contender's whole-model throughput is within `tolerance` of the best, 0..1.
@@ -74,7 +80,8 @@ def confidence_score(confidence: float) -> int:
 def find_contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least_A: Floats) -> Ints:
     """Those of `rows` whose optimistic throughput reaches its `least_A` tokens/s; no other can change the answer."""
     optimistic_K = np.exp(surrogate.log_center_K - OPTIMISTIC_DEVIATIONS * surrogate.log_std_K)
-    upper = table.tokens_per_second(optimistic_K[None, :], surrogate.host_K, rows, surrogate.overlap)[0]
+    host_K = surrogate.host_K * np.exp(-OPTIMISTIC_DEVIATIONS * surrogate.host_std_K)
+    upper = table.tokens_per_second(optimistic_K[None, :], host_K, rows, surrogate.overlap)[0]
     return np.asarray(rows[upper >= least_A])
 
 
@@ -84,7 +91,7 @@ def compute_posterior(
     throughput: CandidateThroughput,
     memory: CandidateMemory,
     rows: Ints,
-    normal_N: Floats,
+    errors: MemoryErrors,
     run_whole: Collection[int],
 ) -> CandidatePosterior:
     """The posterior of the contenders `rows`.
@@ -95,25 +102,30 @@ def compute_posterior(
         throughput: tokens/s of the candidates.
         memory: bytes of the candidates.
         rows: the contenders.
-        normal_N: a standard normal draw for each sample, which scales the bytes of all candidates alike.
+        errors: the draws behind the samples of bytes.
         run_whole: rows whose whole model was run; they fit.
     """
     composed_NA, tokens_NA = throughput.sample_logs(rows)
     # If an incumbent might not fit, every other candidate looks worth measuring. Where memory is tight, a candidate is
     # therefore measured in full: nothing else tells whether it fits.
-    tight_A = memory.is_tight(rows) & ~np.isin(rows, list(run_whole))
-    tight = np.flatnonzero(tight_A)
+    ran_A = np.isin(rows, list(run_whole))
+    tight_A = memory.is_tight(rows) & ~ran_A
+    tight, near = np.flatnonzero(tight_A), np.flatnonzero(memory.is_near_limit(rows) & ~ran_A)
+    number = len(composed_NA)
     fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
-    fits_NA[:, tight] = memory.sample_fits(rows[tight], normal_N[: len(composed_NA)])
+    fits_NA[:, tight] = memory.sample_fits(rows[tight], errors.components_N[:number])
+    runs_NA = fits_NA.copy()
+    runs_NA[:, near] &= memory.sample_runs(rows[near], errors, number)
     missing_AP = missing_components(table, surrogate, rows)
     wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
     return CandidatePosterior(
         rows=rows,
         mean_A=throughput.mean_C[rows],
         composed_NA=np.where(fits_NA, np.exp(composed_NA), 0.0),
-        tokens_NA=np.where(fits_NA, np.exp(tokens_NA), 0.0),
+        tokens_NA=np.where(runs_NA, np.exp(tokens_NA), 0.0),
         wanted_AP=wanted_AP,
         clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
+        runs_A=runs_NA.mean(axis=0),
     )
 
 

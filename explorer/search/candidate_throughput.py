@@ -91,7 +91,8 @@ class CandidateThroughput:
         if self._correction is None:
             return composed_NA, composed_NA + self._errors.sample(number, rows)
         part_NA, error_NA = self._correction.samples(rows, composed_NA)
-        tokens_NA = composed_NA + self._errors.sample(number, rows, self._correction.scale) + part_NA + error_NA
+        tokens_NA = composed_NA + self._errors.sample(number, rows, self._correction.scale, self._correction.rows_J)
+        tokens_NA += part_NA + error_NA
         return composed_NA + part_NA + self._correction.expected_errors(rows), tokens_NA
 
     def _correct(
@@ -110,5 +111,5 @@ class CandidateThroughput:
     def _log_composed(self, rows: Ints, number: int | None = None) -> Floats:
         """Samples of the logarithm of composed tokens/s, shape (N, A); by default as many as there is time for."""
         number = number or int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
-        device_NK, host_K = self._surrogate.device_NK[:number], self._surrogate.host_K
-        return np.asarray(np.log(self._table.tokens_per_second(device_NK, host_K, rows, self._surrogate.overlap)))
+        device_NK, host_NK = self._surrogate.device_NK[:number], self._surrogate.host_NK[:number]
+        return np.asarray(np.log(self._table.tokens_per_second(device_NK, host_NK, rows, self._surrogate.overlap)))

@@ -15,7 +15,7 @@ from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
 from explorer.cost_model.components import Component
 from explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
-from explorer.search.candidate_memory import CandidateMemory
+from explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from explorer.search.candidate_posterior import (
     CandidatePosterior,
     compute_posterior,
@@ -84,7 +84,7 @@ class SearchState:
         self.surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
         self._errors = CompositionErrors(table.candidates, hardware.device_kind, request.seed, NUM_SAMPLES, rng)
         self._reported_errors = [ReportedError(table.row[run.candidate], run.log_error) for run in self.reported]
-        self._normal_N = rng.standard_normal(NUM_SAMPLES)
+        self._memory_errors = MemoryErrors(len(table.candidates), NUM_SAMPLES, rng)
         self._whole_models: dict[int, WholeModelRun] = {}
         self._log = ObservationLog()
         self._failures = Failures()
@@ -263,7 +263,7 @@ class SearchState:
             self._throughput,
             self._memory,
             find_contenders(self.table, self.surrogate, rows, least_A),
-            self._normal_N,
+            self._memory_errors,
             self._whole_models.keys(),
         )
 

@@ -18,10 +18,12 @@ from explorer.spec.hardware import DeviceReport
 
 ATTEMPTS = 4
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
-RUNNER_UP_ATTEMPTS = 3
+RUNNER_UP_ATTEMPTS = 4
 """After this many whole models no runner-up is run."""
 NEGLIGIBLE = 0.01
 """A runner-up that is less likely than this to be the better one is not run."""
+LIKELY = 0.1
+"""Once two candidates were run whole, another is run only if it is at least this likely to be better."""
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
 """A candidate whose whole model ends like this is not recommended."""
 IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
@@ -94,10 +96,10 @@ class WholeModels:
         if not self._state.was_run_whole(best.row):
             return NextCheck(recommended) if len(trials) < ATTEMPTS else None
         compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
-        if compared or len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
+        if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
         rival = self._state.runner_up()
-        if rival is None or rival[1] < NEGLIGIBLE:
+        if rival is None or rival[1] < (LIKELY if compared else NEGLIGIBLE):
             return None
         return NextCheck(self._state.table.candidates[rival[0]], rival[1])
 

@@ -11,6 +11,16 @@ from explorer.cost_model.collectives import FORWARD_SHARES
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
+HOST_STD_RUN = 0.1
+HOST_STD_NEAR = 0.15
+HOST_STD_KIND = 0.3
+HOST_STD_PRIOR = 0.5
+"""Relative standard deviations of host seconds: between two runs of a component, and of a component that was not run,
+if the same back end and mode was, if the same kind was, and if nothing similar was.
+
+In benchmarks/results/tables, components with several runs differ by 7 to 15% in the median, and similar components of
+different sizes by 16%.
+"""
 BYTES_STD_NEAR = 0.03  # relative error of predicted bytes if the same back end and mode was measured
 BYTES_STD_KIND = 0.10  # if only the same kind was
 BYTES_STD_PRIOR = 0.25  # if nothing similar was
@@ -21,27 +31,32 @@ def estimate_host_seconds(
     predicted_K: Floats,
     device_K: Floats,
     found: Mapping[Component, ComponentObservations],
-) -> Floats:
-    """Host seconds, shape (K,). They depend on what is launched, not on sizes.
+) -> tuple[Floats, Floats]:
+    """Host seconds and their relative standard deviation, each of shape (K,).
 
-    They are zero for a block that waits for the device or runs on the host itself: its only time is the device's.
+    They depend on what is launched, not on sizes. They are zero for a block that waits for the device or runs on the
+    host itself: its only time is the device's.
     """
     column = {c: i for i, c in enumerate(components)}
     near, kind = _mean_ratios(
         {c: np.array([max(r.host_seconds, SHORTEST_SECONDS) / predicted_K[column[c]]]) for c, r in found.items()}
     )
     host_K = predicted_K.copy()
+    std_K = np.full(len(components), HOST_STD_PRIOR)
     for i, component in enumerate(components):
         runs = found.get(component)
         if runs is not None:
             host_K[i] = 0.0 if runs.waits else runs.host_seconds
+            std_K[i] = HOST_STD_RUN / np.sqrt(len(runs.runs))
             continue
         if _similar(component) in near:
             host_K[i] *= near[_similar(component)][0]
+            std_K[i] = HOST_STD_NEAR
         elif component.kind in kind:
             host_K[i] *= kind[component.kind][0]
+            std_K[i] = HOST_STD_KIND
         host_K[i] = min(host_K[i], device_K[i])
-    return host_K
+    return host_K, std_K
 
 
 def estimate_bytes(

@@ -39,6 +39,7 @@ class _KindPrior:
         self.curve_NK = rng.standard_normal((num_samples, size)) @ _factor(covariance.curve).T
         self.own_NK = rng.standard_normal((num_samples, size))
         self.noise_NK = rng.standard_normal((num_samples, size))
+        self.uniform_NK = rng.random((num_samples, size))
         self.evidence: Evidence | None = None
         self.rows: list[int] = []
         self._runs: list[ComponentObservations] = []
@@ -57,10 +58,13 @@ class _KindPrior:
         if self.evidence is None:
             return mean_K, prior_NK
         evidence, rows = self.evidence, self.rows
-        each = np.stack([hyperparameters.run_N, hyperparameters.own_N, hyperparameters.amplitude_N])
-        cells, index_N = np.unique(each, axis=1, return_inverse=True)
-        inverse = np.linalg.inv(evidence.gram(*cells))[index_N.reshape(-1)]
-        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(evidence.noise(hyperparameters.run_N))
+        each_N3 = np.stack([hyperparameters.run_N, hyperparameters.own_N, hyperparameters.amplitude_N], axis=1)
+        outlier_NL = self.uniform_NK[:, rows] < evidence.outlier_probability(*np.median(each_N3, axis=0))
+        cells, index_N = np.unique(np.hstack([each_N3, outlier_NL]), axis=0, return_inverse=True)
+        run, own_std, amplitude = cells[:, :3].T
+        inverse = np.linalg.inv(evidence.gram(run, own_std, amplitude, cells[:, 3:]))[index_N.reshape(-1)]
+        noise_NL = evidence.noise(hyperparameters.run_N, outlier=outlier_NL)
+        imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(noise_NL)
         level_LK, curve_LK = self.covariance.level[rows], self.covariance.curve[rows]
         weights_NL = inverse @ evidence.distance_L
         mean_K = weights_NL.mean(axis=0) @ level_LK + (curve**2 * weights_NL).mean(axis=0) @ curve_LK
@@ -76,8 +80,9 @@ class Surrogate:
     """Posterior over the components of one model variant. Axes: K components, N samples.
 
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
-    component's seconds. `essential_K` marks the components that must be measured, because no other predicts them:
-    optimizer and communication. `overlap` says how communication and computation overlap; null if none is timed.
+    component's seconds. The host's seconds have a noise of their own in each component, `host_std_K`. `essential_K`
+    marks the components that must be measured, because no other predicts them: optimizer and communication. `overlap`
+    says how communication and computation overlap; null if none is timed.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Surrogate:
         self._log_prior_K = np.log([p.device for p in predicted])
         self._host_prior_K = np.array([p.host for p in predicted])
         self.predicted_bytes_3K = predict_component_table(table)
+        self._host_normal_NK = rng.standard_normal((num_samples, len(self.components)), dtype=np.float32)
         self._kinds: dict[str, _KindPrior] = {}
         for kind in ComponentKind:
             columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
@@ -174,11 +180,12 @@ class Surrogate:
         self.device_NK = np.exp(log_NK)
         self.log_center_K: Floats = log_NK.mean(axis=0)
         self.log_std_K: Floats = log_NK.std(axis=0)
-        self.host_K = (
-            np.zeros(len(self.components))
-            if self._host_is_device
-            else estimate_host_seconds(self.components, self._host_prior_K, self.device_mean_K, mine)
-        )
+        self.host_K, self.host_std_K = np.zeros(len(self.components)), np.zeros(len(self.components))
+        if not self._host_is_device:
+            self.host_K, self.host_std_K = estimate_host_seconds(
+                self.components, self._host_prior_K, self.device_mean_K, mine
+            )
+        self.host_NK: Floats = self.host_K * np.exp(self.host_std_K * self._host_normal_NK)
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
         self.overlap = self._estimate_overlap(mine)
 

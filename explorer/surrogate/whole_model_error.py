@@ -1,9 +1,14 @@
 """The error of composed steps against whole models: its prior, and its posterior given the whole models that were run.
 
-The error is the logarithm of whole over composed tokens/s. It is the sum of three Gaussian parts: one that all
-candidates of a model share, one that the candidates of a recomputation policy share, and one of each candidate's own.
-The first part is wide and does not change the order of candidates. One whole model shows most of it, so candidates that
-were run whole stay comparable with those that were not.
+The error is the logarithm of whole over composed tokens/s. It is the sum of four parts: one that all candidates of a
+model share, one that the candidates of a recomputation policy share, one that changes smoothly with the micro-batch
+size, and one of each candidate's own. The first part is wide and does not change the order of candidates. One whole
+model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part makes
+a candidate less certain the further its size is from one that was run whole.
+
+A candidate's own part has heavy tails: Student's t distribution (as in Shah et al., 2014, arXiv:1402.4306, but of each
+candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
+more than the tails, and its own part counts as Gaussian.
 
 Real training runs of earlier explorations show the error, too (`ReportedError`): of the same model on the same device,
 with other measurements of the components.
@@ -23,12 +28,22 @@ import numpy as np
 from explorer.cost_model.candidate_table import Floats, Ints
 from explorer.spec.candidate import Candidate
 
-OWN_STD = {"cuda": 0.006, "cpu": 0.01}
+OWN_STD = {"cuda": 0.005, "cpu": 0.01}
 """Standard deviation of the part that is a candidate's own.
 
-In benchmarks/results/h200-recorded-fidelity.json, the candidates within 7% of their table's best that are limited by
-the device scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, 0.4% (attention)
-to 2.5% (FFN) a run, explains 0.5 to 1.0% of a step. If it explains 0.75%, this value is what remains.
+It is the scale of Student's t distribution, whose standard deviation is 1.4 times that. In
+benchmarks/results/h200-recorded-fidelity.json, the candidates within 7% of their table's best that are limited by the
+device scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, 0.4% (attention) to
+2.5% (FFN) a run, explains 0.5 to 1.0% of a step. If it explains 0.6%, this value and SIZE_STD are what remains.
+"""
+OWN_DEGREES = 4.0
+"""Degrees of freedom of the own part: about one error in fifty is beyond three of its standard deviations."""
+SIZE_STD = 0.004
+SIZE_OCTAVES = 2.0
+"""Standard deviation of the part that changes with the micro-batch size, and the octaves over which it does.
+
+In the same file, two candidates of one policy differ by 0.8 to 1.1% if their sizes are equal or neighbours, and by 0.9
+to 1.4% two or three octaves apart.
 """
 POLICY_STD = 0.005
 """Standard deviation of the part that candidates share if they have the same policy, layout and sharding.
@@ -47,6 +62,8 @@ REPORT_STD = 0.02
 """Standard deviation of what a reported run differs by, beside the composition's error: its data, its logging, and the
 measurements of the components in the exploration that recommended it.
 """
+JITTER = 1e-10
+NOTHING: Ints = np.array([], dtype=np.int64)
 PRIOR_RUNS = 4
 """Number of whole models that the prior of the scale of all three parts counts for.
 
@@ -98,10 +115,23 @@ class CompositionErrors:
         self._policy_C: Ints = np.array([codes[policy] for policy in policies])
         self._policy_NP = rng.standard_normal((num_samples, len(codes)))
         self._common_N = rng.standard_normal(num_samples)
+        sizes, index_C = np.unique([c.micro_batch_size for c in candidates], return_inverse=True)
+        self._size_C: Ints = index_C.reshape(-1)
+        octaves = np.log2(sizes)
+        self._alike_SS = np.exp(-0.5 * ((octaves[:, None] - octaves) / SIZE_OCTAVES) ** 2)
+        factor = np.linalg.cholesky(self._alike_SS + JITTER * np.eye(len(sizes)))
+        self._size_NS = rng.standard_normal((num_samples, len(sizes))) @ factor.T
+        squares_NC = rng.chisquare(OWN_DEGREES, (num_samples, len(candidates))) / OWN_DEGREES
+        self._tail_NC = (1.0 / np.sqrt(squares_NC)).astype(np.float32)
 
-    def sample(self, number: int, rows: Ints, scale: float = 1.0) -> Floats:
-        """Return the first `number` prior samples of the errors of `rows`, shape (N, A)."""
-        error_NA = OWN_STD[self._device_kind] * self._own_NC[:number, rows].astype(np.float64)
+    def sample(self, number: int, rows: Ints, scale: float = 1.0, run_whole: Ints = NOTHING) -> Floats:
+        """Return the first `number` prior samples of the errors of `rows`, shape (N, A).
+
+        Those of them that are `run_whole` have no heavy tails.
+        """
+        tail_NA = np.where(np.isin(rows, run_whole), np.float32(1.0), self._tail_NC[:number, rows])
+        error_NA = OWN_STD[self._device_kind] * (self._own_NC[:number, rows] * tail_NA).astype(np.float64)
+        error_NA += SIZE_STD * self._size_NS[:number, self._size_C[rows]]
         error_NA += POLICY_STD * self._policy_NP[:number, self._policy_C[rows]]
         error_NA += COMMON_STD[self._device_kind] * self._common_N[:number, None]
         return np.asarray(scale * error_NA)
@@ -110,8 +140,9 @@ class CompositionErrors:
         """Return the prior covariance of the errors of `rows` with those of `others`, shape (A, J)."""
         own = rows[:, None] == others
         policy = self._policy_C[rows][:, None] == self._policy_C[others]
-        variances = OWN_STD[self._device_kind] ** 2 * own + POLICY_STD**2 * policy + COMMON_STD[self._device_kind] ** 2
-        return np.asarray(scale**2 * variances)
+        alike = self._alike_SS[np.ix_(self._size_C[rows], self._size_C[others])]
+        parts = OWN_STD[self._device_kind] ** 2 * own + SIZE_STD**2 * alike + POLICY_STD**2 * policy
+        return np.asarray(scale**2 * (parts + COMMON_STD[self._device_kind] ** 2))
 
     def condition(
         self,
@@ -148,7 +179,7 @@ class CompositionErrors:
         surprise = float(distance_J @ np.linalg.solve(around + self.covariance(rows_J, rows_J), distance_J))
         scale = float(np.sqrt(max(1.0, (PRIOR_RUNS + surprise) / (PRIOR_RUNS + len(rows_J)))))
         number = len(log_composed_NJ)
-        imagined_NJ = log_composed_NJ + self.sample(number, rows_J, scale) + noise_J * draws_NJ
+        imagined_NJ = log_composed_NJ + self.sample(number, rows_J, scale, rows_J) + noise_J * draws_NJ
         inverse_JJ = np.linalg.inv(around + self.covariance(rows_J, rows_J, scale))
         return Correction(
             self, rows_J, scale, centred_NJ, (log_tokens_J - imagined_NJ) @ inverse_JJ, distance_J @ inverse_JJ

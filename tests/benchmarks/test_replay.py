@@ -10,12 +10,14 @@ import pytest
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.bench import TrialBench
+from benchmarks.replay.drawn_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
 from explorer.records.measurement import Outcome
 from tests.workers.replay.samples import recording, table_of
+from workers.replay.device import VirtualClock
 from workers.replay.rows import WholeModelRow
 
 
@@ -244,3 +246,33 @@ def test_one_recorded_device_takes_as_long_as_it_is_busy(truth: GroundTruth) -> 
     run = run_search(truth, 0)
     assert run.elapsed_seconds == pytest.approx(run.seconds)
     assert run_search(truth, 0, 3).elapsed_seconds < run_search(truth, 0, 3).seconds
+
+
+def test_a_drawn_truth_differs_by_seed_and_its_runs_scatter_around_the_recorded_mean(truth: GroundTruth) -> None:
+    first, second = (DrawnTruth.draw(truth, seed) for seed in (0, 1))
+    feasible = truth.tokens_C > 0
+    errors = np.log(first.tokens_C[feasible] / truth.tokens_C[feasible])
+    assert 0.003 < errors.std() < 0.02
+    assert not np.array_equal(first.tokens_C, second.tokens_C)
+    assert np.array_equal(DrawnTruth.draw(truth, 0).tokens_C, first.tokens_C)
+    figures = compose(truth.recording, truth.table)
+    for ffn, std in ((True, FFN_RUN_STD), (False, RUN_STD)):
+        component = next(
+            c for c in truth.table.components if (c.kind in FFNS) is ffn and c in truth.recording.components
+        )
+        rows = [first.device(seed, VirtualClock()).draw(component) for seed in range(200)]
+        seconds = [row.figures.device_seconds for row in rows if row is not None and row.figures is not None]
+        logs = np.log(seconds) - np.log(figures.device_seconds[truth.table.column[component]])
+        assert logs.std() == pytest.approx(std, rel=0.2)
+        assert abs(logs.mean()) < 0.3 * std
+
+
+def test_a_whole_model_of_a_drawn_truth_shows_its_throughput(truth: GroundTruth) -> None:
+    drawn = DrawnTruth.draw(truth, 0)
+    run = run_search(drawn, 0)
+    assert run.check_seconds > 0.0
+    assert run.num_unrecorded == 0
+    assert 0.0 <= run.regret < 0.05
+    whole = recording(whole_model_share=1.0)
+    timed = GroundTruth.of("small", whole)
+    assert np.array_equal(DrawnTruth.draw(timed, 0).tokens_C, timed.tokens_C), "what was timed whole has its error"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from explorer.cost_model.step import required_bytes
-from explorer.search.candidate_memory import MOST_DEVIATIONS, CandidateMemory
+from explorer.search.candidate_memory import MOST_DEVIATIONS, CandidateMemory, MemoryErrors
 from explorer.search.search_state import SearchState
 from tests.explorer.search.small import candidate, know, small_state
 
@@ -85,3 +85,16 @@ def test_a_sample_scales_the_bytes_of_every_candidate_alike() -> None:
     found = memory_of(state, limit).sample_fits(np.array([row]), np.array([-1.0, 0.0, 0.99, 1.01, 2.0]))
     assert found[:, 0].tolist() == [True, True, True, False, False]
     assert memory_of(state, limit).sample_fits(ROWS, np.zeros(3)).shape == (3, 12)
+
+
+def test_a_whole_model_within_the_error_of_the_limit_may_not_run() -> None:
+    state = small_state()
+    know(state, candidate(4))
+    rows = np.array([state.table.row[candidate(4)]])
+    need = float(memory_of(state).required_C[rows[0]])
+    errors = MemoryErrors(len(state.table.candidates), 2000, np.random.default_rng(0))
+    shares = [memory_of(state, round(room * need)).sample_runs(rows, errors, 2000).mean() for room in (1.0, 1.02, 1.2)]
+    assert 0.3 < shares[0] < shares[1] < 1.0
+    assert shares[2] > 0.999
+    assert memory_of(state, round(1.02 * need)).is_near_limit(rows)[0]
+    assert not memory_of(state, round(1.5 * need)).is_near_limit(rows)[0]

@@ -22,7 +22,11 @@ from tests.explorer.search.small import candidate, know, small_state
 SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])
 
 
-def posterior(tokens_NA: np.ndarray = SAMPLES, clear: tuple[bool, ...] = (True, True, True)) -> CandidatePosterior:
+def posterior(
+    tokens_NA: np.ndarray = SAMPLES,
+    clear: tuple[bool, ...] = (True, True, True),
+    runs: tuple[float, ...] | None = None,
+) -> CandidatePosterior:
     number = tokens_NA.shape[1]
     return CandidatePosterior(
         rows=np.arange(10, 10 + number),
@@ -31,6 +35,7 @@ def posterior(tokens_NA: np.ndarray = SAMPLES, clear: tuple[bool, ...] = (True, 
         tokens_NA=tokens_NA,
         wanted_AP=np.zeros((number, 2), dtype=np.bool_),
         clear_A=np.array(clear),
+        runs_A=np.ones(number) if runs is None else np.array(runs),
     )
 
 
@@ -58,6 +63,11 @@ def test_the_incumbent_is_the_fastest_that_is_clear() -> None:
     assert posterior().incumbent == 1
     assert posterior(clear=(True, False, True)).incumbent == 0
     assert posterior(clear=(False, False, True)).incumbent == 2
+
+
+def test_a_candidate_that_may_run_out_of_memory_is_less_likely_the_incumbent() -> None:
+    assert posterior(runs=(1.0, 0.999, 1.0)).incumbent == 1
+    assert posterior(runs=(1.0, 0.95, 1.0)).incumbent == 0
     assert posterior(clear=(False, False, False)).incumbent is None
 
 
@@ -70,7 +80,8 @@ def test_contenders_are_those_whose_optimistic_throughput_reaches_the_least() ->
     state = small_state()
     rows = np.arange(3)
     optimistic = np.exp(state.surrogate.log_center_K - 3.5 * state.surrogate.log_std_K)
-    upper = state.table.tokens_per_second(optimistic[None, :], state.surrogate.host_K, rows)[0]
+    host = state.surrogate.host_K * np.exp(-3.5 * state.surrogate.host_std_K)
+    upper = state.table.tokens_per_second(optimistic[None, :], host, rows)[0]
     assert OPTIMISTIC_DEVIATIONS == 3.5
     assert find_contenders(state.table, state.surrogate, rows, upper).tolist() == [0, 1, 2]
     above = upper * np.array([1.0, 1.001, 1.0])

@@ -135,6 +135,7 @@ def test_the_runner_up_is_the_likeliest_to_be_faster_by_a_quarter_of_the_toleran
         composed_NA=tokens,
         wanted_AP=np.zeros((3, state.table.used_CP.shape[1]), dtype=np.bool_),
         clear_A=np.array([True, True, True]),
+        runs_A=np.ones(3),
     )
     assert state.runner_up() == (rows[2], 0.3)
     state._whole_models = {int(rows[2]): WholeModelRun(0.0, 0.0)}

@@ -39,7 +39,7 @@ def observations(component: Component = SEEN, **changes: Any) -> dict[Component,
 
 def host(found: dict[Component, ComponentObservations], device: float = 1.0) -> list[float]:
     predicted = np.array([0.01, 0.01, 0.03, 0.01])
-    return [float(s) for s in estimate_host_seconds(COMPONENTS, predicted, np.full(4, device), found)]
+    return [float(s) for s in estimate_host_seconds(COMPONENTS, predicted, np.full(4, device), found)[0]]
 
 
 def test_host_seconds_follow_what_similar_components_took_over_their_prediction() -> None:
@@ -49,6 +49,16 @@ def test_host_seconds_follow_what_similar_components_took_over_their_prediction(
 
 def test_unmeasured_host_seconds_are_at_most_the_devices() -> None:
     assert host(observations(), device=0.015) == pytest.approx([0.02, 0.015, 0.015, 0.01])
+
+
+def test_host_seconds_are_less_certain_the_less_alike_components_are() -> None:
+    _, std = estimate_host_seconds(COMPONENTS, np.full(4, 0.01), np.full(4, 1.0), observations())
+    assert std.tolist() == [0.1, 0.15, 0.3, 0.5]
+    runs = observations()[SEEN].runs
+    _, std = estimate_host_seconds(
+        COMPONENTS, np.full(4, 0.01), np.full(4, 1.0), {SEEN: ComponentObservations(runs * 4)}
+    )
+    assert std[0] == pytest.approx(0.05)
 
 
 def test_a_block_that_waits_has_no_host_seconds_of_its_own() -> None:

@@ -14,6 +14,8 @@ from explorer.surrogate.whole_model_error import (
     OWN_STD,
     POLICY_STD,
     REPORT_STD,
+    SIZE_OCTAVES,
+    SIZE_STD,
     CompositionErrors,
     ReportedError,
     WholeModelRun,
@@ -31,9 +33,23 @@ def errors() -> CompositionErrors:
     return CompositionErrors(CANDIDATES, "cuda", 0, NUM_SAMPLES, np.random.default_rng(0))
 
 
-def test_samples_have_the_covariance_that_is_stated() -> None:
-    sampled = np.cov(errors().sample(NUM_SAMPLES, ROWS).T)
+def test_samples_of_what_was_run_whole_have_the_covariance_that_is_stated() -> None:
+    sampled = np.cov(errors().sample(NUM_SAMPLES, ROWS, run_whole=ROWS).T)
     assert sampled == pytest.approx(errors().covariance(ROWS, ROWS), abs=3e-5)
+
+
+def test_what_was_not_run_whole_has_heavy_tails() -> None:
+    model = errors()
+    heavy, light = model.sample(NUM_SAMPLES, ROWS), model.sample(NUM_SAMPLES, ROWS, run_whole=ROWS)
+    own = heavy[:, 0] - light[:, 0]  # what the tails add
+    assert np.abs(own).max() > 5 * OWN_STD["cuda"]
+    assert np.std(heavy - heavy[:, [3]], axis=0)[0] > 1.1 * np.std(light - light[:, [3]], axis=0)[0]
+
+
+def test_a_candidate_is_less_certain_the_further_its_size_is_from_one_that_was_run_whole() -> None:
+    candidates = [CANDIDATES[0].model_copy(update={"micro_batch_size": m}) for m in (1, 2, 8, 64)]
+    found = CompositionErrors(candidates, "cuda", 0, 10, np.random.default_rng(0)).covariance(ROWS, ROWS)
+    assert found[0, 1] > found[0, 2] > found[0, 3]
 
 
 @pytest.mark.parametrize("distances", [{0: 0.02}, {0: 0.02, 3: 0.015}])
@@ -54,7 +70,7 @@ def test_the_posterior_is_that_of_the_exact_gaussian(distances: dict[int, float]
     covariance = prior - gain @ prior[rows]
 
     shift, error = found.samples(ROWS, composed)
-    posterior = composed + model.sample(NUM_SAMPLES, ROWS, found.scale) + shift + error
+    posterior = composed + model.sample(NUM_SAMPLES, ROWS, found.scale, ROWS) + shift + error
     assert found.mean(ROWS, composed) == pytest.approx(mean, abs=3e-4)
     assert posterior.mean(axis=0) == pytest.approx(mean, abs=3e-4)
     assert np.cov(posterior.T) == pytest.approx(covariance, abs=3e-6)
@@ -98,7 +114,7 @@ def test_what_the_winner_shows_is_taken_to_be_common_to_all() -> None:
 
 def test_a_surprise_widens_every_part() -> None:
     exact = np.zeros((2, len(CANDIDATES)))
-    expected = np.sqrt(COMMON_STD["cuda"] ** 2 + POLICY_STD**2 + OWN_STD["cuda"] ** 2)
+    expected = np.sqrt(COMMON_STD["cuda"] ** 2 + POLICY_STD**2 + SIZE_STD**2 + OWN_STD["cuda"] ** 2)
     scales = [
         errors().condition({0: WholeModelRun(k * expected, 0.001)}, np.zeros(1), exact[:, :1], np.zeros(1)).scale
         for k in (0.5, 1.0, 3.0, 10.0)
@@ -117,18 +133,19 @@ def test_nothing_depends_on_the_order_of_the_runs() -> None:
     assert np.array_equal(first.weights_NJ, second.weights_NJ)
 
 
-def test_the_covariance_is_the_sum_of_a_common_a_policys_and_an_own_part() -> None:
+def test_the_covariance_is_the_sum_of_a_common_a_policys_a_sizes_and_an_own_part() -> None:
     found = errors().covariance(ROWS, ROWS)
-    assert found[0, 0] == pytest.approx(0.03**2 + 0.005**2 + 0.006**2)
-    assert found[0, 1] == pytest.approx(0.03**2 + 0.005**2)
-    assert found[0, 2] == pytest.approx(0.03**2)
+    an_octave = SIZE_STD**2 * np.exp(-0.5 / SIZE_OCTAVES**2)
+    assert found[0, 0] == pytest.approx(0.03**2 + 0.005**2 + 0.004**2 + 0.005**2)
+    assert found[0, 1] == pytest.approx(0.03**2 + 0.005**2 + an_octave)
+    assert found[0, 2] == pytest.approx(0.03**2 + 0.004**2)
     assert errors().covariance(ROWS, ROWS, 2.0) == pytest.approx(4 * found)
 
 
 def test_a_cpu_is_expected_to_compose_worse() -> None:
     found = CompositionErrors(CANDIDATES, "cpu", 0, 10, np.random.default_rng(0)).covariance(ROWS, ROWS)
-    assert found[0, 0] == pytest.approx(0.10**2 + 0.005**2 + 0.01**2)
-    assert found[0, 2] == pytest.approx(0.10**2)
+    assert found[0, 0] == pytest.approx(0.10**2 + 0.005**2 + SIZE_STD**2 + 0.01**2)
+    assert found[0, 2] == pytest.approx(0.10**2 + SIZE_STD**2)
 
 
 @pytest.mark.parametrize(
@@ -144,13 +161,13 @@ def test_a_cpu_is_expected_to_compose_worse() -> None:
 def test_what_changes_the_memory_of_a_step_is_a_policy_of_its_own(changes: dict[str, Any]) -> None:
     candidates = [CANDIDATES[1], CANDIDATES[1].model_copy(update=changes)]
     found = CompositionErrors(candidates, "cuda", 0, 10, np.random.default_rng(0))
-    assert found.covariance(np.array([0]), np.array([1]))[0, 0] == pytest.approx(0.03**2)
+    assert found.covariance(np.array([0]), np.array([1]))[0, 0] == pytest.approx(0.03**2 + SIZE_STD**2)
 
 
 @pytest.mark.parametrize(("surprise", "scale"), [(1.0, 1.0), (6.0, np.sqrt(2.0)), (16.0, 2.0)])
 def test_the_scale_rests_on_four_whole_models_before_the_first(surprise: float, scale: float) -> None:
     exact = np.zeros((2, len(CANDIDATES)))
-    variance = 0.03**2 + 0.005**2 + 0.006**2 + 0.001**2 + 0.002**2
+    variance = 0.03**2 + 0.005**2 + SIZE_STD**2 + 0.005**2 + 0.001**2 + 0.002**2
     runs = {0: WholeModelRun(float(np.sqrt(surprise * variance)), 0.002)}
     found = errors().condition(runs, np.zeros(1), exact[:, :1], np.zeros(1))
     assert found.scale == pytest.approx(scale)

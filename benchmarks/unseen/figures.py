@@ -1,0 +1,95 @@
+"""What searches on unseen devices come to: regret, whether confidences held, and recommendations that do not run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.replay.calibration import calibrate
+from benchmarks.unseen.searches import UnseenRun
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The worst that passes: largest regrets, least share true of lines >= 90, largest calibration error."""
+
+    regret_p95: float
+    confident_share_true: float
+    expected_calibration_error: float
+
+
+GATE = Limits(regret_p95=0.01, confident_share_true=0.9, expected_calibration_error=0.06)
+
+
+def summarize(runs: Sequence[UnseenRun]) -> dict[str, Any]:
+    """Return regret, calibration with every decile, and the share of recommendations that do not run.
+
+    The bootstrap of the calibration's intervals draws devices, because the lines of one search are nearly one
+    observation.
+    """
+    return {
+        "num_runs": len(runs),
+        "regret": _spread([run.regret for run in runs]),
+        "regret_of_admitted": _spread([run.regret_of_admitted for run in runs]),
+        "share_within_tolerance": statistics.fmean(run.within_tolerance for run in runs),
+        "mean_final_confidence": statistics.fmean(run.confidence + 0.5 for run in runs) / 100,
+        "share_failing_whole": statistics.fmean(run.fails_whole for run in runs),
+        "share_with_failed_checks": statistics.fmean(run.num_failed_checks > 0 for run in runs),
+        "trials": statistics.median(run.num_trials for run in runs),
+        "seconds": statistics.median(run.seconds for run in runs),
+        "check_seconds": statistics.median(run.check_seconds for run in runs),
+        "calibration": calibrate({str(run.seed): run.lines for run in runs}),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(values),
+        "p95": float(np.percentile(values, 95)),
+        "max": max(values),
+        "mean": statistics.fmean(values),
+    }
+
+
+def misses(found: Mapping[str, Any], limits: Limits) -> list[str]:
+    """Return what is worse than its limit, in words."""
+    calibration = found["calibration"] or {}
+    p95, error = found["regret"]["p95"], calibration.get("expected_calibration_error", 0.0)
+    true = calibration.get("confident_share_true")
+    messages = []
+    if p95 > limits.regret_p95:
+        messages.append(f"the 95th percentile of regret is {p95:.2%}, above {limits.regret_p95:.2%}")
+    if true is not None and true < limits.confident_share_true:
+        messages.append(f"{true:.1%} of the lines >= 90 are true, below {limits.confident_share_true:.0%}")
+    if error > limits.expected_calibration_error:
+        messages.append(f"the calibration error is {error:.3f}, above {limits.expected_calibration_error:.3f}")
+    return messages
+
+
+def print_figures(found: Mapping[str, Any]) -> None:
+    """Print the figures for a person."""
+    regret, calibration = found["regret"], found["calibration"]
+    parts = ", ".join(f"{name} {regret[name]:.2%}" for name in ("median", "p95", "max", "mean"))
+    print(f"{found['num_runs']} searches on unseen devices in {found['wall_seconds']:.0f} s; regret {parts}")
+    print(
+        f"within tolerance {found['share_within_tolerance']:.1%}, said {found['mean_final_confidence']:.1%}; "
+        f"recommendations that run out of memory {found['share_failing_whole']:.2%}, runs in which a check did "
+        f"{found['share_with_failed_checks']:.1%}; median {found['trials']:.0f} trials, {found['seconds']:.1f} s and "
+        f"{found['check_seconds']:.1f} s of checks"
+    )
+    if calibration is None:
+        return
+    sure = calibration["confident_share_true"]
+    print(
+        f"calibration error {calibration['expected_calibration_error']:.3f}; of "
+        f"{calibration['num_confident_lines']:.0f} lines >= 90 {'-' if sure is None else f'{sure:.1%}'} are true"
+    )
+    for row in calibration["reliability"]:
+        print(
+            f"  {row['from']:>3.0f}-{row['to']:<3.0f} {row['num_lines']:>6.0f} lines, "
+            f"said {row['mean_forecast']:.1%}, true {row['share_true']:.1%}"
+        )

@@ -1,0 +1,302 @@
+"""A device and a model that are drawn from a seed: the truth that the search never sees, and the device's answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.unseen.draws import Draws
+from benchmarks.unseen.kernels import Kernels
+from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable, predict_memory, required_table
+from explorer.cost_model.components import Component
+from explorer.cost_model.search_space import EmptySpaceError
+from explorer.cost_model.step import memory_limit
+from explorer.records.measurement import (
+    ComponentMeasurement,
+    Measurement,
+    Outcome,
+    PhaseSeconds,
+    WholeModelMeasurement,
+)
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.pruned_space import PrunedSpace, prune_space
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from workers.replay.device import VirtualClock
+
+MEMORY_MODEL_STD, MEMORY_OWN_STD = 0.012, 0.016
+"""Relative errors of a composed peak: one that a model's candidates share, and a candidate's own; 2% together."""
+FRAGMENTATION_STD = {"default": 0.02, "expandable_segments": 0.008}
+"""Scale of what an allocator cannot place, as a share of the peak; half as much again for a peak of 4 GiB."""
+PRESSURE_SHARE = 0.985
+"""Beyond this share of the limit some devices are slower: the allocator gives memory back and takes it again."""
+FEWEST_CANDIDATES = 12
+MOST_DRAWS = 50
+
+
+@dataclass(frozen=True)
+class UnseenTruth:
+    """What is true of every candidate, in the rows of `table`. Axes: C candidates, K components.
+
+    `tokens_C` is the mean throughput of the whole model, composition error included; it is 0 where the true peak with
+    fragmentation, context and margin exceeds the limit. `lasts_C` says which whole models run at all, `admitted_C`
+    which candidates fit as composed. The search may recommend no other, although a composed peak may be too high.
+    """
+
+    name: str
+    seed: int
+    request: ExplorationRequest
+    report: DeviceReport
+    prune: PrunedSpace
+    table: SpaceTable
+    tokens_C: Floats  # noqa: N815 - axes are in names
+    speed_C: Floats  # noqa: N815 - axes are in names
+    peak_C: Floats  # noqa: N815 - axes are in names
+    lasts_C: Mask  # noqa: N815 - axes are in names
+    admitted_C: Mask  # noqa: N815 - axes are in names
+    micro_step_C: Floats  # noqa: N815 - axes are in names
+    optimizer_C: Floats  # noqa: N815 - axes are in names
+    device_K: Floats  # noqa: N815 - axes are in names
+    host_K: Floats  # noqa: N815 - axes are in names
+    sizes_3K: Floats  # noqa: N815 - axes are in names
+
+    @property
+    def best(self) -> float:
+        """Tokens/s of the best candidate that fits."""
+        return float(self.tokens_C.max())
+
+    def regret(self, candidate: Candidate | None) -> float:
+        """Share of the best throughput that a recommendation gives away; 1 for none, or if its whole model fails."""
+        if candidate is None or candidate not in self.table.row or not self.lasts_C[self.table.row[candidate]]:
+            return 1.0
+        return max(0.0, 1.0 - float(self.speed_C[self.table.row[candidate]]) / self.best)
+
+    def regret_of_admitted(self, candidate: Candidate | None) -> float:
+        """The regret against the best of the candidates that fit as composed; against all if none of them fits."""
+        best = float(np.where(self.admitted_C, self.tokens_C, 0.0).max()) or self.best
+        return max(0.0, 1.0 - (1.0 - self.regret(candidate)) * self.best / best)
+
+    def is_within_tolerance(self, candidate: Candidate) -> bool:
+        """Whether a candidate is within the tolerance of the best, whose probability a confidence states."""
+        return self.regret(candidate) <= self.request.tolerance
+
+    def device(self, seed: int, clock: VirtualClock) -> UnseenDevice:
+        """Return the device, whose noise follows from `seed`."""
+        return UnseenDevice(self, seed, clock)
+
+
+def draw_truth(seed: int) -> UnseenTruth:
+    """Return the device and the model of a seed.
+
+    Models that are too large for their device are drawn again.
+
+    Raises:
+        RuntimeError: no draw fits, which would be an error of the generator.
+    """
+    for attempt in range(MOST_DRAWS):
+        draws = Draws(MOST_DRAWS * seed + attempt)
+        request = draw_request(draws)
+        report = draw_report(draws, request)
+        try:
+            request = _limit_memory(draws, request, report)
+            prune = prune_space(request.model, request, report)
+        except EmptySpaceError:
+            continue
+        if prune.table is None or len(prune.legal.candidates) < FEWEST_CANDIDATES:
+            continue
+        if prune.table.static_bytes_C.min() > STATE_SHARE * memory_limit(request, report.hardware):
+            continue
+        truth = _complete(seed, draws, request, report, prune, prune.table)
+        if np.any(truth.tokens_C > 0):
+            return truth
+    raise RuntimeError(f"no model fits its device with seed {seed}")
+
+
+def _limit_memory(draws: Draws, request: ExplorationRequest, report: DeviceReport) -> ExplorationRequest:
+    """Return the request with a limit that cuts through its space, in half of all draws."""
+    table = prune_space(request.model, request, report).table
+    if table is None or draws.happens(0.5, "all fit"):
+        return request
+    required_C = predict_memory(table, report.hardware)
+    limit = float(np.quantile(required_C, draws.between(0.3, 0.95, "limit")))
+    return request.model_copy(update={"memory_limit_gib": limit / GIB})
+
+
+def _complete(
+    seed: int, draws: Draws, request: ExplorationRequest, report: DeviceReport, prune: PrunedSpace, table: SpaceTable
+) -> UnseenTruth:
+    hardware, model = report.hardware, request.model
+    kernels = Kernels(draws, hardware)
+    pairs = [kernels.seconds(component, model) for component in table.components]
+    device_K, host_K = np.array([d for d, _ in pairs]), np.array([h for _, h in pairs])
+    sizes_3K = np.array([_sizes(draws, component, request) for component in table.components]).T
+    peak_C = (table.static_bytes_C + np.add(*table.activation_bytes(*sizes_3K))) * _memory_factors(draws, table)
+    limit = memory_limit(request, hardware)
+    lasts_C = peak_C * (1.0 + _fragmentation(draws, table, peak_C)) + hardware.context_bytes <= limit
+    fits_C = lasts_C & (required_table(table, peak_C - table.static_bytes_C, hardware) <= limit)
+    factor_C = _composition_factors(draws, table)
+    if draws.happens(0.4, "memory pressure"):
+        factor_C = factor_C * np.where(peak_C > PRESSURE_SHARE * limit, draws.between(1.02, 1.1, "pressure"), 1.0)
+    micro_step_C = table.micro_step_seconds(device_K[None, :], host_K)[0] * factor_C
+    optimizer_C = table.optimizer_seconds(device_K[None, :], host_K)[0]
+    step_C = request.batch_size / table.micro_batch_C * micro_step_C + optimizer_C
+    speed_C = request.batch_size * model.seq_length / step_C
+    members = set(prune.legal.candidates)
+    legal_C = np.array([candidate in members for candidate in table.candidates])
+    return UnseenTruth(
+        name=f"unseen-{seed}",
+        seed=seed,
+        request=request,
+        report=report,
+        prune=prune,
+        table=table,
+        tokens_C=np.where(legal_C & fits_C, speed_C, 0.0),
+        speed_C=speed_C,
+        peak_C=peak_C,
+        lasts_C=lasts_C,
+        admitted_C=required_table(table, np.add(*table.activation_bytes(*sizes_3K)), hardware) <= limit,
+        micro_step_C=micro_step_C,
+        optimizer_C=optimizer_C,
+        device_K=device_K,
+        host_K=host_K,
+        sizes_3K=sizes_3K,
+    )
+
+
+def _sizes(draws: Draws, component: Component, request: ExplorationRequest) -> tuple[float, float, float]:
+    """Return measured bytes: off the prediction by similar, with a workspace from some size on."""
+    found = predict_component_bytes(component, request.model, request)
+    sort = (component.kind, component.backend, component.recompute)
+    factor = math.exp(0.08 * draws.normal("bytes", *sort, component.bta_tile is None))
+    threshold = draws.scale_between(2, 64, "workspace from", component.kind, component.backend)
+    workspace = draws.between(0.0, 0.3, "workspace", component.kind) * GIB * (component.micro_batch_size > threshold)
+    return factor * found.saved, factor * found.forward_peak + workspace, factor * found.backward_peak + workspace
+
+
+def _memory_factors(draws: Draws, table: SpaceTable) -> Floats:
+    shared = MEMORY_MODEL_STD * draws.normal("memory")
+    own = [MEMORY_OWN_STD * draws.normal("memory", candidate.describe()) for candidate in table.candidates]
+    return np.asarray(np.exp(shared + np.array(own)))
+
+
+def _fragmentation(draws: Draws, table: SpaceTable, peak_C: Floats) -> Floats:
+    scale_C = FRAGMENTATION_STD[table.request.allocator] * (1.0 + 2.0 * GIB / peak_C)
+    drawn = [abs(draws.normal("fragmentation", candidate.describe())) for candidate in table.candidates]
+    return np.asarray(scale_C * np.array(drawn))
+
+
+def _composition_factors(draws: Draws, table: SpaceTable) -> Floats:
+    """Return whole over composed seconds: shared, of a policy, of a size, and heavy-tailed of each candidate's own."""
+    own = draws.scale_between(0.002, 0.005, "composition scale")
+    shared = 0.02 * draws.normal("composition")
+    logs = [
+        shared
+        + 0.004 * draws.normal("composition", c.recompute, c.bta_tile is None)
+        + 0.003 * draws.normal("composition", c.micro_batch_size)
+        + own * draws.heavy("composition", c.describe())
+        for c in table.candidates
+    ]
+    return np.asarray(np.exp(np.array(logs)))
+
+
+class UnseenDevice:
+    """A `Measure` that answers with the truth and its noise.
+
+    Runs differ by 0.3 to 3%, by kind of component. A few are outliers. The device drifts slowly from trial to trial.
+    `num_out_of_memory` counts the whole models that did not fit.
+    """
+
+    def __init__(self, truth: UnseenTruth, seed: int, clock: VirtualClock) -> None:
+        self.num_out_of_memory = 0
+        self._truth = truth
+        self._clock = clock
+        hidden = Draws(MOST_DRAWS * truth.seed)
+        self._runs = Draws(seed)
+        self._scale = hidden.scale_between(0.003, 0.03, "run scale")
+        self._scales = {
+            c.kind: float(np.clip(self._scale * hidden.scale_between(0.5, 2.0, "run scale", c.kind), 0.003, 0.03))
+            for c in truth.table.components
+        }
+        self._stated = hidden.between(0.1, 0.5, "stated")
+        self._host_scale = hidden.scale_between(0.02, 0.15, "host scale")
+        self._drift = hidden.between(0.0, 0.01, "drift")
+        self._period = hidden.scale_between(4.0, 60.0, "period")
+        self._phase = hidden.between(0.0, 2 * math.pi, "phase")
+        self._outliers = hidden.between(0.0, 0.04, "outliers")
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        """Answer a plan."""
+        whole = plan.kind is TrialKind.WHOLE_MODEL
+        measurement = self._whole_model(plan) if whole else self._components(plan)
+        self._clock.advance(measurement.phases.total)
+        return measurement
+
+    def _components(self, plan: TrialPlan) -> Measurement:
+        measured = tuple(self._component(component, plan.number) for component in plan.components)
+        seconds = [float(self._truth.device_K[self._truth.table.column[m.component]]) for m in measured]
+        return Measurement(
+            candidate=plan.candidate,
+            outcome=Outcome.OK,
+            components=measured,
+            phases=PhaseSeconds(
+                build=0.02 * len(seconds),
+                warm_up=sum(0.02 + 2.5 * s for s in seconds),
+                timed=sum(0.25 + 9 * s for s in seconds),
+                messaging=0.03,
+            ),
+        )
+
+    def _component(self, component: Component, trial: int) -> ComponentMeasurement:
+        truth, runs = self._truth, self._runs
+        column, scale = truth.table.column[component], self._scales[component.kind]
+        noise = scale * runs.normal("run", component.key, trial) + self._drifted(trial)
+        if runs.happens(self._outliers, "outlier", component.key, trial):
+            noise += runs.between(0.03, 0.1, "outlier size", component.key, trial)
+        device = float(truth.device_K[column]) * math.exp(noise)
+        host = float(truth.host_K[column]) * math.exp(self._host_scale * runs.normal("host", component.key, trial))
+        saved, forward, backward = (round(float(size)) for size in truth.sizes_3K[:, column])
+        return ComponentMeasurement(
+            component=component,
+            device_seconds=device,
+            host_seconds=host,
+            forward_device_seconds=device / 3,
+            standard_error_seconds=self._stated * scale * device,
+            repeats=6,
+            saved_bytes=saved,
+            forward_peak_bytes=forward,
+            backward_peak_bytes=backward,
+        )
+
+    def _whole_model(self, plan: TrialPlan) -> Measurement:
+        truth, runs = self._truth, self._runs
+        row = truth.table.row[plan.candidate]
+        true = float(truth.micro_step_C[row])
+        phases = PhaseSeconds(build=0.5, warm_up=2 * true + 0.5, timed=6 * true + 0.5, messaging=0.05)
+        if not truth.lasts_C[row]:
+            self.num_out_of_memory += 1
+            return Measurement(candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, phases=phases)
+        # Its blocks' noise averages out in part, because they differ by themselves.
+        noise = 0.4 * self._scale * runs.normal("whole", plan.candidate.describe(), plan.number)
+        seconds = true * math.exp(noise + self._drifted(plan.number))
+        peak = round(float(truth.peak_C[row]))
+        return Measurement(
+            candidate=plan.candidate,
+            outcome=Outcome.OK,
+            whole_model=WholeModelMeasurement(
+                micro_step_seconds=seconds,
+                optimizer_seconds=float(truth.optimizer_C[row]),
+                standard_error_seconds=0.3 * 0.4 * self._scale * seconds,
+                peak_bytes=peak,
+                reserved_bytes=round(1.01 * peak),
+                repeats=5,
+            ),
+            phases=phases,
+        )
+
+    def _drifted(self, trial: int) -> float:
+        return self._drift * math.sin(2 * math.pi * trial / self._period + self._phase)

@@ -1,0 +1,105 @@
+"""Devices and models that nothing was tuned to: they follow from a seed, and the search holds up on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.replay.runs import Line
+from benchmarks.unseen.__main__ import main
+from benchmarks.unseen.draws import Draws
+from benchmarks.unseen.figures import GATE, misses, summarize
+from benchmarks.unseen.kernels import Kernels
+from benchmarks.unseen.searches import UnseenRun, run_searches
+from benchmarks.unseen.world import UnseenTruth, draw_truth
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.trial import TrialKind, TrialPlan
+from workers.replay.device import VirtualClock
+
+SEEDS = range(400, 406)
+LEAST_WITHIN = 3
+"""Nine of ten answers are within the tolerance, so fewer than three of six are in one of a thousand draws."""
+
+
+@pytest.fixture(scope="module")
+def truth() -> UnseenTruth:
+    return draw_truth(3)
+
+
+def measure(truth: UnseenTruth, row: int, kind: TrialKind, seed: int = 0, number: int = 1) -> Measurement:
+    plan = TrialPlan(
+        number=number,
+        kind=kind,
+        model=truth.table.model,
+        candidate=truth.table.candidates[row],
+        components=truth.table.decompositions[row].components if kind is TrialKind.COMPONENTS else (),
+        timeout_seconds=60,
+    )
+    return truth.device(seed, VirtualClock())(plan)
+
+
+def test_everything_follows_from_the_seed(truth: UnseenTruth) -> None:
+    again, other = draw_truth(3), draw_truth(4)
+    assert again.request == truth.request
+    assert np.array_equal(again.tokens_C, truth.tokens_C)
+    assert other.request != truth.request
+    row = int(np.argmax(truth.tokens_C))
+    first = measure(truth, row, TrialKind.COMPONENTS)
+    assert measure(again, row, TrialKind.COMPONENTS) == first
+    assert measure(truth, row, TrialKind.COMPONENTS, seed=1) != first
+    assert measure(truth, row, TrialKind.COMPONENTS, number=2) != first
+
+
+def test_no_run_shows_the_truth_and_their_mean_does(truth: UnseenTruth) -> None:
+    row = int(np.argmax(truth.tokens_C))
+    runs = [measure(truth, row, TrialKind.WHOLE_MODEL, seed).whole_model for seed in range(200)]
+    logs = np.log([run.micro_step_seconds for run in runs if run is not None] / truth.micro_step_C[row])
+    assert np.all(logs != 0.0)
+    assert 0.0005 < logs.std() < 0.02
+    assert abs(logs.mean()) < 0.012, "the device drifts by at most 1%"
+
+
+def test_what_exceeds_the_memory_fails_and_is_the_largest_regret(truth: UnseenTruth) -> None:
+    tight = next(found for seed in range(40) if not (found := draw_truth(seed)).lasts_C.all())
+    row = int(np.flatnonzero(~tight.lasts_C)[0])
+    assert measure(tight, row, TrialKind.WHOLE_MODEL).outcome is Outcome.OUT_OF_MEMORY
+    assert tight.regret(tight.table.candidates[row]) == 1.0
+    best = tight.table.candidates[int(np.argmax(tight.tokens_C))]
+    assert tight.regret(best) == 0.0
+    assert tight.is_within_tolerance(best)
+    assert tight.regret_of_admitted(best) == 0.0
+
+
+def test_a_last_wave_that_is_not_full_costs_throughput(truth: UnseenTruth) -> None:
+    kernels = Kernels(Draws(0), truth.report.hardware)
+    waves = [kernels._waves(tiles) / tiles for tiles in range(1, 2000)]
+    assert max(np.diff(waves)) > 0.0, "more work may be slower for its size"
+    assert waves[-1] < waves[0]
+
+
+def run(seed: int, regret: float, number: int, *, true: bool) -> UnseenRun:
+    lines, confidence = tuple(Line(95, true) for _ in range(number)), 95
+    return UnseenRun(seed, 10, regret, regret, regret <= 0.01, confidence, regret >= 1.0, 0, 5, 1.0, 1.0, lines)
+
+
+def test_the_gate_names_each_figure_that_is_worse_than_its_limit() -> None:
+    well = summarize([run(0, 0.0, 20, true=True)])
+    assert misses(well, GATE) == []
+    assert well["share_failing_whole"] == 0.0
+    badly = summarize([run(0, 0.02, 20, true=False), run(1, 1.0, 1, true=True)])
+    found = misses(badly, GATE)
+    assert [message.split()[0] for message in found] == ["the", f"{1 / 21:.1%}", "the"]
+    assert badly["share_failing_whole"] == 0.5
+
+
+def test_searches_on_a_fixed_set_stay_within_what_their_number_allows() -> None:
+    found = summarize(run_searches(SEEDS, processes=1))
+    assert found["share_within_tolerance"] * len(SEEDS) >= LEAST_WITHIN
+    assert found["regret_of_admitted"]["max"] < 0.05
+    assert found["share_failing_whole"] == 0.0
+
+
+def test_an_empty_range_of_seeds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--seed-range", "5", "5"])
+    assert "above it" in capsys.readouterr().err
