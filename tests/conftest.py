@@ -9,7 +9,7 @@ import signal
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,15 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
-def pytest_collection() -> None:
-    """Collect no garbage while modules are imported: almost all that they make stays."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what imports make out of garbage collections, each of which would take half a second otherwise."""
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Leave what imports made out of garbage collections, which took half a second each otherwise."""
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
