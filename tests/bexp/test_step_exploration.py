@@ -128,11 +128,11 @@ def test_nothing_fits() -> None:
     assert found.notes == ("no size fits",)
 
 
-def test_close_sizes_leave_doubt() -> None:
-    example = Example()
+def test_close_sizes_leave_doubt(clock: Clock) -> None:
+    example, draws = Example(clock), random.Random(0)
 
     def step(x: torch.Tensor) -> None:
-        time.sleep(0.004 * len(x) * random.uniform(0.7, 1.3))
+        clock.sleep(0.004 * len(x) * draws.uniform(0.7, 1.3))
 
     assert explore(example, step=step, repeats=4).confidence < 99
 
