@@ -92,9 +92,12 @@ def _is_fusible(scores_TE: Tensor, top_k: int) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # torch's decorator has no types
 def _has_kernel(device: torch.device) -> bool:
     return triton_reason(device) is None
+
+
+# All that `torch.compiler.assume_constant_result` does, except that it imports the compiler, which takes seconds.
+_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Route(Function):

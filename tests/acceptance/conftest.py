@@ -28,7 +28,7 @@ TINY = {
     "micro_batch_size": [1, 2, 4],
     "recompute": ["none"],
     "bta": {"enable": False},
-    "budget": {"max_seconds": 5, "max_trials": 12, "confidence_target": 99},
+    "budget": {"max_seconds": 5, "max_trials": 4, "confidence_target": 99},
 }
 
 

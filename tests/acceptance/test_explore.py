@@ -12,7 +12,7 @@ import pytest
 
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
-from storage.jobs import JobState, get_job
+from storage.jobs import JobState, get_job, list_jobs
 from storage.queue import Queue
 from storage.schema import upgrade
 from tests.acceptance.conftest import TINY, Machine, await_gone, profilers_of, wait_for
@@ -45,23 +45,24 @@ def test_explore_prints_lines_and_the_answer_and_keeps_both(machine: Machine) ->
     assert str(listed["micro_batch_size"]) == recommended[-1]
 
 
-def test_what_does_not_fit_is_exit_1_and_names_a_way_out(machine: Machine) -> None:
-    printed = machine.run("explore", machine.configure(), "--memory-limit-gib", "0.001", "--device", "cpu", code=1)
-    assert "BEXP402" in printed
-    assert "No candidate fits: " in printed
-
-
-def test_a_forgotten_job_does_not_come_first(machine: Machine, open_url: Callable[[str], Database]) -> None:
+def test_what_does_not_fit_is_exit_1_and_names_a_way_out_before_a_forgotten_job_is_run(
+    machine: Machine, open_url: Callable[[str], Database]
+) -> None:
     database = open_url(machine.database_url)
     upgrade(database)
     forgotten, _ = Queue(database).enqueue(ExplorationRequest.model_validate(TINY))
-    config = machine.configure()
-    printed = machine.run("explore", config, "--device", "cpu", "--memory-limit-gib", "0.001", code=1)
+    printed = machine.run("explore", machine.configure(), "--memory-limit-gib", "0.001", "--device", "cpu", code=1)
     assert "BEXP402" in printed
+    assert "No candidate fits: " in printed
     assert get_job(database, forgotten.id).state is JobState.QUEUED
 
 
-def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine) -> None:
+def states(database: Database) -> list[JobState]:
+    """The state of every exploration."""
+    return [job.state for job in list_jobs(database)[0]]
+
+
+def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine, open_url: Callable[[str], Database]) -> None:
     endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
     config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
     command = machine.start("explore", config, "--device", "cpu")
@@ -71,12 +72,13 @@ def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine) -> None:
     command.send_signal(signal.SIGINT)
     assert command.wait(12) == 130
     await_gone(children, 0)
-    (listed,) = json.loads(machine.run("list", "--json"))
-    assert listed["state"] == "cancelled"
+    assert states(open_url(machine.database_url)) == [JobState.CANCELLED]
     assert "Traceback" not in machine.err(command)
 
 
-def test_a_killed_command_takes_worker_and_profiler_with_it(machine: Machine) -> None:
+def test_a_killed_command_takes_worker_and_profiler_with_it(
+    machine: Machine, open_url: Callable[[str], Database]
+) -> None:
     endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
     config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
     command = machine.start("explore", config, "--device", "cpu")
@@ -85,8 +87,7 @@ def test_a_killed_command_takes_worker_and_profiler_with_it(machine: Machine) ->
     command.kill()
     command.wait()
     await_gone(children, 15)
-    (listed,) = json.loads(machine.run("list", "--json"))
-    assert listed["state"] == "cancelled"
+    assert states(open_url(machine.database_url)) == [JobState.CANCELLED]
 
 
 def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:

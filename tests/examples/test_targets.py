@@ -25,7 +25,7 @@ def explore(folder: Path, target: str, config: Mapping[str, object], device: str
         "target_config": dict(config),
         "batch_size": 8,
         "micro_batch_size": [1, 2, 4],
-        "budget": {"max_trials": 6},
+        "budget": {"max_trials": 3},
     }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(request))

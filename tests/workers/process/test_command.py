@@ -75,7 +75,7 @@ def test_an_exploration_imports_nothing_from_the_working_directory(
             shutil.copytree(PACKAGES_FOLDER / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     import yaml
 
-    (hostile_folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    (hostile_folder / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"budget": {"max_trials": 1}}))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BEXP_")}
     environment |= {
         "PYTHONPATH": str(root),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bexp.kernels import router
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from tests.bexp.kernels.references import relative_error
@@ -81,3 +82,8 @@ def test_the_limit_of_recompilations_is_lifted() -> None:
 
     compilation.compiled(lambda x: x)
     assert dynamo.recompile_limit >= 1000
+
+
+def test_whether_the_router_has_a_kernel_is_a_constant_to_the_compiler() -> None:
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    assert vars(router._has_kernel) == vars(marked) != {}
