@@ -29,8 +29,9 @@ class Worker:
     """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
-    started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; the list may
-    grow meanwhile. `targets` has the version of each target by name; the default is what is installed here.
+    started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those
+    jobs; the list may grow meanwhile. `targets` has the version of each target by name; the default is what is
+    installed here.
     """
 
     def __init__(
