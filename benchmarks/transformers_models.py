@@ -21,7 +21,7 @@ from benchmarks.isolation import Spoilt
 from bexp.measure.timing import collector_paused, standard_error
 from explorer.spec.model import ModelSpec
 from explorer.spec.routing import RoutingSpec
-from workers.profiler.training.run import MICRO_STEPS
+from workers.profiler.training.data_parallel import MICRO_STEPS
 from workers.profiler.trials.whole_model import MAX_STEPS, MIN_STEPS, TIMED_SECONDS
 from workers.targets.reference.decoder import parameter_shapes
 from workers.targets.reference.factory import random_tokens
