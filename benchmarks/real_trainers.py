@@ -8,7 +8,8 @@ For each configuration: an exploration with the target `transformers` through th
 all micro-batch sizes with and without gradient checkpointing, and the recommended configuration, and the best stock
 one that the answer names, run by the Trainer after `bexp.apply`. `--set` sets fields of the request; an exploration of
 compiled layers is also held against the Trainer's own `torch_compile`, at the sweep's best size and the next two.
-Each GPU has a model at a time. The file is written after each model; a second start goes on where the first ended.
+Each GPU has a model at a time. The file is written after each part of a row; a second start goes on where the first
+ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,22 +73,36 @@ class Table:
         self._lock = threading.Lock()
 
     def add(self, path: Path, latest_start: float) -> None:
-        """Measure one configuration and write the file, unless it has that row or it is too late to start."""
-        fields = sorted(self.options.fields)
-        rows = [row for row in self.results["models"] if row["model"] == path.stem]
-        if any(row["fields"] == fields for row in rows):
-            return
-        padded = "padding=right" in fields or "padding=left" in fields
-        sweep = next((row["sweep"] for row in rows if row["padded"] is padded), None)
+        """Measure what the row of one configuration lacks, unless it is too late to start."""
+        with self._lock:
+            row = self._row(path)
         with self._gpu() as environment:
             if time.perf_counter() > latest_start:
                 return
-            run = ModelRun(path, fields, padded, environment, self.options)
-            row = run.measure(sweep)
-        with self._lock:
-            self.results["models"].append(row)
-            write_results(self.options.out, self.results)
+            run = ModelRun(path, row, environment, self.options)
+            for part, measure in run.parts().items():
+                if part not in row:
+                    found = measure()
+                    with self._lock:
+                        row[part] = found
+                        write_results(self.options.out, self.results)
         print(describe(row), flush=True)
+
+    def _row(self, path: Path) -> dict[str, Any]:
+        """The row of a configuration with the fields that were asked for, a new one if there is none."""
+        rows: list[dict[str, Any]] = self.results["models"]
+        fields = sorted(self.options.fields)
+        padded = "padding=right" in fields or "padding=left" in fields
+        alike = [row for row in rows if row["model"] == path.stem]
+        row = next((row for row in alike if row["fields"] == fields), None)
+        if row is None:
+            seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
+            row = {"model": path.stem, "fields": fields, "padded": padded, "seq_length": seq_length}
+            rows.append(row)
+        swept = next((other["sweep"] for other in alike if other["padded"] is padded and "sweep" in other), None)
+        if swept is not None:
+            row.setdefault("sweep", swept)
+        return row
 
     @contextmanager
     def _gpu(self) -> Iterator[dict[str, str]]:
@@ -100,73 +115,72 @@ class Table:
 
 
 class ModelRun:
-    """One configuration: exploration, sweep, and the recommendation in the Trainer."""
+    """The parts of one row: exploration, sweeps, and the answer in the Trainer."""
 
     def __init__(
-        self, path: Path, fields: list[str], padded: bool, environment: Mapping[str, str], options: argparse.Namespace
+        self, path: Path, row: dict[str, Any], environment: Mapping[str, str], options: argparse.Namespace
     ) -> None:
         self._path = path
-        self._fields = fields
-        self._padded = padded
+        self._row = row
         self._environment = environment
         self._options = options
-        self._seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
+        self._seq_length: int = row["seq_length"]
         self._device = "cuda:0" if environment["CUDA_VISIBLE_DEVICES"] else "cpu"
 
-    def measure(self, sweep: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """The row of the table; `sweep` is that of an earlier row with the same batches."""
-        row: dict[str, Any] = {"model": self._path.stem, "fields": self._fields, "padded": self._padded}
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            row |= {"seq_length": self._seq_length, "exploration": self._explore(folder)}
-            row["sweep"] = self._train(["--sweep"], folder / "sweep.json") if sweep is None else sweep
-            if any(field in self._fields for field in ("execution=compile", "execution=explore")):
-                runs = compiled_runs(row["sweep"])
-                row["compiled_sweep"] = self._train(["--runs", json.dumps(runs)], folder / "compiled.json")
-            document = row["exploration"]["document"]
-            for key, place in (("recommended", "candidate"), ("stock", "stock")):
-                row[key] = [] if document is None else self._train_as(document, place, folder / f"{key}.json")
-        return row
+    def parts(self) -> dict[str, Callable[[], Any]]:
+        """What measures each part, in the order in which one may need another."""
+        parts: dict[str, Callable[[], Any]] = {
+            "exploration": self._explore,
+            "recommended": lambda: self._train_as("candidate"),
+            "stock": lambda: self._train_as("stock"),
+            "sweep": lambda: self._train(["--sweep"]),
+        }
+        if any(field in self._row["fields"] for field in ("execution=compile", "execution=explore")):
+            parts["compiled_sweep"] = lambda: self._train(["--runs", json.dumps(compiled_runs(self._row["sweep"]))])
+        return parts
 
-    def _explore(self, folder: Path) -> dict[str, Any]:
+    def _explore(self) -> dict[str, Any]:
         """Explore through the service; the document of `bexp best --json`, null if there is no answer."""
         asked = ["--target", "transformers", "--seq-length", str(self._seq_length)]
         asked += ["--batch-size", str(self._options.batch_size), "--max-seconds", str(self._options.max_seconds)]
-        asked += [word for field in self._fields for word in ("--set", field)]
-        started = time.perf_counter()
-        done = self._client(["explore", str(self._path.absolute()), *asked, "--device", self._device], folder)
-        seconds = time.perf_counter() - started
-        identity = next((word for word in done.stdout.split() if len(word) == 16 and word.isalnum()), "latest")
-        best = self._client(["best", identity, "--json"], folder) if done.returncode == ANSWER else None
+        asked += [word for field in self._row["fields"] for word in ("--set", field)]
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            done = self._client(["explore", str(self._path.absolute()), *asked, "--device", self._device], folder)
+            seconds = time.perf_counter() - started
+            best = self._client(["best", "latest", "--json"], folder) if done.returncode == ANSWER else None
         document = json.loads(best.stdout) if best is not None and best.returncode == ANSWER else None
         log, errors = (
-            [line for line in text.splitlines() if str(folder) not in line] for text in (done.stdout, done.stderr)
+            [line for line in text.splitlines() if folder not in line] for text in (done.stdout, done.stderr)
         )
         return {"wall_seconds": seconds, "log": log, "errors": errors[-20:], "document": document}
 
-    def _train_as(self, document: dict[str, Any], place: str, out: Path) -> list[dict[str, Any]]:
+    def _train_as(self, place: str) -> list[dict[str, Any]]:
         """The Trainer with one candidate of the answer."""
-        found = document["recommendation"]
-        candidate = found["candidate"] if place == "candidate" else (found.get(place) or {}).get("candidate")
+        document = self._row["exploration"]["document"]
+        found = {} if document is None else document["recommendation"]
+        candidate = found.get("candidate") if place == "candidate" else (found.get(place) or {}).get("candidate")
         if candidate is None or (place != "candidate" and candidate == found["candidate"]):
             return []
-        wanted = {**document, "recommendation": {**found, "candidate": candidate}}
+        wanted = {**document, "recommendation": {**found, "candidate": candidate, "dividing": None}}
         run = {"micro_batch_size": candidate["micro_batch_size"], "recommendation": wanted}
-        runs = self._train(["--runs", json.dumps([run])], out)
+        runs = self._train(["--runs", json.dumps([run])])
         return [{key: value for key, value in one.items() if key != "recommendation"} for one in runs]
 
-    def _train(self, arguments: list[str], out: Path) -> list[dict[str, Any]]:
-        """Runs of the Trainer, each in a process of its own; none if the program failed."""
+    def _train(self, arguments: list[str]) -> list[dict[str, Any]]:
+        """Runs of the Trainer, each in a process of its own."""
         command = [sys.executable, "-m", "benchmarks.trainer_runs", str(self._path.absolute())]
-        limits = ["--seq-length", str(self._seq_length), "--max-seconds", str(SWEEP_SECONDS), "--out", str(out)]
-        padding = ["--padding"] if self._padded else []
-        subprocess.run(
-            [*command, *limits, *padding, *arguments], check=True, stdout=sys.stderr, env=dict(self._environment)
-        )
-        runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"]
+        padding = ["--padding"] if self._row["padded"] else []
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "runs.json"
+            limits = ["--seq-length", str(self._seq_length), "--max-seconds", str(SWEEP_SECONDS), "--out", str(out)]
+            subprocess.run(
+                [*command, *limits, *padding, *arguments], check=True, stdout=sys.stderr, env=dict(self._environment)
+            )
+            runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"]
         return runs
 
-    def _client(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    def _client(self, arguments: Sequence[str], folder: str) -> subprocess.CompletedProcess[str]:
         """`bexp` with a database and a log folder of its own."""
         command = [sys.executable, "-m", "api.cli", *arguments]
         paths = os.pathsep.join(filter(None, [str(Path.cwd()), self._environment.get("PYTHONPATH")]))
@@ -174,16 +188,16 @@ class ModelRun:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
 
+def reach(config: dict[str, Any]) -> int:
+    """The longest sequence that a configuration has positions for."""
+    return int(next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), SEQ_LENGTH))
+
+
 def compiled_runs(sweep: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The Trainer's own compilation at the best size without checkpointing and the next two, which may fit then."""
     plain = best_of([run for run in sweep if not run["gradient_checkpointing"]])
     best = 1 if plain is None else plain["micro_batch_size"]
     return [{"micro_batch_size": size, "torch_compile": True} for size in SIZES if size >= best][:3]
-
-
-def reach(config: dict[str, Any]) -> int:
-    """The longest sequence that a configuration has positions for."""
-    return int(next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), SEQ_LENGTH))
 
 
 def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -194,7 +208,7 @@ def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def ratio(row: dict[str, Any], runs: str = "recommended") -> float | None:
     """The best of these runs over the best of the sweep; null if one is missing or failed."""
-    ours, stock = best_of(row.get(runs, [])), best_of(row["sweep"])
+    ours, stock = best_of(row.get(runs, [])), best_of(row.get("sweep", []))
     if ours is None or stock is None:
         return None
     return float(ours["tokens_per_second"] / stock["tokens_per_second"])

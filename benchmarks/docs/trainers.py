@@ -28,14 +28,14 @@ def compositions(result: Row) -> str:
 def trainers(result: Row) -> str:
     """What the Trainer reached: stock at its best, and as recommended by default explorations."""
     return table(
-        [row for row in result["models"] if not row["fields"]],
+        [row for row in result["models"] if "exploration" in row and not row["fields"]],
         {
             "model": lambda row: row["model"],
             "sequence": lambda row: row["seq_length"],
-            "stock, its best": lambda row: _run(best_of(row["sweep"])),
-            "as recommended": lambda row: _run(best_of(row["recommended"])),
+            "stock, its best": lambda row: _run(best_of(row.get("sweep", []))),
+            "as recommended": lambda row: _run(best_of(row.get("recommended", []))),
             "over stock": lambda row: _over(row, "recommended", "sweep"),
-            "the answer's best with stock kernels": lambda row: _run(best_of(row["stock"])),
+            "the answer's best with stock kernels": lambda row: _run(best_of(row.get("stock", []))),
             "composed time, peak": _composed,
             "confidence": lambda row: _answer(row).get("confidence"),
             "submit to answer": lambda row: _seconds(row["exploration"]["wall_seconds"]),
@@ -46,13 +46,13 @@ def trainers(result: Row) -> str:
 def chosen_fields(result: Row) -> str:
     """The same for explorations whose request names more than the defaults."""
     return table(
-        [row for row in result["models"] if row["fields"]],
+        [row for row in result["models"] if "exploration" in row and row["fields"]],
         {
             "model": lambda row: row["model"],
             "fields": lambda row: " ".join(f"`{field}`" for field in row["fields"]),
-            "stock, its best": lambda row: _run(best_of(row["sweep"])),
+            "stock, its best": lambda row: _run(best_of(row.get("sweep", []))),
             "stock with `torch_compile`": lambda row: _run(best_of(row.get("compiled_sweep", []))),
-            "as recommended": lambda row: _run(best_of(row["recommended"])),
+            "as recommended": lambda row: _run(best_of(row.get("recommended", []))),
             "over stock": lambda row: _over(row, "recommended", "sweep"),
             "over compiled stock": lambda row: _over(row, "recommended", "compiled_sweep"),
             "submit to answer": lambda row: _seconds(row["exploration"]["wall_seconds"]),
@@ -61,17 +61,23 @@ def chosen_fields(result: Row) -> str:
 
 
 def set_by_hand(result: Row) -> str:
-    """Runs of the Trainer after `bexp.apply` with settings that no exploration chose."""
+    """Runs of the Trainer with settings that no exploration chose: its own compilation, or after `bexp.apply`."""
     return table(
         [{"model": row["model"], **run} for row in result["set_by_hand"] for run in row["runs"]],
         {
             "model": lambda run: run["model"],
             "loss": lambda run: run.get("settings", {}).get("loss", "library"),
             "experts": lambda run: run.get("settings", {}).get("expert_backend"),
-            "execution": lambda run: run.get("settings", {}).get("execution") or "eager",
+            "execution": _execution,
             "reached": _run,
         },
     )
+
+
+def _execution(run: dict[str, Any]) -> str:
+    if run.get("torch_compile"):
+        return "the Trainer's own `torch_compile`"
+    return run.get("settings", {}).get("execution") or "eager"
 
 
 def _run(run: dict[str, Any] | None) -> str | None:
