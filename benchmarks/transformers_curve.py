@@ -46,6 +46,7 @@ from explorer.formats.request import parse_request
 from explorer.records.measurement import ComponentMeasurement, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec, OptimizerSpec, TrainingSpec
@@ -107,7 +108,7 @@ def prepare(request: ExplorationRequest) -> ExplorationRequest:
     """
     if request.mode != "train" or request.num_devices != 1:
         raise ValueError("only training on one device is compared")
-    return request.model_copy(update={"training": TRAINING, "execution": "eager"})
+    return request.model_copy(update={"training": TRAINING, "execution": Execution.EAGER})
 
 
 class Curve:

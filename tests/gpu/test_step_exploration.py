@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import spawn
 import bexp
 from tests.bexp.test_step_exploration import free_port
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def test_a_size_that_does_not_fit_is_found_out_and_the_process_goes_on() -> None:

@@ -98,7 +98,7 @@ def test_reported_runs_condition_the_error_as_in_the_exact_gaussian(distances: d
     covariance = error + 0.005**2 * np.eye(4) - gain @ with_seen.T
 
     shift, change = found.samples(ROWS, composed)
-    posterior = composed + model.sample(NUM_SAMPLES, ROWS, found.scale) + shift + change
+    posterior = composed + model.sample(NUM_SAMPLES, ROWS, found.scale, ROWS) + shift + change
     assert found.mean(ROWS, composed) == pytest.approx(mean, abs=3e-4)
     assert posterior.mean(axis=0) == pytest.approx(mean, abs=4e-4)
     assert np.cov(posterior.T) == pytest.approx(covariance, abs=1e-5)

@@ -19,6 +19,7 @@ from explorer.cost_model.components import ComponentKind
 from explorer.records.measurement import Measurement, Outcome
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
+from explorer.spec.execution import Execution
 from explorer.spec.request import ExplorationRequest
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.devices.lock import DeviceBusyError
@@ -314,13 +315,13 @@ def test_a_job_that_leaves_memory_or_compiled_code_gets_a_process_to_itself(prof
     assert result.outcome is Outcome.OUT_OF_MEMORY
     profiler.finish_job()
     assert profiler.pid is None
-    profiler.begin(REQUEST.model_copy(update={"execution": "compile"}))
+    profiler.begin(REQUEST.model_copy(update={"execution": Execution.COMPILE}))
     profiler.finish_job()
     assert profiler.pid is None
 
 
 def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless_it_was_killed(tmp_path: Path) -> None:
-    compiled = REQUEST.model_copy(update={"execution": "compile"})
+    compiled = REQUEST.model_copy(update={"execution": Execution.COMPILE})
     with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, spare=True) as profiler:
         assert spare_of(profiler) is None  # a clean process serves the next job itself
         profiler.begin(compiled)

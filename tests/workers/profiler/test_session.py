@@ -9,6 +9,7 @@ from torch import nn
 from bexp.measure.device_monitor import DeviceMonitor
 from explorer.records.measurement import Measurement, Outcome
 from explorer.spec.base import Frozen
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType
 from tests.workers.profiler.fakes import FakeGpu
@@ -118,7 +119,7 @@ def test_compiling_without_a_compiler_is_unsupported(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     session = Session(instruments, None, sent.append)
-    session.answer(Begin(request=REQUEST.model_copy(update={"execution": "compile"}), hardware=HARDWARE))
+    session.answer(Begin(request=REQUEST.model_copy(update={"execution": Execution.COMPILE}), hardware=HARDWARE))
     session.answer(RunTrial(plan=plan(candidate())))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)

@@ -10,6 +10,7 @@ from torch import nn
 
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.candidate import Candidate
+from explorer.spec.execution import Execution
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.profiler.instruments import Instruments
@@ -85,7 +86,7 @@ def _build_parameters(
     part: _Part,
     request: ExplorationRequest,
 ) -> list[nn.Parameter]:
-    eager = request.model_copy(update={"execution": "eager"})  # no block is run
+    eager = request.model_copy(update={"execution": Execution.EAGER})  # no block is run
     parameters: dict[int, nn.Parameter] = {}
     tied: nn.Parameter | None = None
     for component in part.components:

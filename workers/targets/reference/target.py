@@ -10,6 +10,7 @@ from bexp.kernels.experts.registry import expert_backend
 from explorer.cost_model.collectives import ExchangeUnits
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.candidate import Candidate
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.model import ModelSpec
 from explorer.spec.parts import ExploredModel
@@ -84,7 +85,7 @@ class ReferenceTarget:
     def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
         """Build a small model whose FFNs are dense."""
         small = miniature_of(_specified(model))
-        changed = request.model_copy(update={"model": small, "execution": "eager"})
+        changed = request.model_copy(update={"model": small, "execution": Execution.EAGER})
         candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=small.query_groups)
         run = ReferenceTrainingRun(self._instruments, small, candidate, changed, together=together)
         yield Miniature(run, ExchangeUnits.of(small).number)
