@@ -30,7 +30,6 @@ def test_a_size_that_does_not_fit_is_found_out_and_the_process_goes_on() -> None
         step=step, batch=lambda m: torch.randn(m * rows, 1024, device="cuda"), sizes=(1, 2, 4, 8), parameters=model
     )
     assert found.micro_batch_size in {1, 2}
-    assert found.confidence is not None
     assert found.peak_bytes is not None and found.peak_bytes < free
     assert torch.cuda.memory_allocated() < free // 20
 
