@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -53,15 +54,20 @@ def describe_problem(problem: Problem) -> str:
 def load_document(text: str) -> dict[str, Any]:
     """Parse a JSON or YAML mapping.
 
+    Aliases of YAML are resolved, and merge keys (`<<`) mean what YAML 1.1 says. The limits hold for the document with
+    each alias written out. Text that begins with `--` is read as Megatron's flags: `{"megatron": text}`.
+
     Raises:
-        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; an anchor,
-            an alias, a tag, a merge key or a second document; a duplicate key; a key that is not text; NaN, an
-            infinity, an integer of more than 300 digits, NUL or a lone surrogate anywhere; or anything but a mapping at
-            the top.
+        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; a tag or a
+            second document; an alias without an anchor, or of what contains it; a duplicate key; a key that is not
+            text; NaN, an infinity, an integer of more than 300 digits, NUL or a lone surrogate anywhere; or anything
+            but a mapping at the top.
     """
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB")])
     try:
+        if text.lstrip().startswith("--") and not text.lstrip().startswith("---"):
+            return {"megatron": _checked_flags(text)}
         data = _parse_json(text) if re.match(r"\s*{\s*[\"}]", text) else _parse_yaml(text)
     except RecursionError:
         raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels")]) from None
@@ -74,6 +80,12 @@ def load_document(text: str) -> dict[str, Any]:
     if problems:
         raise FormatError(problems)
     return data
+
+
+def _checked_flags(text: str) -> str:
+    if reason := _refuse_text(text):
+        raise FormatError([((), f"contains {reason}")])
+    return text
 
 
 def _check_number_of_values(data: Any) -> None:
@@ -161,18 +173,21 @@ class _Loader(_Base):
     """PyYAML's safe loader without dates (they stay text), and with duplicate keys and endless integers refused."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and the form are PyYAML's
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":value"))]
         for first, resolvers in _Base.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.tag)
-            if name in seen:
-                raise FormatError([((), f"duplicate key {name!r:.60} in line {key.start_mark.line + 1}")])
-            seen.add(name)
-        return super().construct_mapping(node, deep)
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace merge keys by what they stand for, after the keys as they are written have been compared.
+
+        An anchored mapping comes here for each mapping that merges it. What was merged into it may then have keys of
+        its own as well, so each mapping is compared once.
+        """
+        compared: set[int] = self.__dict__.setdefault("compared", set())
+        if id(node) not in compared:
+            compared.add(id(node))
+            _refuse_duplicates(node)
+        super().flatten_mapping(node)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > MAX_DIGITS:  # digits to the base of 60 take a time that grows with their square
@@ -182,9 +197,20 @@ class _Loader(_Base):
     yaml_constructors = _Base.yaml_constructors | {"tag:yaml.org,2002:int": construct_yaml_int}
 
 
+def _refuse_duplicates(node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.tag)
+        if name in seen:
+            raise FormatError([((), f"duplicate key {name!r:.60} in line {key.start_mark.line + 1}")])
+        seen.add(name)
+
+
 def _parse_yaml(text: str) -> Any:
     try:
-        _check_events(text)
+        check = _EventCheck()
+        for event in yaml.parse(text, Loader=_Loader):
+            check.take(event)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -198,27 +224,92 @@ def _parse_yaml(text: str) -> Any:
         raise FormatError([((), _TOO_MANY_DIGITS)]) from None
 
 
-def _check_events(text: str) -> None:
-    depth = documents = values = 0
-    for event in yaml.parse(text, Loader=_Loader):
+@dataclass
+class _Extent:
+    """How much a value is once its aliases are resolved; `height` is the levels of collections in it."""
+
+    values: int = 0
+    characters: int = 0
+    height: int = 0
+
+
+@dataclass
+class _Open:
+    """A collection that has not ended: its anchor, and the totals before it."""
+
+    anchor: str | None
+    before: _Extent
+    height: int = 1
+
+
+@dataclass
+class _EventCheck:
+    """Refuses a document by its events, before anything is composed: each alias counts as what it stands for."""
+
+    total: _Extent = field(default_factory=_Extent)
+    documents: int = 0
+    opened: list[_Open] = field(default_factory=list)
+    anchors: dict[str, _Extent] = field(default_factory=dict)
+
+    def take(self, event: yaml.Event) -> None:
+        """Count one event.
+
+        Raises:
+            FormatError: a tag, a second document, an alias of nothing or of what contains it, or too large a document.
+        """
         line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.AliasEvent):
-            raise FormatError([((), f"the alias *{event.anchor} in line {line} is not allowed: write the value out")])
-        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-            raise FormatError([((), f"the anchor &{event.anchor} in line {line} is not allowed: remove it")])
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-            values += 1
-            if values > MAX_VALUES:
-                raise FormatError([((), _TOO_MANY_VALUES)])
+            self._add(self._resolve(str(event.anchor), line), line)
+        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
             if event.tag is not None:
                 raise FormatError([((), f"the tag {event.tag:.60} in line {line} is not allowed")])
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise FormatError([((), f"a second document starts in line {line}")])
-        elif isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels in line {line}")])
+            self._begin(event, line)
         elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+            self._end()
+        elif isinstance(event, yaml.DocumentStartEvent):
+            self.documents += 1
+            if self.documents > 1:
+                raise FormatError([((), f"a second document starts in line {line}")])
+
+    def _begin(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent, line: int) -> None:
+        if event.anchor in self.anchors or event.anchor in self._open_anchors():
+            raise FormatError([((), f"the anchor &{event.anchor:.60} in line {line} is given a second time")])
+        if isinstance(event, yaml.ScalarEvent):
+            extent = _Extent(1, len(event.value))
+            if event.anchor is not None:
+                self.anchors[event.anchor] = extent
+            self._add(extent, line)
+        else:
+            self.opened.append(_Open(event.anchor, replace(self.total)))
+            self._add(_Extent(1), line)
+
+    def _end(self) -> None:
+        ended = self.opened.pop()
+        if self.opened:
+            self.opened[-1].height = max(self.opened[-1].height, ended.height + 1)
+        if ended.anchor is not None:
+            self.anchors[ended.anchor] = _Extent(
+                self.total.values - ended.before.values, self.total.characters - ended.before.characters, ended.height
+            )
+
+    def _open_anchors(self) -> set[str]:
+        return {collection.anchor for collection in self.opened if collection.anchor is not None}
+
+    def _resolve(self, anchor: str, line: int) -> _Extent:
+        if anchor in self._open_anchors():
+            raise FormatError([((), f"the alias *{anchor:.60} in line {line} stands for what contains it")])
+        if anchor not in self.anchors:
+            raise FormatError([((), f"the alias *{anchor:.60} in line {line} has no anchor before it")])
+        return self.anchors[anchor]
+
+    def _add(self, extent: _Extent, line: int) -> None:
+        self.total.values += extent.values
+        self.total.characters += extent.characters
+        if self.opened:
+            self.opened[-1].height = max(self.opened[-1].height, extent.height + 1)
+        if self.total.values > MAX_VALUES:
+            raise FormatError([((), _TOO_MANY_VALUES)])
+        if self.total.characters > MAX_BYTES:
+            raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB once its aliases are resolved")])
+        if len(self.opened) + extent.height > MAX_DEPTH:
+            raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels in line {line}")])

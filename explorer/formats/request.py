@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from explorer.formats import cerebras, modelzoo
+from explorer.formats import cerebras, megatron, modelzoo, nemo
 from explorer.formats.document import FormatError, Location, find_problems
 from explorer.formats.errors import explain, relocate
 from explorer.formats.huggingface import assume_seq_length, pass_config, translate_config
@@ -22,7 +22,7 @@ MAX_ERRORS = 50
 
 
 def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None) -> ExplorationRequest:
-    """Read a native request, a Hugging Face config.json, or a Cerebras Model Zoo YAML.
+    """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
@@ -61,7 +61,9 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
 def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translation:
     translation = Translation()
     found: tuple[Location, Any] | None
-    if cerebras.MARKS & document.keys():
+    if "megatron" in document or nemo.is_nemo(document):
+        found, beside = None, _translate_arguments(document, changes, translation)
+    elif cerebras.MARKS & document.keys():
         mode = changes.get("mode")
         found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
         beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
@@ -86,6 +88,21 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
     return translation
 
 
+def _translate_arguments(
+    document: Mapping[str, Any], changes: Mapping[str, Any], translation: Translation
+) -> dict[str, Any]:
+    """Read Megatron's flags under `megatron`, or a NeMo YAML, and return the fields beside them."""
+    model = changes.get("model")
+    given = model if isinstance(model, Mapping) else {}
+    if "megatron" not in document:
+        nemo.translate_nemo(document, translation, given)
+        return {key: value for key, value in document.items() if key not in nemo.TOP_KEYS}
+    flags = megatron.read_flags(document["megatron"], ("megatron",), translation)
+    if flags is not None:
+        megatron.translate_arguments(translation.section(flags, ("megatron",)), given)
+    return {key: value for key, value in document.items() if key != "megatron"}
+
+
 def _find_model(
     document: Mapping[str, Any], changes: Mapping[str, Any], translation: Translation
 ) -> tuple[Location, Any] | None:
@@ -101,7 +118,7 @@ def _find_model(
 
 def _translate_model(location: Location, model: Any, translation: Translation, changes: dict[str, Any]) -> None:
     changed = _lookup(changes, ("model", "seq_length"))
-    seq_length = None if changed is _ABSENT else changed
+    seq_length = translation.get("model", "seq_length") if changed is _ABSENT else changed
     if not isinstance(model, Mapping):
         translation.refuse(location, "must be a mapping of the model's shapes; a name is not looked up anywhere")
     elif "model_type" in model:
@@ -110,6 +127,7 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
             translate_config(model, location, translation, seq_length)
         else:
             translation.put(("target",), target)
+            _drop_seq_length(translation)
             pass_config(model, location, translation, seq_length)
             _drop_model_changes(changes, translation)
     elif modelzoo.MARKS & model.keys():
@@ -119,9 +137,18 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
         if not refuse_vision(section, None):
             section.refuse("model_type", "is missing: it says what kind of Hugging Face config.json this is")
     elif not refuse_vision(translation.section(model, location), None):
-        translation.put(("model",), dict(model))
+        translation.put(("model",), (translation.get("model") or {}) | dict(model))
         for key in model:
             translation.sources["model", key] = (*location, key)
+
+
+def _drop_seq_length(translation: Translation) -> None:
+    """Remove the model's length that a run's input states: of a config.json it becomes `hf_seq_length`."""
+    model = translation.get("model")
+    if isinstance(model, dict):
+        model.pop("seq_length", None)
+        if not model:
+            del translation.document["model"]
 
 
 def _drop_model_changes(changes: dict[str, Any], translation: Translation) -> None:
