@@ -207,12 +207,15 @@ def _take_training(arguments: Section) -> None:
         translation.put(("training", "optimizer", "grad_dtype"), "float32")
     optimizer = arguments.choice("optimizer", OPTIMIZERS, "adam")
     translation.put(("training", "optimizer", "name"), optimizer, arguments.at("optimizer"))
-    strategy = arguments.choice("data_parallel_sharding_strategy", STRATEGIES, "no_shard")
-    if not any([arguments.boolean("use_megatron_fsdp"), arguments.boolean("use_custom_fsdp")]):
-        strategy = "zero1" if arguments.boolean("use_distributed_optimizer") else "none"
-    if arguments.boolean("use_torch_fsdp2"):
-        strategy = "zero3"
-    translation.put(("training", "sharding"), strategy, arguments.at("data_parallel_sharding_strategy"))
+    strategy, named = arguments.choice("data_parallel_sharding_strategy", STRATEGIES, "no_shard"), "none"
+    is_sharded = [arguments.boolean(key) for key in ("use_megatron_fsdp", "use_custom_fsdp")]
+    source = "data_parallel_sharding_strategy"
+    for key, level in (("use_torch_fsdp2", "zero3"), ("use_distributed_optimizer", "zero1")):
+        if arguments.boolean(key) and named == "none":
+            source, named = key, level
+    if any(is_sharded):
+        source, named = "data_parallel_sharding_strategy", strategy
+    translation.put(("training", "sharding"), named, arguments.at(source))
 
 
 def _note_recomputation(arguments: Section) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from explorer.formats import cerebras, megatron, modelzoo, nemo
+from explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
 from explorer.formats.document import FormatError, Location, find_problems
 from explorer.formats.errors import explain, relocate
 from explorer.formats.huggingface import assume_seq_length, pass_config, translate_config
@@ -23,6 +23,8 @@ MAX_ERRORS = 50
 
 def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None) -> ExplorationRequest:
     """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
+
+    `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
@@ -59,7 +61,29 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
 
 
 def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translation:
+    files = {key: document[key] for key in training_files.KEYS if key in document}
     translation = Translation()
+    _translate_request({key: value for key, value in document.items() if key not in files}, translation, changes)
+    if files:
+        _refuse_second_training(next(iter(files)), translation)
+        devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
+        training_files.translate_training(files, translation, devices)
+    return translation
+
+
+def _refuse_second_training(file: str, translation: Translation) -> None:
+    """Refuse what a document says beside a file of the training side, if the file says the same."""
+    training = translation.get("training")
+    said = set(training) & {"precision", "optimizer", "sharding"} if isinstance(training, Mapping) else set()
+    own: list[Location] = [(key,) for key in ("batch_size", "base_micro_batch_size") if key in translation.document]
+    for location in own + [("training", key) for key in sorted(said)]:
+        where = ".".join(map(str, relocate(location, translation.sources)))
+        translation.refuse((file,), f"says what {where} says as well: keep one")
+    if isinstance(training, Mapping):
+        translation.put(("training",), dict(training))
+
+
+def _translate_request(document: Mapping[str, Any], translation: Translation, changes: dict[str, Any]) -> None:
     found: tuple[Location, Any] | None
     if "megatron" in document or nemo.is_nemo(document):
         found, beside = None, _translate_arguments(document, changes, translation)
@@ -85,7 +109,6 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
     config = translation.get("hf_config")
     if isinstance(config, Mapping) and translation.get("hf_seq_length") is None:
         translation.put(("hf_seq_length",), assume_seq_length(config))
-    return translation
 
 
 def _translate_arguments(
