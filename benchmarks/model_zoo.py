@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from explorer.formats.document import FormatError, load_document
+from explorer.formats.document import FormatError, describe_problem, load_document
 from explorer.formats.request import parse_request
 
 OUT = Path(__file__).parent / "results" / "model-zoo.json"
@@ -50,7 +50,7 @@ def read_file(path: Path, name: str) -> Row:
     try:
         request = parse_request(load_document(path.read_text()))
     except FormatError as error:
-        reasons = tuple(f"{'.'.join(map(str, location))}: {message}" for location, message in error.errors)
+        reasons = tuple(map(describe_problem, error.errors))
         return Row(name, accepted=False, kind=classify(reasons), reasons=reasons)
     return Row(name, accepted=True, batch_size=request.batch_size, seq_length=request.seq_length)
 

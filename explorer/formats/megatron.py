@@ -180,8 +180,8 @@ def _take_expert_layers(arguments: Section) -> None:
     kinds = list(map(bool, frequency)) if isinstance(frequency, list | tuple) else []
     pattern = find_layer_pattern(kinds) if len(kinds) == layers else None
     if pattern is None:
-        arguments.refuse("moe_layer_freq", "must be a number, or a list of 0 and 1 for the layers: dense ones, then "
-                         "experts in every n-th layer")  # fmt: skip
+        reason = "must be a number, or a list of 0 and 1 for the layers: dense ones, then experts in every n-th layer"
+        arguments.refuse("moe_layer_freq", reason)
         return
     arguments.translation.put(("model", "moe", "first_k_dense"), pattern[0], arguments.at("moe_layer_freq"))
     arguments.translation.put(("model", "moe", "moe_layer_frequency"), pattern[1], arguments.at("moe_layer_freq"))
@@ -207,15 +207,21 @@ def _take_training(arguments: Section) -> None:
         translation.put(("training", "optimizer", "grad_dtype"), "float32")
     optimizer = arguments.choice("optimizer", OPTIMIZERS, "adam")
     translation.put(("training", "optimizer", "name"), optimizer, arguments.at("optimizer"))
-    strategy, named = arguments.choice("data_parallel_sharding_strategy", STRATEGIES, "no_shard"), "none"
-    is_sharded = [arguments.boolean(key) for key in ("use_megatron_fsdp", "use_custom_fsdp")]
-    source = "data_parallel_sharding_strategy"
-    for key, level in (("use_torch_fsdp2", "zero3"), ("use_distributed_optimizer", "zero1")):
-        if arguments.boolean(key) and named == "none":
-            source, named = key, level
-    if any(is_sharded):
-        source, named = "data_parallel_sharding_strategy", strategy
-    translation.put(("training", "sharding"), named, arguments.at(source))
+    level, key = _choose_sharding(arguments)
+    translation.put(("training", "sharding"), level, arguments.at(key))
+
+
+def _choose_sharding(arguments: Section) -> tuple[str, str]:
+    """Return the level of sharding, and the argument that says so."""
+    strategy = arguments.choice("data_parallel_sharding_strategy", STRATEGIES, "no_shard")
+    choices = (
+        ("use_megatron_fsdp", strategy, "data_parallel_sharding_strategy"),
+        ("use_custom_fsdp", strategy, "data_parallel_sharding_strategy"),
+        ("use_torch_fsdp2", "zero3", "use_torch_fsdp2"),
+        ("use_distributed_optimizer", "zero1", "use_distributed_optimizer"),
+    )
+    on = [(level, key) for flag, level, key in choices if arguments.boolean(flag)]
+    return on[0] if on else ("none", "use_distributed_optimizer")
 
 
 def _note_recomputation(arguments: Section) -> None:

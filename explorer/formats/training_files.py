@@ -78,8 +78,8 @@ def _read_fsdp(arguments: Section) -> None:
     if not words:
         return
     if unknown := set(words) - set(FSDP_SHARDINGS) - {"auto_wrap"}:
-        arguments.refuse("fsdp", f"{', '.join(sorted(unknown)):.60} is not supported; supported: "
-                         f"{', '.join(FSDP_SHARDINGS)}, auto_wrap")  # fmt: skip
+        supported = ", ".join((*FSDP_SHARDINGS, "auto_wrap"))
+        arguments.refuse("fsdp", f"{', '.join(sorted(unknown)):.60} is not supported; supported: {supported}")
         return
     level = next((FSDP_SHARDINGS[word] for word in words if word in FSDP_SHARDINGS), "zero3")
     arguments.translation.put(("training", "sharding"), level, arguments.at("fsdp"))
