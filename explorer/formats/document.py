@@ -6,11 +6,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import yaml
+
+from explorer.formats.yaml_events import EventCheck, RefusedError
 
 try:
     from yaml import CSafeLoader as _Base
@@ -208,7 +209,7 @@ def _refuse_duplicates(node: yaml.MappingNode) -> None:
 
 def _parse_yaml(text: str) -> Any:
     try:
-        check = _EventCheck()
+        check = EventCheck(MAX_VALUES, MAX_BYTES, MAX_DEPTH)
         for event in yaml.parse(text, Loader=_Loader):
             check.take(event)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
@@ -218,98 +219,9 @@ def _parse_yaml(text: str) -> Any:
         raise FormatError([((), f"not valid YAML{where}: {error.problem or error.context}")]) from None
     except yaml.YAMLError as error:
         raise FormatError([((), f"not valid YAML: {' '.join(str(error).split())}")]) from None
+    except RefusedError as error:
+        raise FormatError([((), str(error))]) from None
     except FormatError:
         raise
     except (ValueError, OverflowError):  # beyond Python's limit for the conversion of text to an integer
         raise FormatError([((), _TOO_MANY_DIGITS)]) from None
-
-
-@dataclass
-class _Extent:
-    """How much a value is once its aliases are resolved; `height` is the levels of collections in it."""
-
-    values: int = 0
-    characters: int = 0
-    height: int = 0
-
-
-@dataclass
-class _Open:
-    """A collection that has not ended: its anchor, and the totals before it."""
-
-    anchor: str | None
-    before: _Extent
-    height: int = 1
-
-
-@dataclass
-class _EventCheck:
-    """Refuses a document by its events, before anything is composed: each alias counts as what it stands for."""
-
-    total: _Extent = field(default_factory=_Extent)
-    documents: int = 0
-    opened: list[_Open] = field(default_factory=list)
-    anchors: dict[str, _Extent] = field(default_factory=dict)
-
-    def take(self, event: yaml.Event) -> None:
-        """Count one event.
-
-        Raises:
-            FormatError: a tag, a second document, an alias of nothing or of what contains it, or too large a document.
-        """
-        line = event.start_mark.line + 1 if event.start_mark else 0
-        if isinstance(event, yaml.AliasEvent):
-            self._add(self._resolve(str(event.anchor), line), line)
-        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-            if event.tag is not None:
-                raise FormatError([((), f"the tag {event.tag:.60} in line {line} is not allowed")])
-            self._begin(event, line)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            self._end()
-        elif isinstance(event, yaml.DocumentStartEvent):
-            self.documents += 1
-            if self.documents > 1:
-                raise FormatError([((), f"a second document starts in line {line}")])
-
-    def _begin(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent, line: int) -> None:
-        if event.anchor in self.anchors or event.anchor in self._open_anchors():
-            raise FormatError([((), f"the anchor &{event.anchor:.60} in line {line} is given a second time")])
-        if isinstance(event, yaml.ScalarEvent):
-            extent = _Extent(1, len(event.value))
-            if event.anchor is not None:
-                self.anchors[event.anchor] = extent
-            self._add(extent, line)
-        else:
-            self.opened.append(_Open(event.anchor, replace(self.total)))
-            self._add(_Extent(1), line)
-
-    def _end(self) -> None:
-        ended = self.opened.pop()
-        if self.opened:
-            self.opened[-1].height = max(self.opened[-1].height, ended.height + 1)
-        if ended.anchor is not None:
-            self.anchors[ended.anchor] = _Extent(
-                self.total.values - ended.before.values, self.total.characters - ended.before.characters, ended.height
-            )
-
-    def _open_anchors(self) -> set[str]:
-        return {collection.anchor for collection in self.opened if collection.anchor is not None}
-
-    def _resolve(self, anchor: str, line: int) -> _Extent:
-        if anchor in self._open_anchors():
-            raise FormatError([((), f"the alias *{anchor:.60} in line {line} stands for what contains it")])
-        if anchor not in self.anchors:
-            raise FormatError([((), f"the alias *{anchor:.60} in line {line} has no anchor before it")])
-        return self.anchors[anchor]
-
-    def _add(self, extent: _Extent, line: int) -> None:
-        self.total.values += extent.values
-        self.total.characters += extent.characters
-        if self.opened:
-            self.opened[-1].height = max(self.opened[-1].height, extent.height + 1)
-        if self.total.values > MAX_VALUES:
-            raise FormatError([((), _TOO_MANY_VALUES)])
-        if self.total.characters > MAX_BYTES:
-            raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB once its aliases are resolved")])
-        if len(self.opened) + extent.height > MAX_DEPTH:
-            raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels in line {line}")])
