@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from explorer.cost_model.parameters import count_parameters
+from explorer.formats import megatron_flags
+from explorer.formats import nemo as nemo_format
 from explorer.formats.document import FormatError, load_document
 from explorer.formats.request import parse_request
 from explorer.spec.training import Sharding
@@ -187,3 +189,13 @@ def test_what_a_nemo_file_cannot_ask_for(changes: Any, location: tuple[str, ...]
     if changes.get("model__encoder_seq_length") == 512:
         document["model"]["max_position_embeddings"] = 128
     assert part in refusal(document)[location]
+
+
+def test_arguments_that_change_nothing_leave_the_request_as_it_is() -> None:
+    flags = [*megatron_flags.IGNORED, *(f"{prefix}x" for prefix in megatron_flags.IGNORED_PREFIXES)]
+    words = FLAGS.split()
+    more = [word for flag in flags for word in (f"--{flag}", "1")]
+    assert parse_request({"megatron": words + more}) == parse_request({"megatron": words})
+    read = {"optim", "precision", "megatron_amp_O2", "tokenizer", "data"}
+    fields = {f"model__{key}": 1 for key in nemo_format.IGNORED if key not in read}
+    assert parse_request(nemo(**fields)) == parse_request(nemo())
