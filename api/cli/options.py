@@ -38,7 +38,11 @@ class Prefer(StrEnum):
 
 
 Config = Annotated[
-    Path, typer.Argument(help="A request (YAML or JSON), a Hugging Face config.json or a Cerebras YAML; - reads stdin.")
+    Path,
+    typer.Argument(
+        help="A request (YAML or JSON), a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags; "
+        "- reads stdin."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 MicroBatchSize = Annotated[

@@ -1,8 +1,9 @@
 """The YAML of Cerebras Model Zoo: a run configuration (`runconfig`, `train_input`, `eval_input`) or a `trainer`.
 
-Only what decides the micro-batch is read: the batch, the devices, BTA, the optimizer and the model. If training and
-evaluation both ask for a micro-batch, training is explored unless `mode` says eval. A micro-batch that is left out, or
-null, means `explore`. `fp16_type: cbfloat16`, Cerebras' own format, is read as bfloat16, which has the same size.
+Only what decides the micro-batch is read: the batch, the sequence length, the devices, BTA, the optimizer and the
+model. If training and evaluation both ask for a micro-batch, training is explored unless `mode` says eval. A
+micro-batch that is left out, or null, means `explore`. `fp16_type: cbfloat16`, Cerebras' own format, is read as
+bfloat16, which has the same size.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from explorer.formats.cerebras_trainer import check_callback, check_trainer
 from explorer.formats.document import Location
-from explorer.formats.modelzoo import DTYPES
+from explorer.formats.modelzoo import DTYPES, refuse_network
 from explorer.formats.translation import Section, Translation
 
 RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
@@ -37,17 +39,24 @@ class _Pass:
 
     batch: Found | None = None
     micro_batch: Found | None = None
+    seq_length: Found | None = None
 
 
 def translate_run(document: Mapping[str, Any], translation: Translation, mode: str | None) -> Found | None:
     """Set everything but the model, and return the model's section with its location, if the document has one."""
     top = translation.section(document, ())
+    if isinstance(document.get("trainer"), list | tuple):
+        top.refuse("trainer", "a list of trainers is not supported: keep one")
+        return None
+    if refuse_network(_find_model(top)):
+        return None
     passes = {"train": _Pass(), "eval": _Pass()}
     run = top.section("runconfig")
     for name, key in (("train", "train_input"), ("eval", "eval_input")):
         _read_data(top, key, passes[name])
     devices: Found | None = (run.at("num_csx"), run.get("num_csx")) if "num_csx" in run else None
     trainer = top.section("trainer")
+    check_trainer(trainer)
     init = trainer.section("init")
     cluster = init.section("backend").section("cluster_config")
     if "num_csx" in cluster:
@@ -62,9 +71,10 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
         ("batch_size", chosen.batch),
         ("num_devices", devices),
         ("micro_batch_size", chosen.micro_batch),
+        ("model.seq_length", chosen.seq_length),
     ):
         if found is not None and found[1] is not None:
-            translation.put((target,), found[1], found[0])
+            translation.put(tuple(target.split(".")), found[1], found[0])
     if "runconfig" in top and chosen.micro_batch is not None:
         _check_accumulation(run, chosen.micro_batch)
     _read_optimizer(top, init, translation)
@@ -76,8 +86,20 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
         return init.at("model"), init.get("model")
     if "model" in top:
         return top.at("model"), top.get("model")
-    translation.refuse(init.at("model") if "trainer" in top else ("model",), "the model is missing")
+    if not translation.problems:
+        translation.refuse(init.at("model") if "trainer" in top else ("model",), "the model is missing")
     return None
+
+
+def _find_model(top: Section) -> Section:
+    """Return the section of the model, empty if there is none."""
+    trainer = top.values.get("trainer")
+    init = trainer.get("init") if isinstance(trainer, Mapping) else None
+    model = init.get("model") if isinstance(init, Mapping) else None
+    location: Location = ("trainer", "init", "model")
+    if model is None:
+        model, location = top.values.get("model"), ("model",)
+    return Section(top.translation, model if isinstance(model, Mapping) else {}, location)
 
 
 def _read_data(parent: Section, key: str, data: _Pass) -> None:
@@ -89,6 +111,8 @@ def _read_data(parent: Section, key: str, data: _Pass) -> None:
         data.batch = (section.at("batch_size"), section.get("batch_size"))
     if section.get("micro_batch_size") is not None:
         data.micro_batch = (section.at("micro_batch_size"), section.get("micro_batch_size"))
+    if section.get("max_sequence_length") is not None:
+        data.seq_length = (section.at("max_sequence_length"), section.get("max_sequence_length"))
 
 
 def _read_trainer_data(trainer: Section, passes: Mapping[str, _Pass]) -> None:
@@ -104,6 +128,7 @@ def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Transla
         return
     for index, callback in enumerate(callbacks):
         entry = translation.section(callback, (*init.at("callbacks"), index))
+        check_callback(entry)
         for scope, names in SCOPES.items():
             if scope not in entry:
                 continue
@@ -115,6 +140,9 @@ def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Transla
                         passes[name].micro_batch = found if found[1] is not None else passes[name].micro_batch
                 elif "bta" in flag.lower():
                     translation.refuse(found[0], f"unknown BTA flag; known: {', '.join(BTA_FLAGS)}")
+    if str(translation.get("bta", "enable")).lower() == "false" and translation.get("bta", "max_tile") is not None:
+        translation.ignored.append(translation.sources["bta", "max_tile"])  # the cap of a tiling that is switched off
+        translation.put(("bta", "max_tile"), None)
 
 
 def _flatten(value: Any, location: Location, name: str = "") -> dict[str, Found]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import yaml
+
+from explorer.formats.yaml_events import EventCheck, RefusedError
 
 try:
     from yaml import CSafeLoader as _Base
@@ -53,15 +55,20 @@ def describe_problem(problem: Problem) -> str:
 def load_document(text: str) -> dict[str, Any]:
     """Parse a JSON or YAML mapping.
 
+    Aliases of YAML are resolved, and merge keys (`<<`) mean what YAML 1.1 says. The limits hold for the document with
+    each alias written out. Text that begins with `--` is read as Megatron's flags: `{"megatron": text}`.
+
     Raises:
-        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; an anchor,
-            an alias, a tag, a merge key or a second document; a duplicate key; a key that is not text; NaN, an
-            infinity, an integer of more than 300 digits, NUL or a lone surrogate anywhere; or anything but a mapping at
-            the top.
+        FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; a tag or a
+            second document; an alias without an anchor, or of what contains it; a duplicate key; a key that is not
+            text; NaN, an infinity, an integer of more than 300 digits, NUL or a lone surrogate anywhere; or anything
+            but a mapping at the top.
     """
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB")])
     try:
+        if text.lstrip().startswith("--") and not text.lstrip().startswith("---"):
+            return {"megatron": _checked_flags(text)}
         data = _parse_json(text) if re.match(r"\s*{\s*[\"}]", text) else _parse_yaml(text)
     except RecursionError:
         raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels")]) from None
@@ -74,6 +81,12 @@ def load_document(text: str) -> dict[str, Any]:
     if problems:
         raise FormatError(problems)
     return data
+
+
+def _checked_flags(text: str) -> str:
+    if reason := _refuse_text(text):
+        raise FormatError([((), f"contains {reason}")])
+    return text
 
 
 def _check_number_of_values(data: Any) -> None:
@@ -161,18 +174,21 @@ class _Loader(_Base):
     """PyYAML's safe loader without dates (they stay text), and with duplicate keys and endless integers refused."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and the form are PyYAML's
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":value"))]
         for first, resolvers in _Base.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.tag)
-            if name in seen:
-                raise FormatError([((), f"duplicate key {name!r:.60} in line {key.start_mark.line + 1}")])
-            seen.add(name)
-        return super().construct_mapping(node, deep)
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace merge keys by what they stand for, after the keys as they are written have been compared.
+
+        An anchored mapping comes here for each mapping that merges it. What was merged into it may then have keys of
+        its own as well, so each mapping is compared once.
+        """
+        compared: set[int] = self.__dict__.setdefault("compared", set())
+        if id(node) not in compared:
+            compared.add(id(node))
+            _refuse_duplicates(node)
+        super().flatten_mapping(node)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > MAX_DIGITS:  # digits to the base of 60 take a time that grows with their square
@@ -182,9 +198,20 @@ class _Loader(_Base):
     yaml_constructors = _Base.yaml_constructors | {"tag:yaml.org,2002:int": construct_yaml_int}
 
 
+def _refuse_duplicates(node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.tag)
+        if name in seen:
+            raise FormatError([((), f"duplicate key {name!r:.60} in line {key.start_mark.line + 1}")])
+        seen.add(name)
+
+
 def _parse_yaml(text: str) -> Any:
     try:
-        _check_events(text)
+        check = EventCheck(MAX_VALUES, MAX_BYTES, MAX_DEPTH)
+        for event in yaml.parse(text, Loader=_Loader):
+            check.take(event)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -192,33 +219,9 @@ def _parse_yaml(text: str) -> Any:
         raise FormatError([((), f"not valid YAML{where}: {error.problem or error.context}")]) from None
     except yaml.YAMLError as error:
         raise FormatError([((), f"not valid YAML: {' '.join(str(error).split())}")]) from None
+    except RefusedError as error:
+        raise FormatError([((), str(error))]) from None
     except FormatError:
         raise
     except (ValueError, OverflowError):  # beyond Python's limit for the conversion of text to an integer
         raise FormatError([((), _TOO_MANY_DIGITS)]) from None
-
-
-def _check_events(text: str) -> None:
-    depth = documents = values = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        line = event.start_mark.line + 1 if event.start_mark else 0
-        if isinstance(event, yaml.AliasEvent):
-            raise FormatError([((), f"the alias *{event.anchor} in line {line} is not allowed: write the value out")])
-        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-            raise FormatError([((), f"the anchor &{event.anchor} in line {line} is not allowed: remove it")])
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-            values += 1
-            if values > MAX_VALUES:
-                raise FormatError([((), _TOO_MANY_VALUES)])
-            if event.tag is not None:
-                raise FormatError([((), f"the tag {event.tag:.60} in line {line} is not allowed")])
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise FormatError([((), f"a second document starts in line {line}")])
-        elif isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels in line {line}")])
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1

@@ -1,7 +1,6 @@
-"""The `model` section of a Cerebras Model Zoo YAML (GPT-2, GPT-3, Llama, Mistral, Mixtral) as a ModelSpec.
+"""The `model` section of a Cerebras Model Zoo YAML (GPT-2, GPT-3, Llama, Mistral, Mixtral, Falcon) as a ModelSpec.
 
-Fields and defaults are those of Model Zoo's GPT-2 model class, which the other models share. Dropout, the router's
-balancing loss, and fields that only scale or initialise values are ignored.
+Fields and defaults are those of Model Zoo's GPT-2 model class, which the other models share, or of its GPT-J class.
 """
 
 from __future__ import annotations
@@ -10,13 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from explorer.formats.document import Location
+from explorer.formats.modelzoo_fields import (
+    IGNORED,
+    MOE_IGNORED,
+    NETWORKS,
+    PARALLEL_NETWORKS,
+    REFUSED,
+    UNSUPPORTED_NETWORKS,
+)
 from explorer.formats.translation import Section, Translation
 from explorer.formats.vision import refuse_vision
 
 MARKS = frozenset({"num_heads", "filter_size"})
 """A model section with either of these keys is one of Model Zoo's."""
-
-NETWORKS = ("gpt2", "gpt3", "llama", "mistral", "mixtral", "starcoder", "santacoder")
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 NONLINEARITIES = {name: (name, False) for name in ("gelu", "silu", "relu")} | {
@@ -26,50 +31,6 @@ NONLINEARITIES = {name: (name, False) for name in ("gelu", "silu", "relu")} | {
 POSITIONS = {"learned": "learned", "rotary": "rope"}
 NORMS = {"layernorm": "layernorm", "rmsnorm": "rmsnorm"}
 DTYPES = {"bfloat16": "bfloat16", "cbfloat16": "bfloat16", "float16": "float16"}
-
-IGNORED = frozenset(
-    {
-        *("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate", "embd_pdrop", "layer_norm_epsilon"),
-        *("initializer_range", "initializer", "embedding_initializer", "output_layer_initializer"),
-        *("ffn_initializer", "ffn_output_layer_initializer", "lr_adjustment_groups", "mup_base_hidden_size"),
-        *("mup_base_filter_size", "embeddings_scale", "scale_qk_dot_by_d", "attention_logits_alpha"),
-        *("scale_output_logits_by_d", "output_logits_alpha", "output_logits_scale", "scale_qk_dot_by_layer_idx"),
-        *("attention_type", "attention_softmax_fp32", "attention_kernel", "rope_theta", "fold_rope_consts"),
-        *("pos_scaling_factor", "pos_scaling_type", "pos_scaling_extra_args", "position_embedding_offset"),
-        *("num_relative_attention_buckets", "loss_scaling", "loss_weight", "compute_eval_metrics"),
-        *("boundary_casting", "start_token", "loop_dim", "stop_sequences", "max_tokens", "temperature", "top_k"),
-        *("top_p", "dtype", "precision_opt_level"),
-    }
-)
-
-REFUSED = {
-    "attention_sliding_window_length": "sliding-window attention is not supported",
-    "sliding_window_every_other_decoder_layer": "sliding-window attention is not supported",
-    "attention_sink_tokens": "attention sinks are not supported",
-    "attention_vertical_column_spacing": "sparse attention is not supported",
-    "attention_vertical_column_width": "sparse attention is not supported",
-    "attention_chunk_size": "locally banded attention is not supported",
-    "fixed_sparse_attention": "sparse attention is not supported",
-    "attention_logit_softcapping": "soft-capped attention scores are not supported",
-    "final_logit_softcapping": "soft-capped logits are not supported",
-    "num_memory_tokens_per_chunk": "memory tokens are not supported",
-    "attn_memory_chunk_size": "memory tokens are not supported",
-    "embedding_layer_norm": "a norm after the embedding is not supported",
-    "norm_first_sandwich": "norms after the blocks are not supported",
-    "alibi_trainable_slopes": "ALiBi positions are not supported",
-    "constant_pos_embedding": "a constant position embedding is not supported",
-    "rel_distance_extra_args": "capped or grouped relative distances are not supported",
-    "extra_ffn_params": "variants of the FFN are not supported",
-    "use_untied_layer_norm": "GPT-J's parallel layers are not supported",
-}
-
-MOE_IGNORED = frozenset(
-    {
-        *("load_balancing_loss_coef", "router_fp32", "null_expert_bias", "gate_initializer", "sinkhorn_n_iters"),
-        *("router_selection_nonlinearity", "expert_weighting_nonlinearity", "probability_before_ffn"),
-        *("moe_implementation", "moe_optimized_impl"),
-    }
-)
 
 
 def translate_model(
@@ -82,10 +43,20 @@ def translate_model(
     model = translation.section(config, location)
     if refuse_vision(model, "name"):
         return
+    if refuse_network(model):
+        return
     network = model.get("name")
-    if network is not None and str(network).lower() not in NETWORKS:
-        model.refuse("name", f"{network!r:.60} is not supported; supported: {', '.join(NETWORKS)}")
+    is_parallel = _is_parallel(model)
+    if not is_parallel and network is not None and str(network).lower() not in NETWORKS:
+        supported = ", ".join((*NETWORKS, *PARALLEL_NETWORKS))
+        model.refuse("name", f"{network!r:.60} is not supported; supported: {supported}")
     model.refuse_where_set(REFUSED)
+    untied = model.boolean("use_untied_layer_norm")
+    if is_parallel and not untied:
+        model.refuse("use_untied_layer_norm", "must be true: a norm that attention and FFN share is not supported")
+    elif untied and not is_parallel:
+        model.refuse("use_untied_layer_norm", f"belongs to {', '.join(PARALLEL_NETWORKS)} alone")
+    translation.put(("model", "parallel_residual"), is_parallel)
     for key, name, default in (
         ("num_hidden_layers", "num_layers", 12),
         ("hidden_size", "hidden_size", 768),
@@ -111,6 +82,20 @@ def translate_model(
     model.refuse_unread("is not a field that is known here; remove it if it changes no shape")
 
 
+def refuse_network(model: Section) -> bool:
+    """Refuse a network of Model Zoo that is no decoder-only language model, at its name; return whether it is one."""
+    name = model.values.get("name")
+    parts = name.lower().split("/") if isinstance(name, str) else [""]
+    if parts[0] not in UNSUPPORTED_NETWORKS or "model_type" in model:
+        return False
+    model.refuse("name", f"{name!r:.60} is not supported: it {UNSUPPORTED_NETWORKS[parts[0]]}")
+    return True
+
+
+def _is_parallel(model: Section) -> bool:
+    return str(model.values.get("name")).lower() in PARALLEL_NETWORKS
+
+
 def _take_dtype(model: Section) -> None:
     dtype = model.choice("fp16_type", DTYPES, "bfloat16")
     mixed = model.get("mixed_precision")
@@ -128,7 +113,8 @@ def _take_positions(model: Section, seq_length: Any) -> None:
     if "position_embedding_type" in model and model.get("position_embedding_type") in (None, "None", "none"):
         position = "none"
     else:
-        position = model.choice("position_embedding_type", POSITIONS, "learned")
+        default = "rotary" if _is_parallel(model) else "learned"
+        position = model.choice("position_embedding_type", POSITIONS, default)
     translation.put(("model", "position"), position, model.at("position_embedding_type"))
     own = "seq_length" if model.get("seq_length") is not None else "max_position_embeddings"
     if seq_length is None:
@@ -168,9 +154,9 @@ def _take_ffn(model: Section) -> None:
     if num_experts is not None and num_experts <= 1 and not moe.get("num_shared_experts"):
         moe.ignore(moe.values)
         model.take("filter_size", ("model", "ffn_hidden_size"), 3072)
-        model.take("use_ffn_bias", ("model", "mlp_bias"), True)
+        model.take("use_ffn_bias", ("model", "mlp_bias"), not _is_parallel(model))
         return
-    if model.boolean("use_ffn_bias", True):
+    if model.boolean("use_ffn_bias", not _is_parallel(model)):
         model.refuse("use_ffn_bias", "biases in experts are not supported: set it to false")
     moe.take("num_experts", ("model", "moe", "num_experts"))
     moe.take("top_k", ("model", "moe", "top_k"), 1)

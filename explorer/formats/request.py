@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from explorer.formats import cerebras, modelzoo
+from explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
 from explorer.formats.document import FormatError, Location, find_problems
 from explorer.formats.errors import explain, relocate
 from explorer.formats.huggingface import assume_seq_length, pass_config, translate_config
@@ -22,7 +22,9 @@ MAX_ERRORS = 50
 
 
 def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None) -> ExplorationRequest:
-    """Read a native request, a Hugging Face config.json, or a Cerebras Model Zoo YAML.
+    """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
+
+    `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
@@ -59,9 +61,33 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
 
 
 def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translation:
+    files = {key: document[key] for key in training_files.KEYS if key in document}
     translation = Translation()
+    _translate_request({key: value for key, value in document.items() if key not in files}, translation, changes)
+    if files:
+        _refuse_second_training(next(iter(files)), translation)
+        devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
+        training_files.translate_training(files, translation, devices)
+    return translation
+
+
+def _refuse_second_training(file: str, translation: Translation) -> None:
+    """Refuse what a document says beside a file of the training side, if the file says the same."""
+    training = translation.get("training")
+    said = set(training) & {"precision", "optimizer", "sharding"} if isinstance(training, Mapping) else set()
+    own: list[Location] = [(key,) for key in ("batch_size", "base_micro_batch_size") if key in translation.document]
+    for location in own + [("training", key) for key in sorted(said)]:
+        where = ".".join(map(str, relocate(location, translation.sources)))
+        translation.refuse((file,), f"says what {where} says as well: keep one")
+    if isinstance(training, Mapping):
+        translation.put(("training",), dict(training))
+
+
+def _translate_request(document: Mapping[str, Any], translation: Translation, changes: dict[str, Any]) -> None:
     found: tuple[Location, Any] | None
-    if cerebras.MARKS & document.keys():
+    if "megatron" in document or nemo.is_nemo(document):
+        found, beside = None, _translate_arguments(document, changes, translation)
+    elif cerebras.MARKS & document.keys():
         mode = changes.get("mode")
         found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
         beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
@@ -83,7 +109,21 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
     config = translation.get("hf_config")
     if isinstance(config, Mapping) and translation.get("hf_seq_length") is None:
         translation.put(("hf_seq_length",), assume_seq_length(config))
-    return translation
+
+
+def _translate_arguments(
+    document: Mapping[str, Any], changes: Mapping[str, Any], translation: Translation
+) -> dict[str, Any]:
+    """Read Megatron's flags under `megatron`, or a NeMo YAML, and return the fields beside them."""
+    model = changes.get("model")
+    given = model if isinstance(model, Mapping) else {}
+    if "megatron" not in document:
+        nemo.translate_nemo(document, translation, given)
+        return {key: value for key, value in document.items() if key not in nemo.TOP_KEYS}
+    flags = megatron.read_flags(document["megatron"], ("megatron",), translation)
+    if flags is not None:
+        megatron.translate_arguments(translation.section(flags, ("megatron",)), given)
+    return {key: value for key, value in document.items() if key != "megatron"}
 
 
 def _find_model(
@@ -101,7 +141,7 @@ def _find_model(
 
 def _translate_model(location: Location, model: Any, translation: Translation, changes: dict[str, Any]) -> None:
     changed = _lookup(changes, ("model", "seq_length"))
-    seq_length = None if changed is _ABSENT else changed
+    seq_length = translation.get("model", "seq_length") if changed is _ABSENT else changed
     if not isinstance(model, Mapping):
         translation.refuse(location, "must be a mapping of the model's shapes; a name is not looked up anywhere")
     elif "model_type" in model:
@@ -110,6 +150,7 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
             translate_config(model, location, translation, seq_length)
         else:
             translation.put(("target",), target)
+            _drop_seq_length(translation)
             pass_config(model, location, translation, seq_length)
             _drop_model_changes(changes, translation)
     elif modelzoo.MARKS & model.keys():
@@ -119,9 +160,18 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
         if not refuse_vision(section, None):
             section.refuse("model_type", "is missing: it says what kind of Hugging Face config.json this is")
     elif not refuse_vision(translation.section(model, location), None):
-        translation.put(("model",), dict(model))
+        translation.put(("model",), (translation.get("model") or {}) | dict(model))
         for key in model:
             translation.sources["model", key] = (*location, key)
+
+
+def _drop_seq_length(translation: Translation) -> None:
+    """Remove the model's length that a run's input states: of a config.json it becomes `hf_seq_length`."""
+    model = translation.get("model")
+    if isinstance(model, dict):
+        model.pop("seq_length", None)
+        if not model:
+            del translation.document["model"]
 
 
 def _drop_model_changes(changes: dict[str, Any], translation: Translation) -> None:

@@ -16,12 +16,14 @@ class Translation:
     """A request in the native format, the source of each of its values, and what could not be translated.
 
     `problems` is a set in the order of insertion. `ignored` are unknown fields that change nothing.
+    `notes` say what is read otherwise than a person might expect.
     """
 
     document: dict[str, Any] = field(default_factory=dict)
     sources: dict[Location, Location] = field(default_factory=dict)
     problems: dict[Problem, None] = field(default_factory=dict)
     ignored: list[Location] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def put(self, target: Location, value: Any, source: Location | None = None) -> None:
         """Set the native field `target`; `source` is where the document says so."""
@@ -44,12 +46,15 @@ class Translation:
         self.problems[location, reason] = None
 
     def notices(self) -> list[str]:
-        """Return one text for all ignored fields, or nothing if there are none."""
+        """Return the notes, after one text for all ignored fields if there are any."""
         if not self.ignored:
-            return []
+            return self.notes
         named = ", ".join(f"{'.'.join(map(str, location)):.60}" for location in self.ignored[:MAX_NAMED_KEYS])
         more = len(self.ignored) - MAX_NAMED_KEYS
-        return [f"ignored, because they change nothing: {named}{f' and {more:,} more' if more > 0 else ''}"]
+        return [
+            f"ignored, because they change nothing: {named}{f' and {more:,} more' if more > 0 else ''}",
+            *self.notes,
+        ]
 
     def section(self, values: Any, location: Location) -> Section:
         """Read `values`, found at `location`. Null is an empty section; anything else but a mapping is a problem."""

@@ -50,7 +50,7 @@ def test_a_configuration_that_breaks_rules_names_field_and_rule(bexp: Run, tmp_p
         (b"", "is empty"),
         (b"- 1\n", "mapping"),
         (b"\xff\xfe\x00\x00", "not a text file"),
-        (b"a: &x 1\nb: *x\n", "anchor"),
+        (b"a: 1\nb: *x\n", "anchor"),
         (b"target: bexp\narchitectures: [ViTModel]\nmodel_type: vit\n", "language model"),
     ],
 )

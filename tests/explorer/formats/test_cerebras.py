@@ -6,6 +6,7 @@ import pytest
 
 from explorer.cost_model.parameters import count_parameters
 from explorer.formats.document import FormatError, load_document
+from explorer.formats.modelzoo_fields import UNSUPPORTED_NETWORKS
 from explorer.formats.request import parse_request
 
 GPT_111M = {
@@ -183,11 +184,15 @@ def test_scoped_flags_decide_the_mode() -> None:
     ("document", "location", "part"),
     [
         (trainer(bta(max_tile=7)), ("GlobalFlags", "csx.debug.ini", "ws_opt_bta_max_tile"), "must divide"),
-        (trainer(bta(enable=False)), ("ws_opt_bta_max_tile",), "no meaning"),
         (trainer(bta(max_tile=0)), ("ws_opt_bta_max_tile",), "greater than or equal to 1"),
         (trainer({"GlobalFlags": {"csx.debug.ini.ws_opt_bta": 2}}), ("csx.debug.ini.ws_opt_bta",), "unknown BTA flag"),
         ({"trainer": {"init": {"callbacks": [bta()]}}}, ("trainer", "init", "model"), "missing"),
-        ({"trainer": [1]}, ("trainer",), "must be a mapping"),
+        ({"trainer": [1]}, ("trainer",), "keep one"),
+        ({"trainer": 1}, ("trainer",), "must be a mapping"),
+        ({"trainer": {"devices": 8, "strategy": "fsdp"}, "model": LLAMA_1B}, ("trainer",), "devices, strategy;"),
+        (trainer(train_dataloader={"batch_size": 120}, limit=3), ("trainer", "fit", "limit"), "known: ckpt_path"),
+        (trainer({"Lora": {"r": 4}}), ("callbacks", 1, "Lora"), "training.lora"),
+        (trainer({"MyCallback": {}}), ("callbacks", 1, "MyCallback"), "not a callback that is known"),
         (trainer(train_dataloader=[{"batch_size": 2}]), ("trainer", "fit", "train_dataloader"), "keep one"),
         (run(model=None), ("model",), "missing"),
         (run(optimizer={"optimizer_type": "lion"}), ("optimizer", "optimizer_type"), "supported: AdamW"),
@@ -201,7 +206,11 @@ def test_scoped_flags_decide_the_mode() -> None:
         (run(model={**GPT_111M, "nonlinearity": "squared_gelu"}), ("model", "nonlinearity"), "supported: gelu"),
         (run(model={**GPT_111M, "moe": {"num_experts": 4}}), ("model", "use_ffn_bias"), "biases in experts"),
         (run(model={**GPT_111M, "an_invention": 1}), ("model", "an_invention"), "known"),
-        (run(model={**GPT_111M, "name": "gptj"}), ("model", "name"), "supported: gpt2"),
+        (run(model={**GPT_111M, "name": "gptx"}), ("model", "name"), "supported: gpt2"),
+        (run(model={**GPT_111M, "name": "gptj"}), ("model", "use_untied_layer_norm"), "must be true"),
+        (run(model={**GPT_111M, "use_untied_layer_norm": True}), ("model", "use_untied_layer_norm"), "belongs to gptj"),
+        (run(model={"name": "llava", "image_model": {}}), ("model", "name"), "reads images"),
+        (run(model={"name": "dino"}), ("model", "name"), "vision network"),
         (run(model={"name": "vit", "num_heads": 12}), ("model", "name"), "limited to language models"),
         (run(model={"image_size": [224, 224], "num_heads": 12}), ("model", "image_size"), "limited to language models"),
     ],
@@ -253,3 +262,52 @@ def test_precision_and_the_optimizer() -> None:
     assert parse_request(run(model={**GPT_111M, "mixed_precision": False})).model.dtype == "float32"
     assert parse_request(run(model={**GPT_111M, "fp16_type": "float16"})).model.dtype == "float16"
     assert parse_request(run(optimizer={"optimizer_type": "SGD"})).training.optimizer.name == "sgd"
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_NETWORKS)
+def test_a_network_that_cannot_be_explored_has_one_error(name: str) -> None:
+    document = run(model={"name": name, "num_heads": 12, "an_invention": 1}, optimizer={"optimizer_type": "AdaFactor"})
+    assert list(refusal(document)) == [("model", "name")]
+
+
+def test_parallel_layers_with_a_norm_each() -> None:
+    parallel = {**GPT_111M, "name": "falcon", "use_untied_layer_norm": True, "position_embedding_type": "rotary"}
+    assert parse_request(run(model=parallel)).model.parallel_residual
+    del parallel["position_embedding_type"]
+    model = parse_request(run(model=parallel)).model
+    assert (model.position, model.mlp_bias) == ("rope", False)  # defaults of Model Zoo's GPT-J class
+    assert not parse_request(run()).model.parallel_residual
+
+
+def test_a_cap_of_the_tile_counts_only_where_tiling_is_on() -> None:
+    request = parse_request(trainer(bta(enable=False, max_tile=7)))
+    assert (request.bta.enable, request.bta.max_tile) == (False, None)
+    assert "ws_opt_bt" in request.notices[0]
+
+
+def test_the_inputs_length_goes_before_the_models() -> None:
+    data = {"batch_size": 120, "max_sequence_length": 512}
+    assert parse_request(run(train_input=data)).seq_length == 512
+    assert parse_request(run(train_input=data), overrides={"model.seq_length": 256}).seq_length == 256
+    assert parse_request(run(train_input=data, model={"model_type": "gpt2"})).hf_seq_length == 512
+    assert parse_request(trainer(train_dataloader=data)).seq_length == 512
+    shapes = {key: value for key, value in NATIVE["model"].items() if key != "seq_length"}
+    assert parse_request(run(train_input=data, model=shapes)).seq_length == 512
+    assert ("train_input", "max_sequence_length") in refusal(run(train_input={**data, "max_sequence_length": 4096}))
+
+
+def test_a_trainer_that_repeats_itself_by_aliases() -> None:
+    text = """
+trainer:
+  init:
+    model: {name: gpt3, num_hidden_layers: 2, num_heads: 2, hidden_size: 64, filter_size: 128, vocab_size: 512}
+    callbacks: [{ComputeNorm: {}}]
+  fit:
+    train_dataloader: &data {batch_size: 16, data_dir: ./a}
+    val_dataloader: &held_out {<<: *data, batch_size: 8}
+  validate: {val_dataloader: *held_out}
+  validate_all: {val_dataloaders: *held_out}
+"""
+    request = parse_request(load_document(text))
+    assert (request.mode, request.batch_size) == ("train", 16)
+    assert parse_request(load_document(text), overrides={"mode": "eval"}).batch_size == 8

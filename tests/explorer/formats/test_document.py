@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, load_document
@@ -13,7 +15,10 @@ from explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, load_do
         ("{a: 1, b: [2]}", {"a": 1, "b": [2]}),
         ("\ufeffa: 1", {"a": 1}),
         ("day: 2026-11-20", {"day": "2026-11-20"}),
-        ("<<: {a: 1}", {"<<": {"a": 1}}),
+        ("a: &x [1]\nb: 2", {"a": [1], "b": 2}),
+        ("a: &x {c: [1]}\nb: [*x, *x]", {"a": {"c": [1]}, "b": [{"c": [1]}] * 2}),
+        ("'<<': {a: 1}", {"<<": {"a": 1}}),
+        ("--num-layers 2\n--bf16", {"megatron": "--num-layers 2\n--bf16"}),
         ("# only\na: {}", {"a": {}}),
     ],
 )
@@ -31,9 +36,14 @@ def test_plain_documents(text: str, expected: dict[str, object]) -> None:
         ("a: 1\na: 2", "duplicate key 'a' in line 2"),
         ("a: {b: 1, b: 2}", "duplicate key 'b'"),
         ('{"a": {"b": 1, "b": 2}}', "duplicate key 'b'"),
-        ("a: &x [1]\nb: 2", "anchor &x in line 1"),
-        ("a: &x [1]\nb: *x", "anchor &x in line 1"),
-        ("b: *x", "alias *x in line 1"),
+        ("b: *x", "alias *x in line 1 has no anchor"),
+        ("a: [*x]\nb: &x 1", "alias *x in line 1 has no anchor"),
+        ("a: &x [1, {b: *x}]", "alias *x in line 1 stands for what contains it"),
+        ("a: &x 1\nb: &x 2", "anchor &x in line 2 is given a second time"),
+        ("<<: 3", "expected a mapping"),
+        ("a: {b: 1, <<: {c: 1}, <<: {d: 1}}", "duplicate key '<<' in line 1"),
+        ("a: &x {b: 1, b: 2}\nc: {<<: *x}", "duplicate key 'b' in line 1"),
+        ("--num-layers \0", "NUL"),
         ("a: !!python/object/apply:os.system ['true']", "tag"),
         ("a: !local 1", "tag"),
         ("a: 1\n---\nb: 1", "second document starts in line 2"),
@@ -87,3 +97,31 @@ def test_locations_are_kept_apart_from_messages() -> None:
         (("a", 0, "b"), "must be a finite number"),
         (("c",), "must be a finite number"),
     ]
+
+
+def test_merge_keys_mean_what_yaml_1_1_says() -> None:
+    """A mapping's own keys go before merged ones, and an earlier mapping of a list before a later one."""
+    text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {x: 3, <<: *b}\nd: {<<: [{y: 9, z: 9}, *b]}\ne: {<<: *b}"
+    document = load_document(text)
+    assert document["b"] == document["e"] == {"x": 2, "y": 1}
+    assert (document["c"], document["d"]) == ({"x": 3, "y": 1}, {"x": 2, "y": 9, "z": 9})
+
+
+BOMBS = {
+    "values": "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)),
+    "text": f"a: &a {'x' * 100_000}\nb: [*a, *a, *a]",
+    "depth": "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, MAX_DEPTH)),
+    "merges": "a0: &a0 {k: 1}\n"
+    + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 10)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("values", "more than 20,000"), ("text", "larger than"), ("depth", "nested deeper"), ("merges", "more than")],
+)
+def test_a_document_is_as_large_as_what_its_aliases_stand_for(name: str, message: str) -> None:
+    began = time.process_time()
+    with pytest.raises(FormatError, match=message):
+        load_document(BOMBS[name])
+    assert time.process_time() - began < 0.05

@@ -35,6 +35,24 @@ OPTIONAL = {"rope_parameters": {"rope_type": "default"}, "mlp_only_layers": [0],
 DOCUMENTS = [load_document(path.read_text()) for path in sorted(EXAMPLES.glob("*.yaml"))]
 DOCUMENTS += [{"model_type": name, **family.defaults} for name, family in FAMILIES.items()]
 DOCUMENTS += [{"model": {"model_type": name, **OPTIONAL}} for name in FAMILIES]
+DOCUMENTS += [
+    {"megatron": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 128,
+                  "num_experts": 4, "moe_layer_freq": [0, 1], "disable_bias_linear": True, "swiglu": True, "bf16": True,
+                  "micro_batch_size": 2, "global_batch_size": 8, "recompute_granularity": "full",
+                  "recompute_num_layers": 1, "position_embedding_type": "rope", "rotary_percent": 0.5}},
+    {"megatron": ["--num-layers", "2", "--hidden-size=64", "--num-attention-heads", "4", "--seq-length", "64"]},
+    {"trainer": {"devices": 2, "precision": 16},
+     "model": {"encoder_seq_length": 64, "max_position_embeddings": "${.encoder_seq_length}", "num_layers": 2,
+               "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 128,
+               "activation": "swiglu", "optim": {"name": "sgd"}, "use_flash_attention": False}},
+    {"model_type": "llama", "num_devices": 2,
+     "training_arguments": {"per_device_train_batch_size": 2, "bf16": True, "fsdp": ["full_shard"], "optim": "sgd",
+                            "deepspeed": {"train_batch_size": "auto"}}},
+    {"model_type": "llama", "target": "bexp", "num_devices": 2,
+     "deepspeed": {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": 8,
+                   "zero_optimization": {"stage": 1, "offload_param": {"device": "none"}}, "bf16": {"enabled": True},
+                   "optimizer": {"type": "Adam"}}},
+]  # fmt: skip
 
 
 def list_locations(data: Any, location: Location = ()) -> list[Location]:

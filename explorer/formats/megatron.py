@@ -1,0 +1,244 @@
+"""Megatron-Core's arguments as a request: the flags of `pretrain_gpt.py`, or what NeMo's YAML says in their words.
+
+What a run is about is kept: the shapes, the global batch, the number formats, sharding. What an exploration chooses is
+open: the micro-batch of the arguments is the base to compare with, and recomputation is named in a notice. Defaults are
+those of Megatron-LM's argument parser. A flag that is neither read nor known to change nothing is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from explorer.formats.document import Location
+from explorer.formats.layers import find_layer_pattern
+from explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED
+from explorer.formats.translation import Section, Translation
+
+ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False)} | {
+    name: (inner, True) for name, inner in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu"))
+}
+NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+PARALLEL_SIZES = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    "expert_model_parallel_size": "expert_parallel_size",
+}
+
+
+def read_flags(given: Any, location: Location, translation: Translation) -> dict[str, Any] | None:
+    """Return flags by name, with underscores, from a text, a list of words, or a mapping; null if there are none.
+
+    A command line is cut after the name of its script, such as `pretrain_gpt.py`.
+    """
+    if isinstance(given, Mapping):
+        return {str(name).removeprefix("--").replace("-", "_"): value for name, value in given.items()}
+    try:
+        if isinstance(given, str):
+            words = shlex.split(given.replace("\\\n", " "), comments=True)
+        else:
+            words = [str(word) for word in given] if isinstance(given, list | tuple) else []
+    except ValueError as error:
+        translation.refuse(location, f"cannot be read as flags: {error}")
+        return None
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
+    words = words[scripts[-1] + 1 :] if scripts else words
+    if not words or not words[0].startswith("--"):
+        translation.refuse(location, "must be flags, such as `--num-layers 24 --bf16`, or a list of their words")
+        return None
+    flags: dict[str, Any] = {}
+    for name, values in _group(words):
+        if any("$" in value for value in values):
+            translation.refuse((*location, name), "contains a shell variable: write its value out")
+        read = [_number(value) for value in values]
+        flags[name] = True if not read else read[0] if len(read) == 1 else read
+    return flags
+
+
+def _group(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag with the words that follow it."""
+    grouped: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            grouped.append((name.replace("-", "_"), [value] if equals else []))
+        else:
+            grouped[-1][1].append(word)
+    return grouped
+
+
+def _number(text: str) -> Any:
+    if re.fullmatch(r"-?\d{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?(\d{1,18}\.\d*|\.\d+|\d+(\.\d*)?[eE]-?\d{1,2})", text) else text
+
+
+def translate_arguments(arguments: Section, given: Mapping[str, Any]) -> None:
+    """Set the model, the batch and the training state from Megatron's arguments.
+
+    `given` holds the fields of the model that an override sets, which the arguments may then lack.
+    """
+    arguments.refuse_where_set(REFUSED)
+    for key, name in PARALLEL_SIZES.items():
+        arguments.take(key, ("parallelism", name), 1)
+    if (size := arguments.integer("context_parallel_size", 1)) not in (None, 1):
+        arguments.translation.put(("context_parallel", "sizes"), [size], arguments.at("context_parallel_size"))
+    _take_shapes(arguments)
+    _take_vocabulary(arguments, given)
+    _take_ffn(arguments)
+    _take_batch(arguments)
+    _take_training(arguments)
+    _note_recomputation(arguments)
+    arguments.ignore(IGNORED)
+    arguments.ignore({key for key in arguments.values if key.startswith(IGNORED_PREFIXES)})
+    arguments.refuse_unread("is not an argument that is known here; remove it if it changes neither time nor memory")
+
+
+def _take_shapes(arguments: Section) -> None:
+    translation = arguments.translation
+    for key, name in (
+        ("num_layers", "num_layers"),
+        ("hidden_size", "hidden_size"),
+        ("num_attention_heads", "num_attention_heads"),
+        ("kv_channels", "head_dim"),
+        ("seq_length", "seq_length"),
+    ):
+        if arguments.get(key) is not None:
+            arguments.take(key, ("model", name))
+    groups = arguments.get("num_query_groups")
+    if arguments.boolean("group_query_attention"):
+        translation.put(("model", "num_query_groups"), groups or 1, arguments.at("num_query_groups"))
+    norm = arguments.choice("normalization", NORMS, "LayerNorm")
+    translation.put(("model", "norm"), norm, arguments.at("normalization"))
+    position = arguments.choice("position_embedding_type", POSITIONS, "learned_absolute")
+    position = "rope" if arguments.boolean("use_rotary_position_embeddings") else position
+    translation.put(("model", "position"), position, arguments.at("position_embedding_type"))
+    reach, fraction = arguments.get("max_position_embeddings"), arguments.get("rotary_percent")
+    if position == "learned" and reach is not None:
+        arguments.take("max_position_embeddings", ("model", "max_position_embeddings"))
+    if position == "rope" and fraction is not None:
+        arguments.take("rotary_percent", ("model", "rotary_fraction"))
+    bias = not arguments.boolean("disable_bias_linear")
+    translation.put(("model", "qkv_bias"), bias or arguments.boolean("add_qkv_bias"), arguments.at("add_qkv_bias"))
+    translation.put(("model", "attention_output_bias"), bias)
+    translation.put(("model", "mlp_bias"), bias)
+    translation.put(("model", "qk_norm"), "head" if arguments.boolean("qk_layernorm") else "none")
+    translation.put(("model", "tie_embeddings"), not arguments.boolean("untie_embeddings_and_output_weights"))
+
+
+def _take_vocabulary(arguments: Section, given: Mapping[str, Any]) -> None:
+    """Set the vocabulary's size, padded as Megatron pads it: to a multiple of 128, unless another is given."""
+    size = arguments.integer("vocab_size", largest=1 << 24)
+    multiple = arguments.integer("make_vocab_size_divisible_by", 128) or 1
+    padded = arguments.integer("padded_vocab_size", largest=1 << 24)
+    if padded is None and size is not None:
+        padded = -(-size // multiple) * multiple
+    if padded is not None:
+        arguments.translation.put(("model", "vocab_size"), padded, arguments.at("vocab_size"))
+    elif "vocab_size" not in given:
+        arguments.refuse("vocab_size", "is missing: the tokenizer decides it, so give it here, or as model.vocab_size")
+
+
+def _take_ffn(arguments: Section) -> None:
+    translation = arguments.translation
+    default = "swiglu" if arguments.boolean("swiglu") else "gelu"
+    activation, gated = arguments.choice("activation", ACTIVATIONS, default)
+    translation.put(("model", "activation"), activation, arguments.at("activation"))
+    translation.put(("model", "gated_mlp"), gated)
+    width, hidden = arguments.get("ffn_hidden_size"), arguments.integer("hidden_size") or 0
+    if width is None:
+        width = int(4 * hidden * 2 / 3 / 64) * 64 if default == "swiglu" else 4 * hidden
+    translation.put(("model", "ffn_hidden_size"), width, arguments.at("ffn_hidden_size"))
+    num_experts = arguments.get("num_experts")
+    if num_experts is None:
+        arguments.ignore([key for key in arguments.values if key.startswith("moe_")])
+        return
+    if not arguments.boolean("disable_bias_linear"):
+        arguments.refuse("disable_bias_linear", "must be set: biases in experts are not supported")
+    arguments.take("num_experts", ("model", "moe", "num_experts"))
+    arguments.take("moe_router_topk", ("model", "moe", "top_k"), 2)
+    arguments.take("moe_ffn_hidden_size", ("model", "moe", "expert_ffn_hidden_size"), width)
+    if arguments.get("moe_shared_expert_intermediate_size") is not None:
+        target = ("model", "moe", "shared_expert_ffn_hidden_size")
+        arguments.take("moe_shared_expert_intermediate_size", target)
+    normalised = not arguments.boolean("moe_router_pre_softmax")
+    translation.put(("model", "moe", "norm_topk_prob"), normalised, arguments.at("moe_router_pre_softmax"))
+    _take_expert_layers(arguments)
+
+
+def _take_expert_layers(arguments: Section) -> None:
+    layers, frequency = arguments.integer("num_layers", largest=4096), arguments.get("moe_layer_freq", 1)
+    if isinstance(frequency, str) and re.fullmatch(r"\[\s*[01](\s*,\s*[01])*\s*\]", frequency):
+        frequency = [int(digit) for digit in re.findall("[01]", frequency)]
+    if isinstance(frequency, int) and not isinstance(frequency, bool) and frequency > 0 and layers:
+        frequency = [int(index % frequency == 0) for index in range(layers)]
+    kinds = list(map(bool, frequency)) if isinstance(frequency, list | tuple) else []
+    pattern = find_layer_pattern(kinds) if len(kinds) == layers else None
+    if pattern is None:
+        reason = "must be a number, or a list of 0 and 1 for the layers: dense ones, then experts in every n-th layer"
+        arguments.refuse("moe_layer_freq", reason)
+        return
+    arguments.translation.put(("model", "moe", "first_k_dense"), pattern[0], arguments.at("moe_layer_freq"))
+    arguments.translation.put(("model", "moe", "moe_layer_frequency"), pattern[1], arguments.at("moe_layer_freq"))
+
+
+def _take_batch(arguments: Section) -> None:
+    if arguments.get("global_batch_size") is not None:
+        arguments.take("global_batch_size", ("batch_size",))
+    micro = arguments.get("micro_batch_size")
+    if isinstance(micro, int):
+        arguments.take("micro_batch_size", ("base_micro_batch_size",))
+    elif micro is not None:
+        arguments.take("micro_batch_size", ("micro_batch_size",))
+
+
+def _take_training(arguments: Section) -> None:
+    translation = arguments.translation
+    brain, half = arguments.boolean("bf16"), arguments.boolean("fp16")
+    if brain and half:
+        arguments.refuse("fp16", "contradicts bf16")
+    translation.put(("model", "dtype"), "bfloat16" if brain else "float16" if half else "float32")
+    if brain and not arguments.boolean("grad_reduce_in_bf16"):
+        translation.put(("training", "optimizer", "grad_dtype"), "float32")
+    optimizer = arguments.choice("optimizer", OPTIMIZERS, "adam")
+    translation.put(("training", "optimizer", "name"), optimizer, arguments.at("optimizer"))
+    level, key = _choose_sharding(arguments)
+    translation.put(("training", "sharding"), level, arguments.at(key))
+
+
+def _choose_sharding(arguments: Section) -> tuple[str, str]:
+    """Return the level of sharding, and the argument that says so."""
+    strategy = arguments.choice("data_parallel_sharding_strategy", STRATEGIES, "no_shard")
+    choices = (
+        ("use_megatron_fsdp", strategy, "data_parallel_sharding_strategy"),
+        ("use_custom_fsdp", strategy, "data_parallel_sharding_strategy"),
+        ("use_torch_fsdp2", "zero3", "use_torch_fsdp2"),
+        ("use_distributed_optimizer", "zero1", "use_distributed_optimizer"),
+    )
+    on = [(level, key) for flag, level, key in choices if arguments.boolean(flag)]
+    return on[0] if on else ("none", "use_distributed_optimizer")
+
+
+def _note_recomputation(arguments: Section) -> None:
+    """Say what a run recomputes today. An exploration considers every policy, as long as the request names none."""
+    granularities = dict.fromkeys(("none", "selective", "full"))
+    named = [key for key in ("recompute_granularity", "recompute_method") if arguments.get(key) is not None]
+    if "recompute_granularity" in named:
+        arguments.choice("recompute_granularity", granularities, "none")
+    if "recompute_method" in named:
+        arguments.choice("recompute_method", dict.fromkeys(("uniform", "block")), "block")
+    layers = arguments.integer("recompute_num_layers")
+    selective = arguments.values.get("recompute_activations")
+    arguments.ignore({"recompute_activations", "recompute_modules"})
+    words = [str(arguments.values[key]) for key in named] or (["selective"] if selective else [])
+    if words:
+        how = " ".join([*words, *([f"with {layers} layers"] if layers else [])])
+        arguments.translation.notes.append(
+            f"recomputation is open: the arguments have {how:.80}, and every policy is explored; a part of the layers "
+            "means 25, 50 or 75% of them"
+        )

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.parameters import count_parameters
+from explorer.formats import megatron_flags
+from explorer.formats import nemo as nemo_format
+from explorer.formats.document import FormatError, load_document
+from explorer.formats.request import parse_request
+from explorer.spec.training import Sharding
+
+FLAGS = """
+--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 256
+--vocab-size 500 --micro-batch-size 2 --global-batch-size 32 --bf16
+"""
+LLAMA = f"{FLAGS} --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
+NEMO = """
+name: megatron_gpt
+trainer: {devices: 8, num_nodes: 2, accelerator: gpu, precision: bf16-mixed, max_steps: 10}
+model:
+  encoder_seq_length: 128
+  max_position_embeddings: ${.encoder_seq_length}
+  num_layers: 4
+  hidden_size: 64
+  num_attention_heads: 4
+  micro_batch_size: 2
+  global_batch_size: 32
+  tensor_model_parallel_size: 1
+  vocab_size: 500
+"""
+
+
+def refusal(document: dict[str, Any], **overrides: Any) -> dict[tuple[str | int, ...], str]:
+    with pytest.raises(FormatError) as caught:
+        parse_request(document, overrides=overrides)
+    return dict(caught.value.errors)
+
+
+def nemo(**changes: Any) -> dict[str, Any]:
+    document = load_document(NEMO)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        document[section] = {**document.get(section, {}), name: value}
+    return document
+
+
+def test_flags_with_megatrons_defaults() -> None:
+    request = parse_request(load_document(FLAGS))
+    model = request.model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.seq_length) == (4, 64, 256, 128)
+    assert (model.position, model.position_rows, model.norm, model.activation) == ("learned", 256, "layernorm", "gelu")
+    assert (model.qkv_bias, model.mlp_bias, model.tie_embeddings, model.gated_mlp) == (True, True, True, False)
+    assert model.vocab_size == 512  # padded to a multiple of 128
+    assert (request.batch_size, request.base_micro_batch_size, request.micro_batch_size) == (32, 2, "explore")
+    assert request.training.optimizer.grad_dtype == "float32"
+
+
+def test_a_gated_grouped_query_model() -> None:
+    text = f"{LLAMA} --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+    model = parse_request(load_document(text)).model
+    assert (model.query_groups, model.activation, model.gated_mlp, model.norm) == (2, "silu", True, "rmsnorm")
+    assert model.ffn_hidden_size == 128  # 4 * 64 * 2 / 3, rounded down to a multiple of 64
+    attention, ffn, norms = 64 * (64 + 2 * 32 + 64), 3 * 64 * 128, 2 * 64
+    assert count_parameters(model) == 4 * (attention + ffn + norms) + 2 * 512 * 64 + 64
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n" + FLAGS.replace("\n", " \\\n "),
+        FLAGS.replace("--num-layers 4", "--num-layers=4") + "# a comment",
+        FLAGS.split(),
+        {"num-layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 500,
+         "max_position_embeddings": 256, "micro_batch_size": 2, "global_batch_size": 32, "--bf16": True},
+    ],
+    ids=["command", "text", "words", "mapping"],
+)  # fmt: skip
+def test_flags_may_be_a_command_a_text_words_or_a_mapping(given: Any) -> None:
+    assert parse_request({"megatron": given}) == parse_request(load_document(FLAGS))
+
+
+@pytest.mark.parametrize(("frequency", "expected"), [("1", (0, 1)), ("'[0, 1, 1, 1]'", (1, 1)), ("[0,1,0,1]", (0, 2))])
+def test_layers_with_experts(frequency: str, expected: tuple[int, int]) -> None:
+    text = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 32 --moe-layer-freq {frequency} --moe-grouped-gemm"
+    moe = parse_request(load_document(text)).model.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.expert_ffn_hidden_size, moe.norm_topk_prob) == (8, 2, 32, True)
+    assert (moe.first_k_dense, moe.moe_layer_frequency) == expected
+
+
+def test_sharding_and_context_parallelism() -> None:
+    def sharding(more: str) -> Sharding:
+        document = {**load_document(FLAGS + more), "num_devices": 4}
+        return parse_request(document).training.sharding
+
+    assert sharding("") is Sharding.NONE
+    assert sharding("--use-distributed-optimizer") is Sharding.ZERO1
+    assert sharding("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads") is Sharding.ZERO2
+    assert sharding("--use-torch-fsdp2") is Sharding.ZERO3
+    document = {**load_document(FLAGS + "--context-parallel-size 2"), "num_devices": 4}
+    assert parse_request(document).context_parallel_sizes == (2,)
+
+
+def test_recomputation_is_left_open_and_said() -> None:
+    request = parse_request(
+        load_document(FLAGS + "--recompute-granularity full --recompute-method block --recompute-num-layers 3")
+    )
+    assert request.recompute is None
+    assert "full block with 3 layers" in request.notices[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "flag", "part"),
+    [
+        ("--tensor-model-parallel-size 2", "tensor_model_parallel_size", "other than 1"),
+        ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size", "other than 1"),
+        ("--fp8-format hybrid", "fp8_format", "FP8"),
+        ("--an-invention 3", "an_invention", "not an argument that is known"),
+        ("--optimizer muon", "optimizer", "supported: adam"),
+        ("--save $FOLDER", "save", "shell variable"),
+        ("--recompute-method ring", "recompute_method", "supported: uniform, block"),
+        ("--fp16", "fp16", "contradicts bf16"),
+        ("--use-distributed-optimizer", "use_distributed_optimizer", "needs num_devices > 1"),
+        ("--num-experts 8", "disable_bias_linear", "biases in experts"),
+        ("--num-experts 8 --disable-bias-linear --moe-layer-freq 2", "moe_layer_freq", "must be a number, or a list"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_named(more: str, flag: str, part: str) -> None:
+    assert part in refusal(load_document(FLAGS + more))["megatron", flag]
+
+
+@pytest.mark.parametrize("given", ["", "python x.py", 3, [], "--num-layers '4"])
+def test_what_is_no_flag(given: Any) -> None:
+    assert "flags" in refusal({"megatron": given})["megatron",]
+
+
+def test_a_missing_vocabulary_may_be_an_override() -> None:
+    document = load_document(FLAGS.replace("--vocab-size 500", ""))
+    assert "tokenizer" in refusal(document)["megatron", "vocab_size"]
+    assert parse_request(document, overrides={"model.vocab_size": 500}).model.vocab_size == 500
+
+
+def test_a_nemo_file() -> None:
+    request = parse_request(nemo())
+    model = request.model
+    assert (model.num_layers, model.ffn_hidden_size, model.vocab_size, model.position_rows) == (4, 256, 512, 128)
+    assert (model.dtype, model.position, model.mlp_bias, model.tie_embeddings) == ("bfloat16", "learned", True, True)
+    assert (request.num_devices, request.batch_size, request.base_micro_batch_size) == (16, 32, 2)
+    assert (request.flash_attention, request.training.sharding) == (True, Sharding.NONE)
+    changed = parse_request(
+        nemo(
+            model__num_query_groups=2,
+            model__activation="fast-swiglu",
+            model__normalization="rmsnorm",
+            model__bias=False,
+            model__use_flash_attention=False,
+            model__optim={"name": "distributed_fused_adam", "lr": 1e-4},
+            model__activations_checkpoint_granularity="full",
+            model__activations_checkpoint_method="uniform",
+            model__activations_checkpoint_num_layers=2,
+            model__tokenizer={"library": "megatron"},
+        )
+    )
+    model = changed.model
+    assert (model.query_groups, model.activation, model.norm, model.mlp_bias) == (2, "silu", "rmsnorm", False)
+    assert (changed.flash_attention, changed.training.sharding) == (False, Sharding.ZERO1)
+    assert "full uniform with 2 layers" in " ".join(changed.notices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "location", "part"),
+    [
+        ({"model__tensor_model_parallel_size": 4}, ("model", "tensor_model_parallel_size"), "other than 1"),
+        ({"model__pipeline_model_parallel_size": 2}, ("model", "pipeline_model_parallel_size"), "other than 1"),
+        ({"model__activations_checkpoint_method": "ring"}, ("model", "activations_checkpoint_method"), "uniform"),
+        ({"model__encoder_seq_length": "${oc.env:LENGTH}"}, ("model", "encoder_seq_length"), "write the value out"),
+        ({"model__encoder_seq_length": 512}, ("model", "encoder_seq_length"), "exceeds max_position"),
+        ({"model__transformer_block_type": "post_ln"}, ("model", "transformer_block_type"), "supported: pre_ln"),
+        ({"model__an_invention": 1}, ("model", "an_invention"), "not an argument that is known"),
+        ({"trainer__strategy": "fsdp"}, ("trainer", "strategy"), "known here"),
+        ({"trainer__precision": "fp8"}, ("trainer", "precision"), "supported: bf16"),
+        ({"trainer__accumulate_grad_batches": 2}, ("trainer", "accumulate_grad_batches"), "must be 1"),
+    ],
+)
+def test_what_a_nemo_file_cannot_ask_for(changes: Any, location: tuple[str, ...], part: str) -> None:
+    document = nemo(**changes)
+    if changes.get("model__encoder_seq_length") == 512:
+        document["model"]["max_position_embeddings"] = 128
+    assert part in refusal(document)[location]
+
+
+def test_arguments_that_change_nothing_leave_the_request_as_it_is() -> None:
+    flags = [*megatron_flags.IGNORED, *(f"{prefix}x" for prefix in megatron_flags.IGNORED_PREFIXES)]
+    words = FLAGS.split()
+    more = [word for flag in flags for word in (f"--{flag}", "1")]
+    assert parse_request({"megatron": words + more}) == parse_request({"megatron": words})
+    read = {"optim", "precision", "megatron_amp_O2", "tokenizer", "data"}
+    fields = {f"model__{key}": 1 for key in nemo_format.IGNORED if key not in read}
+    assert parse_request(nemo(**fields)) == parse_request(nemo())

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.formats.document import FormatError
+from explorer.formats.request import parse_request
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_devices": 4}
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 128}
+NATIVE = {"model": {**MODEL, "seq_length": 64}, "num_devices": 4}
+
+
+def refusal(document: dict[str, Any]) -> dict[tuple[str | int, ...], str]:
+    with pytest.raises(FormatError) as caught:
+        parse_request(document)
+    return dict(caught.value.errors)
+
+
+def arguments(**fields: Any) -> ExplorationRequest:
+    return parse_request({**CONFIG, "training_arguments": fields})
+
+
+def deepspeed(**fields: Any) -> ExplorationRequest:
+    return parse_request({**CONFIG, "deepspeed": fields})
+
+
+def test_the_batch_of_training_arguments() -> None:
+    request = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=8, output_dir="x", logging_steps=1)
+    assert (request.batch_size, request.base_micro_batch_size, request.micro_batch_size) == (64, 2, "explore")
+    assert arguments().batch_size == 8 * 4  # transformers' defaults
+    few = {"training_arguments": {}, "model_type": "llama", "num_csx": 2}
+    assert parse_request(few).batch_size == 16
+    assert parse_request(few, overrides={"num_devices": 1}).batch_size == 8
+
+
+def test_precision_sharding_and_recomputation_of_training_arguments() -> None:
+    assert arguments(bf16=True).training.precision == "autocast"
+    assert arguments(optim="sgd").training.optimizer.name == "sgd"
+    assert arguments(fsdp="full_shard auto_wrap").training.sharding is Sharding.ZERO3
+    assert arguments(fsdp=["shard_grad_op"]).training.sharding is Sharding.ZERO2
+    assert arguments(torch_compile=True).execution == "compile"
+    request = arguments(gradient_checkpointing=True)
+    assert request.recompute is None
+    assert "gradient_checkpointing" in request.notices[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_stages_of_deepspeed(stage: int) -> None:
+    zero = {"stage": stage, "overlap_comm": True}
+    request = deepspeed(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4, zero_optimization=zero)
+    assert (request.training.sharding.level, request.batch_size, request.base_micro_batch_size) == (stage, 32, 2)
+
+
+def test_formats_of_deepspeed() -> None:
+    request = deepspeed(bf16={"enabled": True}, train_batch_size=16, optimizer={"type": "AdamW"})
+    assert request.hf_config is not None
+    assert (request.hf_config["dtype"], request.training.precision, request.batch_size) == ("bfloat16", "pure", 16)
+    half = {"enabled": True, "loss_scale": 0}
+    assert parse_request({**NATIVE, "deepspeed": {"fp16": half}}).model.dtype == "float16"
+
+
+def test_both_files_agree() -> None:
+    inner = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+    inner["bf16"] = {"enabled": "auto"}
+    request = arguments(per_device_train_batch_size=2, bf16=True, deepspeed=inner)
+    assert (request.batch_size, request.training.sharding) == (8, Sharding.ZERO2)
+    assert request.training.precision == "autocast"
+    beside = {**CONFIG, "training_arguments": {"per_device_train_batch_size": 2}}
+    errors = refusal({**beside, "deepspeed": {"train_micro_batch_size_per_gpu": 4}})
+    assert "contradicts" in errors["deepspeed", "train_micro_batch_size_per_gpu"]
+
+
+def test_adapters_beside_training_arguments() -> None:
+    lora = {"lora": {"r": 4, "target_modules": "all-linear"}}
+    request = parse_request({**CONFIG, "training": lora, "training_arguments": {"bf16": True}})
+    assert request.training.lora is not None
+    assert request.training.precision == "autocast"
+    assert lora == {"lora": {"r": 4, "target_modules": "all-linear"}}
+
+
+@pytest.mark.parametrize(
+    ("files", "location", "part"),
+    [
+        ({"training_arguments": {"fp16": True}}, ("training_arguments", "fp16"), "use bf16"),
+        ({"training_arguments": {"optim": "lion_8bit"}}, ("training_arguments", "optim"), "supported: adamw_torch"),
+        ({"training_arguments": {"deepspeed": "z.json"}}, ("training_arguments", "deepspeed"), "path of a file"),
+        ({"training_arguments": {"deepspeed": {}}, "deepspeed": {}}, ("deepspeed",), ""),
+        ({"training_arguments": {"fsdp": "full_shard offload"}}, ("training_arguments", "fsdp"), "offload is not"),
+        ({"training_arguments": {"use_liger_kernel": True}}, ("training_arguments", "use_liger_kernel"), "Liger"),
+        ({"training_arguments": {"an_invention": 1}}, ("training_arguments", "an_invention"), "known here"),
+        ({"training_arguments": 3}, ("training_arguments",), "must be a mapping"),
+        ({"deepspeed": {"an_invention": 1}}, ("deepspeed", "an_invention"), "known here"),
+        ({"deepspeed": {"pipeline": {"stages": 2}}}, ("deepspeed", "pipeline"), "pipeline"),
+        ({"deepspeed": {"zero_optimization": {"stage": 4}}}, ("deepspeed", "zero_optimization", "stage"), "0 to 3"),
+        (
+            {"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
+            ("deepspeed", "zero_optimization", "offload_param"),
+            "offloading",
+        ),
+        (
+            {
+                "deepspeed": {
+                    "train_batch_size": 7,
+                    "train_micro_batch_size_per_gpu": 1,
+                    "gradient_accumulation_steps": 2,
+                }
+            },
+            ("deepspeed", "train_batch_size"),
+            "must be 8",
+        ),
+        ({"deepspeed": {"bf16": {"enabled": True}, "fp16": {"enabled": True}}}, ("deepspeed", "fp16", "enabled"), ""),
+        ({"batch_size": 8, "deepspeed": {}}, ("deepspeed",), "what batch_size says"),
+        ({"training": {"sharding": "zero1"}, "deepspeed": {}}, ("deepspeed",), "what training.sharding says"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(files: dict[str, Any], location: tuple[str, ...], part: str) -> None:
+    errors = refusal({**CONFIG, **files})
+    found = [message for where, message in errors.items() if where[-len(location) :] == location]
+    assert found, errors
+    assert part in found[0]
