@@ -172,6 +172,7 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
         loss="chunked" if kind == "chunked" else "library",
         compile=(candidate.get("execution") or request.get("execution")) == "compile",
         allocator=allocator,
+        kernels=candidate.get("kernels") or "library",
     )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from bexp.transformers.attention import set_attention
 from bexp.transformers.experts import set_experts
+from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
 from bexp.transformers.loss import set_loss
 from bexp.transformers.recompute import set_recompute
@@ -63,6 +64,8 @@ def _steps(
     steps: list[tuple[str, Callable[[], None]]] = []
     core = settings.recompute == "selective"
     by_operation = settings.recompute in OPERATION_POLICIES
+    if settings.kernels == "liger":
+        steps.append(("norms, rotation and gated activations: liger-kernel", lambda: set_kernels(module, changes)))
     if settings.attention is not None or core:
         text = f"attention: {settings.attention or 'unchanged'}{', its core recomputed' if core else ''}"
         steps.append(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 Loss = Literal["library", "chunked"]
+Kernels = Literal["library", "liger"]
 Allocator = Literal["default", "expandable_segments"]
 
 LAYER_SHARES = {"partial_25": 0.25, "partial_50": 0.5, "partial_75": 0.75, "full": 1.0}
@@ -37,6 +38,7 @@ class Settings:
     by part `selective` (recomputes the attention core) and `experts`.
     `bta_tile`: sequences of an attention tile, null for no tiling.
     `loss`: `chunked` never holds all logits. `compile` compiles every decoder layer.
+    `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
     """
 
     attention: str | None = None
@@ -46,6 +48,7 @@ class Settings:
     loss: Loss = "library"
     compile: bool = False
     allocator: Allocator = "default"
+    kernels: Kernels = "library"
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""
@@ -62,6 +65,8 @@ class Settings:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
         if self.loss not in {"library", "chunked"}:
             raise SettingsError(f"the loss is 'library' or 'chunked', not '{self.loss}'")
+        if self.kernels not in {"library", "liger"}:
+            raise SettingsError(f"the kernels are 'library' or 'liger', not '{self.kernels}'")
         if self.allocator not in {"default", "expandable_segments"}:
             raise SettingsError(f"the allocator is 'default' or 'expandable_segments', not '{self.allocator}'")
 

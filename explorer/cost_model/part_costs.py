@@ -16,7 +16,7 @@ from explorer.cost_model.components import (
 )
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.parts import ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -65,7 +65,8 @@ class PartsDecomposer:
         for (name, again), count, below in self._layer_groups(candidate.recompute.layer_share):
             experts = candidate.expert_backend if self._parts.kind(name).has_experts else None
             execution = COMPILED if candidate.execution is Execution.COMPILE else None
-            backend = "+".join(filter(None, (candidate.attention_backend, experts, execution)))
+            kernels = candidate.kernels if candidate.kernels is Kernels.LIGER else None
+            backend = "+".join(filter(None, (candidate.attention_backend, experts, kernels, execution)))
             recompute = BlockRecompute.FULL if again else policy
             block = self._share(ComponentKind.LAYER, m, name, backend, recompute, candidate.bta_tile)
             layers.append(LayerGroup(count, (block,), again, below))

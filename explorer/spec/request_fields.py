@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import (
     BackendName,
@@ -78,6 +78,11 @@ class RequestFields(Frozen):
     executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
         None,
         description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
+    )
+    kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] = Field(
+        (Kernels.LIBRARY,),
+        description="What computes norms, rotation and gated activations of a transformers model: its own code, or the "
+        "package liger-kernel where it is installed and knows the model.",
     )
     allocator: Literal["default", "expandable_segments"] = Field(
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from bexp.transformers.experts import expert_modules
+from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
+from explorer.spec.execution import Kernels
 from explorer.spec.hardware import BackendSupport
 from explorer.spec.request import ExplorationRequest
 from workers.targets.transformers.builder import PartsBuilder
 from workers.targets.transformers.chosen_attention import recorded_choices
+from workers.targets.transformers.comparison import DifferenceError
+from workers.targets.transformers.kernel_check import require_alike, results_of
 from workers.targets.transformers.passes import LayerPasses
 from workers.targets.transformers.resolved import ResolvedModel
 
@@ -21,6 +25,7 @@ SLOW_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped")
 """On a GPU these are tried when a request names them: a loop over experts, products that gather the weights of every
 token, and kernels that `bexp_hopper_grouped` replaces on Hopper."""
 NAME_IT = "a request has to name it"
+_REFUSALS = (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
 
 
 class SettingsProbe:
@@ -90,6 +95,31 @@ class SettingsProbe:
             name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=only_when_named
         )
 
+    def kernel_supports(self) -> tuple[BackendSupport, ...]:
+        """What the request's choice of kernels can have here; empty without a choice."""
+        if self._request.kernel_choices == (None,):
+            return ()
+        reason = self._liger_refusal()
+        return (
+            BackendSupport(name=Kernels.LIBRARY, usable=True),
+            BackendSupport(name=Kernels.LIGER, usable=reason is None, reason=reason, stock=False, only_when_named=True),
+        )
+
+    def _liger_refusal(self) -> str | None:
+        """Why liger's kernels cannot be had, or what they compute otherwise than the layer; null if neither."""
+        for kind in dict.fromkeys(self._resolved.kinds):
+            part = self._builder.layer(kind, 1)
+            try:
+                expected = results_of(part)
+                applied = set_up(part.module, Settings(kernels="liger"))
+                try:
+                    require_alike(results_of(part), expected, moves_tokens=bool(expert_modules(part.module)))
+                finally:
+                    applied.undo()
+            except (*_REFUSALS, DifferenceError) as error:
+                return _told(error)
+        return None
+
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; null if it can."""
         for kind in dict.fromkeys(self._resolved.kinds):
@@ -107,7 +137,10 @@ class SettingsProbe:
                 finally:
                     passes.release()
                     passes.restore()
-            except (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError) as error:
-                text = " ".join(str(error).split()) or type(error).__name__
-                return text[:300]
+            except _REFUSALS as error:
+                return _told(error)
         return None
+
+
+def _told(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]

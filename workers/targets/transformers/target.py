@@ -16,7 +16,7 @@ from bexp.transformers.settings import Settings, SettingsError
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.part_costs import COMPILED
 from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
@@ -83,7 +83,7 @@ class TransformersTarget:
         """
         self._check_class()
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
-        attention, experts = probe.attention_supports(), probe.expert_supports()
+        attention, experts, kernels = probe.attention_supports(), probe.expert_supports(), probe.kernel_supports()
         named = set(self._request.recompute or ())
         parts = describe_parts(
             self._resolved,
@@ -101,6 +101,7 @@ class TransformersTarget:
             hardware=hardware,
             attention_backends=attention,
             expert_backends=experts,
+            kernels=kernels,
             default_attention=probe.default_attention,
             default_experts=default if default in usable else next(iter(usable), None),
             parts=parts,
@@ -218,13 +219,14 @@ class TransformersTarget:
             return Settings(loss="chunked" if component.backend == "chunked" else "library")
         assert component.backend is not None, "a layer names its attention"
         attention, *others = component.backend.split("+")
-        experts = [name for name in others if name != COMPILED]
+        experts = [name for name in others if name not in (COMPILED, Kernels.LIGER)]
         return Settings(
             attention=attention,
             experts=experts[0] if experts else None,
             recompute=_BY_OPERATION.get(component.recompute, "none"),
             bta_tile=component.bta_tile,
             compile=self._request.execution is Execution.COMPILE or COMPILED in others,
+            kernels="liger" if Kernels.LIGER in others else "library",
         )
 
     def _optimizer(
@@ -260,6 +262,7 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
         loss="chunked" if candidate.loss == "chunked" else "library",
         compile=(candidate.execution or request.execution) is Execution.COMPILE,
         allocator=request.allocator,
+        kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
     )
 
 
