@@ -83,7 +83,8 @@ def _stand_in(config: Any, layers: list[nn.Module]) -> Any:
 
     if type(config) not in MODEL_MAPPING:
         raise SettingsError(f"transformers has no model of {type(config).__name__} alone, so liger cannot change it")
-    model: Any = object.__new__(MODEL_MAPPING[type(config)])
+    class_: Any = MODEL_MAPPING[type(config)]
+    model: Any = class_.__new__(class_)
     nn.Module.__init__(model)
     model.config = config
     model.layers = nn.ModuleList(layers)

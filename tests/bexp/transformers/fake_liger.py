@@ -23,7 +23,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, norm_factor: float = 1.0, fails:
     def norm(self: Any, x: Tensor) -> Tensor:
         calls["norm"] += 1
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return norm_factor * self.weight * (x.float() * scale).to(x.dtype)
+        out: Tensor = norm_factor * self.weight * (x.float() * scale).to(x.dtype)
+        return out
 
     def gated(self: Any, x: Tensor) -> Tensor:
         calls["gated"] += 1
