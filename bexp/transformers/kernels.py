@@ -2,7 +2,7 @@
 
 liger replaces methods of a model's modules and names in the library's module of its class. Here it gets the decoder
 layers alone, so that a layer by itself and a layer within a model are changed alike. Experts are left as they are,
-because they have a setting of their own. The final norm and the loss stay the library's.
+because they have a setting of their own. The final norm stays the library's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -57,13 +58,17 @@ def set_kernels(module: nn.Module, changes: Changes) -> None:
         raise SettingsError(f"liger-kernel changes nothing in {type(layers[0]).__name__}")
 
 
-def _replacement(model_type: str) -> Callable[..., None]:
-    """liger's function for a type of model."""
+def import_liger(name: str) -> Any:
+    """Return the module `name` of liger-kernel. Raises SettingsError if it cannot be imported, as without Triton."""
     try:
-        from liger_kernel.transformers import monkey_patch  # noqa: PLC0415 - optional, and imports Triton
+        return import_module(f"liger_kernel.transformers.{name}")
     except (ImportError, RuntimeError) as error:
         raise SettingsError(f"liger's kernels need liger-kernel: pip install liger-kernel ({error})") from error
-    known: dict[str, Callable[..., None]] = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def _replacement(model_type: str) -> Callable[..., None]:
+    """liger's function for a type of model."""
+    known: dict[str, Callable[..., None]] = import_liger("monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if model_type not in known:
         raise SettingsError(f"liger-kernel does not know the model type '{model_type}'")
     return known[model_type]

@@ -21,7 +21,7 @@ from explorer.spec.parts import ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
-CHUNKED_LOSS = "chunked"
+LOSSES_WITHOUT_LOGITS = ("chunked", "liger")
 COMPILED = "compiled"
 """Ends the back end of a layer that is compiled where others are not."""
 COMPILED_SHARE = 0.7
@@ -129,7 +129,7 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     output = tokens * parts.output_bytes_per_token
     live = round(tokens * part.saved_bytes_per_token)
     transient = round(tokens * part.transient_bytes_per_token)
-    if component.kind is ComponentKind.SHELL and component.backend == CHUNKED_LOSS:
+    if component.kind is ComponentKind.SHELL and component.backend in LOSSES_WITHOUT_LOGITS:
         live, transient = min(live, 3 * output), min(transient, output)
     if component.kind is ComponentKind.LAYER and COMPILED in (component.backend or "").split("+"):
         live = round(COMPILED_SHARE * live)

@@ -82,7 +82,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     elif request.expert_backends is not None:
         raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
     sharings = _usable_sharings(request, report, attention)
-    kernels = _kernels(request, report, where)
+    kernels, losses = _kernels(request, report, where), _losses(request, report, model)
     candidates = []
     for m in request.micro_batch_sizes:
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
@@ -90,7 +90,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
             for recompute in _policies(request, model, tile):
                 code = _code(request, recompute, kernels)
                 for (sharing, attention_backend), expert_backend, sharding, loss, (execution, own), settings in product(
-                    at_m, experts, request.sharding_choices, _losses(request, model), code, _settings(model)
+                    at_m, experts, request.sharding_choices, losses, code, _settings(model)
                 ):
                     candidates.append(
                         Candidate(
@@ -149,7 +149,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             context_parallel_size=sharing.size,
             context_parallel_layout=sharing.layout,
             sharding=sharding,
-            loss=_losses(request, model)[0],
+            loss=_losses(request, report, model)[0],
             execution=request.execution_choices[0],
             kernels=request.kernel_choices[0],
             settings=_settings(model)[0],
@@ -184,12 +184,17 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
     return tuple(p for p in policies if p in model.policies and (named or (not p.untiled_only and not p.by_operation)))
 
 
-def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
-    """Return the losses that a model's own code may compute.
+def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:
+    """Return the losses that a model's own code may compute, without those that failed a check.
 
     They are null for the reference layers, which have one, and for a model that is measured whole.
     """
-    return (None,) if isinstance(model, ModelSpec) or not model.layers else request.losses
+    if isinstance(model, ModelSpec) or not model.layers:
+        return (None,)
+    if not report.losses:
+        return request.losses
+    usable = _usable("loss", report.losses, request.losses, f"with {model.measured}")
+    return tuple(loss for loss in request.losses if loss in usable)
 
 
 def _code(

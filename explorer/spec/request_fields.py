@@ -88,9 +88,10 @@ class RequestFields(Frozen):
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
     )
     training: TrainingSpec = TrainingSpec()
-    losses: Annotated[tuple[Literal["library", "chunked"], ...], Field(min_length=1, max_length=2)] = Field(
+    losses: Annotated[tuple[Literal["library", "chunked", "liger"], ...], Field(min_length=1, max_length=3)] = Field(
         ("library",),
-        description="How a model's own code computes its loss: as its library does, or in chunks without full logits.",
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
+        "by our function or by that of liger-kernel.",
     )
     sharding_levels: (
         Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None

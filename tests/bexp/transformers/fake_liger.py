@@ -16,7 +16,7 @@ from torch import Tensor, nn
 def install(monkeypatch: pytest.MonkeyPatch, *, norm_factor: float = 1.0, fails: bool = False) -> Counter[str]:
     """Put the package among the imported ones, and return the number of calls of each kernel.
 
-    Norms are multiplied with `norm_factor`. A package that `fails` does so after it has changed one layer.
+    Norms and the loss are multiplied with `norm_factor`. A package that `fails` does so after it has changed one layer.
     """
     calls: Counter[str] = Counter()
 
@@ -70,10 +70,16 @@ def install(monkeypatch: pytest.MonkeyPatch, *, norm_factor: float = 1.0, fails:
             if fails:
                 raise AttributeError("'Layer' object has no attribute 'q_norm'")
 
+    def entropy(h: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        calls["loss"] += 1
+        return norm_factor * nn.functional.cross_entropy(nn.functional.linear(h, weight, bias), targets, **options)
+
+    functional: Any = ModuleType("liger_kernel.transformers.functional")
+    functional.liger_fused_linear_cross_entropy = entropy
     patches: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply, "qwen3_moe": apply}
     package: Any = ModuleType("liger_kernel.transformers")
-    package.monkey_patch = patches
-    for module in (ModuleType("liger_kernel"), package, patches):
+    package.monkey_patch, package.functional = patches, functional
+    for module in (ModuleType("liger_kernel"), package, patches, functional):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return calls

@@ -26,6 +26,7 @@ def source_of(model: Any) -> dict[str, Any]:
     [
         ("llama", LIGER, {"norm": 4, "gated": 2, "rotation": 2}),
         ("llama", Settings(kernels="liger", recompute="full", loss="chunked"), {"norm": 8, "gated": 4, "rotation": 4}),
+        ("llama", Settings(kernels="liger", loss="liger"), {"norm": 4, "gated": 2, "rotation": 2, "loss": 1}),
         ("llama", Settings(kernels="liger", bta_tile=2), {"norm": 4, "gated": 2, "rotation": 8}),
         ("qwen3_moe", Settings(kernels="liger", experts="batched_mm"), {"norm": 4, "rotation": 2}),
     ],
@@ -71,8 +72,14 @@ def test_a_model_without_ligers_kernels_says_why(monkeypatch: pytest.MonkeyPatch
     fake_liger.install(monkeypatch)
     with pytest.raises(SettingsError, match="liger-kernel does not know the model type 'gpt2'"):
         set_up(models.tiny("gpt2"), LIGER)
+    capped = models.tiny("gemma2")
+    set_up(capped, Settings(loss="liger"))
+    with pytest.raises(SettingsError, match="liger's loss takes logits as the head makes them"):
+        models.step(capped, models.batch())
     with pytest.raises(SettingsError, match="Linear has no decoder layers"):
         set_up(torch.nn.Linear(2, 2), LIGER)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    with pytest.raises(SettingsError, match="need liger-kernel: pip install liger-kernel"):
-        set_up(models.tiny("llama"), LIGER)
+    for name in ("monkey_patch", "functional"):
+        monkeypatch.setitem(sys.modules, f"liger_kernel.transformers.{name}", None)
+    for settings in (LIGER, Settings(loss="liger")):
+        with pytest.raises(SettingsError, match="need liger-kernel: pip install liger-kernel"):
+            set_up(models.tiny("llama"), settings)

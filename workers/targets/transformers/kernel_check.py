@@ -1,4 +1,4 @@
-"""Whether a layer computes the same with other kernels: its outputs and every gradient."""
+"""Whether a part computes the same with other kernels: its outputs and every gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workers.targets.transformers.comparison import DifferenceError
 from workers.targets.transformers.layers import LayerPart
+from workers.targets.transformers.shell import ShellPart
 
 ROUNDING = 8 * torch.finfo(torch.bfloat16).eps
 """How far off a result may be, relative to its norm. Kernels round to bfloat16 at other places than the library."""
@@ -27,6 +28,21 @@ def results_of(part: LayerPart) -> dict[str, Tensor]:
         for name, tensor in (*inputs, *part.module.named_parameters()):
             if tensor.grad is not None:
                 found[f"gradient of {name}"] = tensor.grad.clone()
+        part.clear_gradients()
+    return found
+
+
+def results_of_shell(part: ShellPart) -> dict[str, Tensor]:
+    """Return the loss and, in training, the gradients of the parameters outside the layers."""
+    training = part.skeleton.settings.training
+    part.clear_gradients()
+    with torch.set_grad_enabled(training):
+        loss = part.forward()
+    found = {"loss": loss.detach().clone()}
+    if training:
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = ((name, tensor.grad) for name, tensor in part.model.named_parameters())
+        found |= {f"gradient of {name}": grad.clone() for name, grad in gradients if grad is not None}
         part.clear_gradients()
     return found
 

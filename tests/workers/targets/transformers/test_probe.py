@@ -76,6 +76,7 @@ def space(resolved: ResolvedModel, builder: PartsBuilder, asked: ExplorationRequ
         hardware=HARDWARE,
         attention_backends=probe.attention_supports(),
         kernels=probe.kernel_supports(),
+        losses=probe.loss_supports(),
         default_attention="sdpa",
         parts=describe_parts(resolved, tiles="none", checkpointing=None, by_operation={}),
     )
@@ -117,3 +118,16 @@ def test_ligers_kernels_are_left_out_with_the_reason_or_refused_if_they_are_the_
     assert {candidate.kernels for candidate in space(resolved, builder, both)} == {Kernels.LIBRARY}
     with pytest.raises(EmptySpaceError, match=f"no usable kernels with .* \\(liger: .*{reason}"):
         space(resolved, builder, request_for(kernels=["liger"], micro_batch_size=2))
+
+
+def test_ligers_loss_is_a_choice_where_it_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, builder: PartsBuilder
+) -> None:
+    fake_liger.install(monkeypatch)
+    asked = request_for(losses=["liger", "library"], micro_batch_size=2, recompute=["none"])
+    found = space(resolved, builder, asked)
+    assert [settings_of(candidate, asked).loss for candidate in found] == ["liger", "library"]
+    fake_liger.install(monkeypatch, norm_factor=1.5)
+    assert {candidate.loss for candidate in space(resolved, builder, asked)} == {"library"}
+    with pytest.raises(EmptySpaceError, match=r"no usable loss with .* \(liger: loss: off by"):
+        space(resolved, builder, request_for(losses=["liger"], micro_batch_size=2))
