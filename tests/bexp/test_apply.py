@@ -38,6 +38,7 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
         "loss": "chunked",
         "compile": False,
         "allocator": "default",
+        "kernels": "library",
     }
     assert models.snapshot(model) != before
     assert all(text in str(report) for text in ("bexp_fused", "tiles of 2", "partial_50", "micro_batch_size 4"))

@@ -40,7 +40,7 @@ def results_of_shell(part: ShellPart) -> dict[str, Tensor]:
         loss = part.forward()
     found = {"loss": loss.detach().clone()}
     if training:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = ((name, tensor.grad) for name, tensor in part.model.named_parameters())
         found |= {f"gradient of {name}": grad.clone() for name, grad in gradients if grad is not None}
         part.clear_gradients()
