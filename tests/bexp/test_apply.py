@@ -73,6 +73,11 @@ def test_settings_that_are_written_out_come_first() -> None:
     assert settings == bexp.Settings(attention="eager", allocator="expandable_segments")
 
 
+def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
+    settings = bexp.Recommendation.read(document(kernels="liger", loss="liger")).settings
+    assert (settings.kernels, settings.loss) == ("liger", "liger")
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
