@@ -139,6 +139,8 @@ def _candidate_rows(candidate: Candidate) -> Iterable[str]:
         yield row("loss", candidate.loss)
     if candidate.execution is not None:
         yield row("execution", candidate.execution)
+    if candidate.kernels is not None:
+        yield row("kernels", candidate.kernels)
     if candidate.context_parallel_layout is not None:
         over = f"{candidate.context_parallel_size} devices per sequence, {candidate.context_parallel_layout}"
         yield row("context parallel", over)

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from api.child_process import module_command, safe_environment
 from api.client import Client, ServiceError
+from bexp.child_process import module_command, safe_environment
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 8.0

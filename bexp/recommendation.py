@@ -169,9 +169,10 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
         experts=_EXPERTS.get(experts, experts) if isinstance(experts, str) else None,
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
-        loss="chunked" if kind == "chunked" else "library",
+        loss=kind if kind in ("chunked", "liger") else "library",
         compile=(candidate.get("execution") or request.get("execution")) == "compile",
         allocator=allocator,
+        kernels=candidate.get("kernels") or "library",
     )
 
 

@@ -30,8 +30,8 @@ from bexp.target_run import StepError, TargetRun
 EXHAUSTED = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
 
 
-class _Served:
-    """The target of this process."""
+class Served:
+    """The target of this process, with one method for each command."""
 
     def __init__(self) -> None:
         self._run: TargetRun | None = None
@@ -81,7 +81,7 @@ def main() -> int:
         commands = _read_commands()
         cores = host_limits.usable_cores()
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores)))
-        served = _Served()
+        served = Served()
         while (line := commands.get()) is not None:
             command = json.loads(line)
             handle = {"open": served.open, "describe": served.describe, "measure": served.measure}[command["command"]]

@@ -8,13 +8,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from api.child_process import module_command
 from api.cli import options
 from api.cli.administration import database_errors
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
 from api.embedded import child_environment
 from api.settings import MAX_WAIT_HOURS, ServiceSettings
+from bexp.child_process import module_command
 
 
 def serve(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,11 @@ _MIXERS = frozenset(
     {"self_attn", "attention", "attn", "self_attention", "linear_attn", "mixer", "temporal_block", "mamba", "conv"}
 )
 """Names that transformers gives to the part of a layer that mixes tokens."""
+DEPTH_NAMES = re.compile(
+    r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers|num_blocks|num_layers_per_stack"
+)
+"""Names that configurations have for their number of layers."""
+_OTHER_TOWER = re.compile(r".*(Vision|Image|Audio|Speech|Siglip).*(Model|Encoder|Tower|Embedding|Transformer)")
 
 
 def configurations(module: nn.Module) -> list[Any]:
@@ -26,20 +32,36 @@ def configurations(module: nn.Module) -> list[Any]:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model in order; `module` itself if it is one layer.
+    """The decoder layers of a causal language model, in the order in which it holds them; `module` if it is one layer.
 
     They are the outermost list with as many modules as the configuration has layers; if there are several such lists,
-    the one with the most parameters. Otherwise they are the outermost modules that transformers can checkpoint. The
-    result is empty if there are none.
+    the one with the most parameters. Otherwise they are the siblings among the outermost modules that transformers can
+    checkpoint. Towers for images and sound are passed over. The result is empty if there are none.
     """
     if is_layer(module):
         return [module]
-    wanted = {getattr(config, "num_hidden_layers", None) for config in configurations(module)}
-    lists = [found for found in _outermost_lists(module) if len(found) in wanted]
+    depths = {config_depth(config) for config in _own_configurations(module)}
+    lists = _outermost(module, lambda part: isinstance(part, nn.ModuleList) and len(part) in depths)
     if lists:
-        largest: nn.ModuleList = max(lists, key=_num_parameters)
-        return list(largest)
-    return list(_outermost_layers(module))
+        return list(max(lists, key=_num_parameters).children())
+    layers = {id(layer) for layer in _outermost(module, is_layer)}
+    parents = [parent for parent in module.modules() if any(id(child) in layers for child in parent.children())]
+    if not parents:
+        return []
+    return [child for child in max(parents, key=_num_parameters).children() if id(child) in layers]
+
+
+def config_depth(config: Any) -> int | None:
+    """The number of decoder layers that a configuration states; null if it states none."""
+    text_config = config.get_text_config(decoder=True)
+    depth = getattr(text_config, "num_hidden_layers", None)
+    return depth if isinstance(depth, int) else depth_of(text_config.to_dict())
+
+
+def depth_of(values: Mapping[str, Any]) -> int | None:
+    """The number of layers that a configuration's values state at their top level; null if they state none."""
+    named = (value for name, value in values.items() if DEPTH_NAMES.fullmatch(name))
+    return next((value for value in named if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -59,17 +81,15 @@ def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from _outermost_lists(child)
+def _own_configurations(module: nn.Module) -> list[Any]:
+    """The configuration of the model itself; those of its parts if it is wrapped in a module without one."""
+    config = getattr(module, "config", None)
+    return [config] if hasattr(config, "get_text_config") else configurations(module)
 
 
-def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if is_layer(child):
-            yield child
-        else:
-            yield from _outermost_layers(child)
+def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    if _OTHER_TOWER.fullmatch(type(module).__name__):
+        return []
+    if matches(module):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, matches)]

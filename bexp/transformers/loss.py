@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bexp.kernels.causal_loss import causal_cross_entropy
+from bexp.transformers.kernels import import_liger
 from bexp.transformers.lazy_logits import LazyLogits
 from bexp.transformers.settings import SettingsError
 from bexp.transformers.undo import Changes
@@ -23,8 +24,11 @@ from bexp.transformers.undo import Changes
 _LOGGER = logging.getLogger(__name__)
 
 
-def set_loss(model: Any, changes: Changes, *, chunk: int | None = None) -> None:
-    """Chunk the loss of a causal language model. Raises SettingsError if its class does not allow that."""
+def set_loss(model: Any, changes: Changes, *, chunk: int | None = None, liger: bool = False) -> None:
+    """Chunk the loss of a causal language model, by liger-kernel's function or by ours.
+
+    Raises SettingsError if its class does not allow that, or liger-kernel is missing.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415 - optional
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -33,8 +37,9 @@ def set_loss(model: Any, changes: Changes, *, chunk: int | None = None) -> None:
         raise SettingsError(f"the loss of {name} cannot be chunked: its head is no plain linear layer")
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise SettingsError(f"the loss of {name} cannot be chunked: it is not transformers' causal language model loss")
+    entropy = _liger_entropy() if liger else functools.partial(causal_cross_entropy, chunk=chunk)
     changes.set(head, "forward", _lazy_forward(head))
-    changes.set(model, "_loss_function", _chunked_loss(model.loss_function, chunk))
+    changes.set(model, "_loss_function", _chunked_loss(model.loss_function, entropy))
 
 
 def _lazy_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -58,7 +63,28 @@ def _lazy_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _chunked_loss(library: Callable[..., Tensor], chunk: int | None) -> Callable[..., Tensor]:
+def _liger_entropy() -> Callable[..., Tensor]:
+    """liger's function with the arguments of `causal_cross_entropy`."""
+    fused = import_liger("functional").liger_fused_linear_cross_entropy
+
+    def entropy(
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        *,
+        transform: Callable[[Tensor], Tensor] | None,
+        ignore_index: int,
+    ) -> Tensor:
+        if transform is not None:
+            raise SettingsError("liger's loss takes logits as the head makes them; this model changes them")
+        total: Tensor = fused(h_TD, weight_VD, targets_T, bias_V, ignore_index=ignore_index, reduction="sum")
+        return total
+
+    return entropy
+
+
+def _chunked_loss(library: Callable[..., Tensor], entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(library)
     def loss_function(
         logits: Tensor,
@@ -77,14 +103,13 @@ def _chunked_loss(library: Callable[..., Tensor], chunk: int | None) -> Callable
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden, weight, bias = logits.parts
         targets = shift_labels.reshape(-1).to(hidden.device)
-        total = causal_cross_entropy(
+        total = entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
             bias,
             targets,
             transform=logits.transform,
             ignore_index=ignore_index,
-            chunk=chunk,
         )
         if num_items_in_batch is None:
             return total / (targets != ignore_index).sum()

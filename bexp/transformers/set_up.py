@@ -9,6 +9,7 @@ from torch import nn
 
 from bexp.transformers.attention import set_attention
 from bexp.transformers.experts import set_experts
+from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
 from bexp.transformers.loss import set_loss
 from bexp.transformers.recompute import set_recompute
@@ -63,6 +64,8 @@ def _steps(
     steps: list[tuple[str, Callable[[], None]]] = []
     core = settings.recompute == "selective"
     by_operation = settings.recompute in OPERATION_POLICIES
+    if settings.kernels == "liger":
+        steps.append(("norms, rotation and gated activations: liger-kernel", lambda: set_kernels(module, changes)))
     if settings.attention is not None or core:
         text = f"attention: {settings.attention or 'unchanged'}{', its core recomputed' if core else ''}"
         steps.append(
@@ -81,8 +84,9 @@ def _steps(
         )
     if settings.recompute != "none" and not core:
         steps.append((f"recomputation: {settings.recompute}", lambda: set_recompute(module, settings, changes)))
-    if settings.loss == "chunked" and not is_layer(module):
-        steps.append(("loss: chunked", lambda: set_loss(module, changes, chunk=chunk)))
+    if settings.loss != "library" and not is_layer(module):
+        liger = settings.loss == "liger"
+        steps.append((f"loss: {settings.loss}", lambda: set_loss(module, changes, chunk=chunk, liger=liger)))
     if settings.compile:
         steps.append(("every decoder layer compiled", lambda: _compile(module, changes)))
     if not is_layer(module) and steps:

@@ -6,7 +6,8 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
-Loss = Literal["library", "chunked"]
+Loss = Literal["library", "chunked", "liger"]
+Kernels = Literal["library", "liger"]
 Allocator = Literal["default", "expandable_segments"]
 
 LAYER_SHARES = {"partial_25": 0.25, "partial_50": 0.5, "partial_75": 0.75, "full": 1.0}
@@ -36,7 +37,8 @@ class Settings:
     `activations` (keeps the results of matrix products and attention) and `projections` (keeps those of attention);
     by part `selective` (recomputes the attention core) and `experts`.
     `bta_tile`: sequences of an attention tile, null for no tiling.
-    `loss`: `chunked` never holds all logits. `compile` compiles every decoder layer.
+    `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
+    `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
     """
 
     attention: str | None = None
@@ -46,6 +48,7 @@ class Settings:
     loss: Loss = "library"
     compile: bool = False
     allocator: Allocator = "default"
+    kernels: Kernels = "library"
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""
@@ -60,8 +63,10 @@ class Settings:
             raise SettingsError(f"'{self.recompute}' is not a recomputation policy of a transformers model: {known}")
         if self.bta_tile is not None and self.bta_tile < 1:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
-        if self.loss not in {"library", "chunked"}:
-            raise SettingsError(f"the loss is 'library' or 'chunked', not '{self.loss}'")
+        if self.loss not in {"library", "chunked", "liger"}:
+            raise SettingsError(f"the loss is 'library', 'chunked' or 'liger', not '{self.loss}'")
+        if self.kernels not in {"library", "liger"}:
+            raise SettingsError(f"the kernels are 'library' or 'liger', not '{self.kernels}'")
         if self.allocator not in {"default", "expandable_segments"}:
             raise SettingsError(f"the allocator is 'default' or 'expandable_segments', not '{self.allocator}'")
 

@@ -16,12 +16,12 @@ from explorer.cost_model.components import (
 )
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.parts import ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
-CHUNKED_LOSS = "chunked"
+LOSSES_WITHOUT_LOGITS = ("chunked", "liger")
 COMPILED = "compiled"
 """Ends the back end of a layer that is compiled where others are not."""
 COMPILED_SHARE = 0.7
@@ -65,7 +65,8 @@ class PartsDecomposer:
         for (name, again), count, below in self._layer_groups(candidate.recompute.layer_share):
             experts = candidate.expert_backend if self._parts.kind(name).has_experts else None
             execution = COMPILED if candidate.execution is Execution.COMPILE else None
-            backend = "+".join(filter(None, (candidate.attention_backend, experts, execution)))
+            kernels = candidate.kernels if candidate.kernels is Kernels.LIGER else None
+            backend = "+".join(filter(None, (candidate.attention_backend, experts, kernels, execution)))
             recompute = BlockRecompute.FULL if again else policy
             block = self._share(ComponentKind.LAYER, m, name, backend, recompute, candidate.bta_tile)
             layers.append(LayerGroup(count, (block,), again, below))
@@ -128,7 +129,7 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     output = tokens * parts.output_bytes_per_token
     live = round(tokens * part.saved_bytes_per_token)
     transient = round(tokens * part.transient_bytes_per_token)
-    if component.kind is ComponentKind.SHELL and component.backend == CHUNKED_LOSS:
+    if component.kind is ComponentKind.SHELL and component.backend in LOSSES_WITHOUT_LOGITS:
         live, transient = min(live, 3 * output), min(transient, output)
     if component.kind is ComponentKind.LAYER and COMPILED in (component.backend or "").split("+"):
         live = round(COMPILED_SHARE * live)

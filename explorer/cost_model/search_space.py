@@ -9,7 +9,7 @@ from typing import Any
 
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.context_parallel import Sharing
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.parts import ExploredModel, ModelParts
@@ -82,14 +82,15 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     elif request.expert_backends is not None:
         raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
     sharings = _usable_sharings(request, report, attention)
+    kernels, losses = _kernels(request, report, where), _losses(request, report, model)
     candidates = []
     for m in request.micro_batch_sizes:
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
         for tile in _tiles(request, model, m):
             for recompute in _policies(request, model, tile):
-                executions = _executions(request, recompute)
-                for (sharing, attention_backend), expert_backend, sharding, loss, execution, settings in product(
-                    at_m, experts, request.sharding_choices, _losses(request, model), executions, _settings(model)
+                code = _code(request, recompute, kernels)
+                for (sharing, attention_backend), expert_backend, sharding, loss, (execution, own), settings in product(
+                    at_m, experts, request.sharding_choices, losses, code, _settings(model)
                 ):
                     candidates.append(
                         Candidate(
@@ -104,6 +105,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             sharding=sharding,
                             loss=loss,
                             execution=execution,
+                            kernels=own,
                             settings=settings,
                         )
                     )
@@ -147,8 +149,9 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             context_parallel_size=sharing.size,
             context_parallel_layout=sharing.layout,
             sharding=sharding,
-            loss=_losses(request, model)[0],
+            loss=_losses(request, report, model)[0],
             execution=request.execution_choices[0],
+            kernels=request.kernel_choices[0],
             settings=_settings(model)[0],
         )
         for sharding in request.sharding_choices
@@ -181,19 +184,42 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
     return tuple(p for p in policies if p in model.policies and (named or (not p.untiled_only and not p.by_operation)))
 
 
-def _losses(request: ExplorationRequest, model: ExploredModel) -> tuple[str | None, ...]:
-    """Return the losses that a model's own code may compute.
+def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:
+    """Return the losses that a model's own code may compute, without those that failed a check.
 
     They are null for the reference layers, which have one, and for a model that is measured whole.
     """
-    return (None,) if isinstance(model, ModelSpec) or not model.layers else request.losses
+    if isinstance(model, ModelSpec) or not model.layers:
+        return (None,)
+    if not report.losses:
+        return request.losses
+    usable = _usable("loss", report.losses, request.losses, f"with {model.measured}")
+    return tuple(loss for loss in request.losses if loss in usable)
 
 
-def _executions(request: ExplorationRequest, recompute: Recompute) -> tuple[Execution | None, ...]:
-    """Return the executions to try with a policy: within a graph, the compiler chooses what runs again."""
-    if not recompute.by_operation:
-        return request.execution_choices
-    return tuple(execution for execution in request.execution_choices if execution is not Execution.COMPILE)
+def _code(
+    request: ExplorationRequest, recompute: Recompute, kernels: tuple[Kernels | None, ...]
+) -> list[tuple[Execution | None, Kernels | None]]:
+    """Return the executions to try with a policy, each with its kernels.
+
+    Within a graph, the compiler chooses what runs again, and it makes its own kernels from the operations that liger's
+    kernels replace.
+    """
+    return [
+        (execution, own)
+        for execution in request.execution_choices
+        for own in kernels
+        if (execution or request.execution) is Execution.EAGER
+        or (own is not Kernels.LIGER and (execution is None or not recompute.by_operation))
+    ]
+
+
+def _kernels(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Kernels | None, ...]:
+    """Return the kernels to try; without a choice, those of the model's own code, by the name of null."""
+    if request.kernel_choices == (None,):
+        return request.kernel_choices
+    usable = _usable("kernels", report.kernels, request.kernels, where)
+    return tuple(kernels for kernels in request.kernel_choices if kernels in usable)
 
 
 def _settings(model: ExploredModel) -> tuple[str | None, ...]:

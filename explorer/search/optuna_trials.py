@@ -32,6 +32,7 @@ DIMENSIONS = (
     "sharding",
     "loss",
     "execution",
+    "kernels",
     "settings",
 )
 

@@ -161,6 +161,8 @@ def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
     notes = [f"execution: {candidate.execution or request.execution}"]
+    notes += [f"kernels '{each.name}' are left out: {each.reason}" for each in report.kernels if not each.usable]
+    notes += [f"loss '{each.name}' is left out: {each.reason}" for each in report.losses if not each.usable]
     notes += _sharing_notes(request, candidate, report)
     sharding = request.sharded(candidate.sharding).training.sharding
     if sharding is not Sharding.NONE and request.mode == "train":

@@ -125,6 +125,7 @@ class _Grid:
             "sharding": [c.sharding.value if c.sharding is not None else "" for c in candidates],
             "loss": [c.loss or "" for c in candidates],
             "execution": [c.execution or "" for c in candidates],
+            "kernels": [c.kernels or "" for c in candidates],
             "settings": [c.settings or "" for c in candidates],
         }
         values = {name: sorted(set(column)) for name, column in columns.items()}

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from explorer.spec.base import Frozen, RuleError
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.target import OWN_ATTENTION
 from explorer.spec.training import Sharding
@@ -85,6 +85,7 @@ class Candidate(Frozen):
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
     loss: str | None = Field(None, description="Null: the request's training.loss.")
     execution: Execution | None = Field(None, description="Null: the request's execution.")
+    kernels: Kernels | None = Field(None, description="Null: the model's own.")
     settings: str | None = Field(None, description="A choice that the target itself offers, such as `compile=true`.")
 
     @model_validator(mode="after")
@@ -121,6 +122,8 @@ class Candidate(Frozen):
             parts.append(f"loss={self.loss}")
         if self.execution is not None:
             parts.append(f"execution={self.execution}")
+        if self.kernels is not None:
+            parts.append(f"kernels={self.kernels}")
         if self.settings is not None:
             parts.append(self.settings)
         return " ".join(parts)

@@ -1,4 +1,4 @@
-"""How torch runs the code of a layer."""
+"""How torch runs the code of a layer, and with which kernels."""
 
 from __future__ import annotations
 
@@ -10,3 +10,13 @@ class Execution(StrEnum):
 
     EAGER = "eager"
     COMPILE = "compile"
+
+
+class Kernels(StrEnum):
+    """What computes norms, rotation and gated activations: the model's own code, or the package liger-kernel.
+
+    The base (1.00x) has the first that a request admits.
+    """
+
+    LIBRARY = "library"
+    LIGER = "liger"

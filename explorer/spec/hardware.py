@@ -88,6 +88,8 @@ class DeviceReport(Frozen):
     hardware: HardwareSpec
     attention_backends: tuple[BackendSupport, ...]
     expert_backends: tuple[BackendSupport, ...] = ()
+    kernels: tuple[BackendSupport, ...] = Field((), description="Empty unless the request has a choice of kernels.")
+    losses: tuple[BackendSupport, ...] = Field((), description="Empty unless one of the request's losses was tried.")
     default_attention: str
     default_experts: str | None = None
     parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from explorer.spec.candidate import Recompute, distinct_policies
 from explorer.spec.context_parallel import ALONE, Sharing
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from explorer.spec.request_fields import RequestFields
@@ -119,6 +119,12 @@ class ExplorationRequest(RequestFields):
         if self.executions is None:
             return (None,)
         return tuple(execution for execution in Execution if execution in self.executions)
+
+    @property
+    def kernel_choices(self) -> tuple[Kernels | None, ...]:
+        """The kernels to choose among, the model's own first; null alone if they are the only ones."""
+        found = tuple(kernels for kernels in Kernels if kernels in self.kernels)
+        return (None,) if found == (Kernels.LIBRARY,) else found
 
     @property
     def compiles(self) -> bool:

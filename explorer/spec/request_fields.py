@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import (
     BackendName,
@@ -79,13 +79,19 @@ class RequestFields(Frozen):
         None,
         description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
     )
+    kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] = Field(
+        (Kernels.LIBRARY,),
+        description="What computes norms, rotation and gated activations of a transformers model: its own code, or the "
+        "package liger-kernel where it is installed and knows the model.",
+    )
     allocator: Literal["default", "expandable_segments"] = Field(
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
     )
     training: TrainingSpec = TrainingSpec()
-    losses: Annotated[tuple[Literal["library", "chunked"], ...], Field(min_length=1, max_length=2)] = Field(
+    losses: Annotated[tuple[Literal["library", "chunked", "liger"], ...], Field(min_length=1, max_length=3)] = Field(
         ("library",),
-        description="How a model's own code computes its loss: as its library does, or in chunks without full logits.",
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
+        "by our function or by that of liger-kernel.",
     )
     sharding_levels: (
         Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None

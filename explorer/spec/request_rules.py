@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import refuse_layout
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 
@@ -51,12 +51,25 @@ def check_training_of_target(request: ExplorationRequest) -> None:
         raise RuleError(f"padded batches need target '{TRANSFORMERS}'", "padding", "target")
     if request.executions is not None and request.target_name != TRANSFORMERS:
         raise RuleError(f"a choice of executions needs target '{TRANSFORMERS}'", "executions", "target")
+    if Kernels.LIGER in request.kernels and request.target_name != TRANSFORMERS:
+        raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
     if request.target_name != BEXP:
         return
     if request.training.precision != "pure":
         raise RuleError(f"precision 'autocast' needs target '{TRANSFORMERS}'", "training.precision", "target")
     if request.training.lora is not None:
         raise RuleError(f"LoRA needs target '{TRANSFORMERS}'", "training.lora", "target")
+
+
+def check_kernels(request: ExplorationRequest) -> None:
+    """Some execution takes the kernels."""
+    if Kernels.LIBRARY not in request.kernels and Execution.EAGER not in (request.executions or (request.execution,)):
+        raise RuleError(
+            f"kernels '{Kernels.LIGER}' need execution 'eager': the compiler makes kernels of its own from the same "
+            "operations",
+            "kernels",
+            "execution",
+        )
 
 
 def check_sharing(request: ExplorationRequest) -> None:
@@ -239,6 +252,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
     check_training_of_target,
+    check_kernels,
     check_sharing,
     check_largest_tile,
     check_experts,

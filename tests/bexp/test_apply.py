@@ -38,6 +38,7 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
         "loss": "chunked",
         "compile": False,
         "allocator": "default",
+        "kernels": "library",
     }
     assert models.snapshot(model) != before
     assert all(text in str(report) for text in ("bexp_fused", "tiles of 2", "partial_50", "micro_batch_size 4"))
@@ -70,6 +71,11 @@ def test_settings_that_are_written_out_come_first() -> None:
     told["recommendation"]["settings"] = {"attention": "eager", "allocator": "expandable_segments"}
     settings = bexp.Recommendation.read(told).settings
     assert settings == bexp.Settings(attention="eager", allocator="expandable_segments")
+
+
+def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
+    settings = bexp.Recommendation.read(document(kernels="liger", loss="liger")).settings
+    assert (settings.kernels, settings.loss) == ("liger", "liger")
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,9 @@ def test_experts_read_weights_as_they_lie(
         assert tensor.grad.is_contiguous() is not transposed
 
 
-def model_of(model_type: str, dtype: torch.dtype) -> Any:
+def model_of(model_type: str, dtype: torch.dtype, types: dict[str, dict[str, Any]] = TYPES) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **TYPES[model_type])
+    config = transformers.AutoConfig.for_model(model_type, **types[model_type])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.to(DEVICE, dtype).train()  # float64 starts from the numbers that bfloat16 has
 
@@ -271,3 +271,49 @@ def test_compiled_layers_keep_the_loss() -> None:
     found = gradients(model, inputs)["loss"]
     applied.undo()
     assert references.relative_error(found, wanted) <= 1e-3
+
+
+LIGER_TYPES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma2", "olmo2"), SIZES),
+    "qwen3_moe": TYPES["qwen3_moe"],
+}
+
+
+@pytest.mark.parametrize("model_type", LIGER_TYPES)
+def test_ligers_kernels_are_no_further_from_float64(model_type: str) -> None:
+    """The errors are compared in sum, and each gradient's with a factor of two: kernels round at other places."""
+    pytest.importorskip("liger_kernel")
+    inputs = batch()
+    plain = model_of(model_type, torch.bfloat16, LIGER_TYPES)
+    exact = copy.deepcopy(plain).double()
+    if model_type == "qwen3_moe":
+        exact.set_experts_implementation("eager")
+    wanted = gradients(exact, inputs)
+    del exact
+    stock = gradients(plain, inputs)
+    far = errors(stock, wanted)
+    loss: Any = "chunked" if model_type == "gemma2" else "liger"  # liger's caps no logits that are capped already
+    for settings in (Settings(kernels="liger"), Settings(kernels="liger", recompute="full", loss=loss)):
+        applied = set_up(plain, settings, strict=True, chunk=512)
+        found = errors(gradients(plain, inputs), wanted)
+        applied.undo()
+        assert sum(found.values()) <= 1.25 * sum(far.values()), (settings, found, far)
+        worse = {name: (found[name], far[name]) for name in far if found[name] > 2 * far[name] + 1e-3}
+        assert not worse, (settings, worse)
+    again = gradients(plain, inputs)
+    assert all(references.relative_error(again[name], stock[name]) <= 1e-2 for name in stock)
+
+
+def test_a_job_may_choose_ligers_kernels() -> None:
+    """The probe's own check passes with the real package."""
+    pytest.importorskip("liger_kernel")
+    from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, request_for
+    from workers.profiler.instruments import Instruments
+    from workers.targets.transformers.target import TransformersTarget
+
+    target = TransformersTarget(
+        request_for(LLAMA, kernels=["library", "liger"], losses=["library", "liger"]), Instruments(DEVICE)
+    )
+    report = target.report(HARDWARE)
+    for found in (report.kernels, report.losses):
+        assert {each.name: each.reason for each in found} == {"library": None, "liger": None}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from bexp.child_process import module_command, safe_environment
 from explorer.spec.base import Frozen
-from workers.process.command import module_command, safe_environment
 from workers.process.protocol import REPLIES, Reply, encode
 
 TAIL_LINES = 200

@@ -161,5 +161,9 @@ class Actors:
 
 
 def _usable(report: DeviceReport) -> tuple[object, ...]:
-    names = (b.name for b in (*report.attention_backends, *report.expert_backends) if b.usable)
+    names = (
+        b.name
+        for b in (*report.attention_backends, *report.expert_backends, *report.kernels, *report.losses)
+        if b.usable
+    )
     return (*sorted(names), report.default_attention, report.default_experts)

@@ -21,7 +21,7 @@ from explorer.cost_model.search_space import (
 from explorer.cost_model.step import static_parts
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.parts import LayerPart, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
@@ -350,3 +350,15 @@ def test_a_choice_of_executions_doubles_the_space_but_for_policies_by_operation(
         (Recompute.ACTIVATIONS, Execution.EAGER),
     }
     assert base_candidates(asked, report(), parts())[0].execution is Execution.EAGER
+
+
+def test_layers_with_other_kernels_are_components_of_their_own_and_are_not_compiled() -> None:
+    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+    asked = request(**own, micro_batch_size=2, recompute=["none"], execution="explore", kernels=["library", "liger"])
+    both = tuple(BackendSupport(name=name, usable=True) for name in Kernels)
+    found = enumerate_candidates(asked, report().model_copy(update={"kernels": both}), parts()).candidates
+    decompose = PartsDecomposer(parts(), training=True)
+    first = found[0].attention_backend
+    backends = {decompose(each).layers[0].blocks[0].backend for each in found if each.attention_backend == first}
+    assert backends == {first, f"{first}+liger", f"{first}+compiled"}
+    assert len({decompose(candidate).head for candidate in found}) == 1

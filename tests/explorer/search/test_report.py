@@ -21,7 +21,7 @@ from explorer.search.report import (
 )
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
-from explorer.spec.hardware import DeviceReport
+from explorer.spec.hardware import BackendSupport, DeviceReport
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
 
 FULL = {"recompute": "full"}
@@ -155,6 +155,14 @@ def test_execution_sharding_and_default_attention_are_noted() -> None:
     assert not any("memory assumes" in note for note in notes)
     still = small_state(mode="eval", num_devices=2, batch_size=8, training={"sharding": "zero2"})
     assert not any("memory assumes" in note for note in recommend(still).notes)
+
+
+def test_ligers_kernels_that_were_left_out_are_noted_with_the_reason() -> None:
+    missing = BackendSupport(name="liger", usable=False, reason="pip install liger-kernel")
+    report = REPORT.model_copy(update={"kernels": (missing,), "losses": (missing,)})
+    notes = recommend(known_state(), report=report).notes
+    assert "kernels 'liger' are left out: pip install liger-kernel" in notes
+    assert "loss 'liger' is left out: pip install liger-kernel" in notes
 
 
 def test_communication_that_is_not_timed_is_said_to_be_left_out() -> None:

@@ -1,4 +1,4 @@
-"""A choice of executions in a request."""
+"""A choice of executions, kernels and attention back ends in a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.request import ExplorationRequest
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
@@ -34,8 +34,33 @@ def test_a_list_or_explore_is_a_choice() -> None:
         {"execution": ["graph"]},
         {"execution": ["eager"], "executions": ["compile"]},
         {"execution": "explore", "target": "bexp"},
+        {"kernels": ["liger"], "execution": "compile"},
+        {"kernels": ["liger"], "execution": ["compile"]},
     ],
 )
 def test_a_wrong_choice_names_the_field(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="execution"):
         build(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"kernels": []}, {"kernels": ["apex"]}, {"kernels": ["liger"], "target": "mine"}])
+def test_wrong_kernels_name_the_field(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="kernels"):
+        build(**fields)
+
+
+def test_the_models_own_kernels_alone_are_no_choice() -> None:
+    assert build().kernel_choices == build(kernels=["library"]).kernel_choices == (None,)
+    assert build(kernels=["liger"]).kernel_choices == (Kernels.LIGER,)
+    assert build(kernels=["liger", "library"]).kernel_choices == (Kernels.LIBRARY, Kernels.LIGER)
+
+
+@pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "flash_attention_2"])
+def test_an_attention_back_end_may_name_one_of_torchs_kernels(name: str) -> None:
+    assert build(attention_backends=[name]).attention_backends == (name,)
+
+
+@pytest.mark.parametrize("name", ["sdpa:", ":flash", "sdpa:flash:math", "sdpa flash", "sdpa:Flash"])
+def test_an_attention_back_end_is_a_name_with_at_most_one_kernel(name: str) -> None:
+    with pytest.raises(ValidationError, match="attention_backends"):
+        build(attention_backends=[name])

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from workers.process.command import module_command
+from bexp.child_process import module_command
 from workers.process.protocol import RankLost
 from workers.profiler.device import wait_for_open
 from workers.profiler.distributed.coordinator import Coordinator, GroupEndedError

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import psutil
 
+from bexp.child_process import module_command, safe_environment
 from explorer.records.measurement import Outcome
-from workers.process.command import module_command, safe_environment
 from workers.process.exit_status import classify_exit, count_kernel_oom_kills
 from workers.profiler.failures import TrialFailedError
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from workers.targets.transformers.shrink import depth_of
+from bexp.transformers.layers import config_depth
 
 MINIMUM_VERSION = (5, 0)
 MAX_LAYERS = 512
@@ -110,13 +110,6 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     made.use_cache = False
     made.get_text_config(decoder=True).use_cache = False
     return made
-
-
-def config_depth(config: Any) -> int | None:
-    """The number of decoder layers that the configuration states, or None."""
-    text_config = config.get_text_config(decoder=True)
-    depth = getattr(text_config, "num_hidden_layers", None)
-    return depth if isinstance(depth, int) else depth_of(text_config.to_dict())
 
 
 def one_line(error: BaseException) -> str:

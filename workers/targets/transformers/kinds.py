@@ -9,35 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from workers.targets.transformers.config import UnsupportedModelError, config_depth
+from bexp.transformers.layers import decoder_layers
+from workers.targets.transformers.config import UnsupportedModelError
 
 _OWN_NUMBER = re.compile(r".*(layer|block|depth).*(idx|ids?|index|number|num)|idx|layer")
 
-_OTHER_TOWER = re.compile(r".*(Vision|Image|Audio|Speech|Siglip).*(Model|Encoder|Tower|Embedding|Transformer)")
-
 
 def find_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers of a causal language model, in the order in which it holds them.
-
-    They are the outermost ModuleList that is as long as the configuration says, the one with most parameters if there
-    are several; else the siblings among the outermost layers that the library can checkpoint. UnsupportedModelError if
-    there is neither. Towers for images and sound are passed over.
-    """
-    lists = _outermost(
-        model, lambda module: isinstance(module, nn.ModuleList) and len(module) == config_depth(model.config)
-    )
-    if lists:
-        return list(max(lists, key=_num_parameters).children())
-    from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415
-
-    layers = _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer))
-    parents = [
-        parent for parent in model.modules() if any(child is one for child in parent.children() for one in layers)
-    ]
-    if not parents:
+    """The decoder layers of a causal language model in order. UnsupportedModelError if none is found."""
+    layers = decoder_layers(model)
+    if not layers:
         raise UnsupportedModelError(f"no list of layers was found in {type(model).__name__}")
-    parent = max(parents, key=_num_parameters)
-    return [child for child in parent.children() if any(child is one for one in layers)]
+    return layers
 
 
 def kind_names(layers: Sequence[nn.Module], config: Any) -> list[str]:
@@ -114,24 +97,6 @@ def _label(layer: nn.Module, index: int, config: Any) -> str:
     if isinstance(layer_types, (list, tuple)) and index < len(layer_types) and len(set(layer_types)) > 1:
         return f"{type(layer).__name__}[{layer_types[index]}]"
     return type(layer).__name__
-
-
-def _outermost(model: nn.Module, matches: Any) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        if _OTHER_TOWER.fullmatch(type(module).__name__):
-            continue
-        if matches(module):
-            found.append(module)
-        else:
-            pending.extend(reversed(list(module.children())))
-    return found
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_int(value: Any) -> bool:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+from torch import Tensor, nn
 
 from bexp.transformers.experts import expert_modules
+from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
+from explorer.spec.execution import Kernels
 from explorer.spec.hardware import BackendSupport
 from explorer.spec.request import ExplorationRequest
 from workers.targets.transformers.builder import PartsBuilder
 from workers.targets.transformers.chosen_attention import recorded_choices
+from workers.targets.transformers.comparison import DifferenceError
+from workers.targets.transformers.kernel_check import require_alike, results_of, results_of_shell
 from workers.targets.transformers.passes import LayerPasses
 from workers.targets.transformers.resolved import ResolvedModel
 
@@ -20,7 +28,9 @@ OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
 SLOW_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped")
 """On a GPU these are tried when a request names them: a loop over experts, products that gather the weights of every
 token, and kernels that `bexp_hopper_grouped` replaces on Hopper."""
+LIGER_LOSS = "liger"
 NAME_IT = "a request has to name it"
+_REFUSALS = (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
 
 
 class SettingsProbe:
@@ -90,6 +100,53 @@ class SettingsProbe:
             name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=only_when_named
         )
 
+    def kernel_supports(self) -> tuple[BackendSupport, ...]:
+        """What the request's choice of kernels can have here; empty without a choice."""
+        if self._request.kernel_choices == (None,):
+            return ()
+        reason = self._liger_refusal()
+        return (
+            BackendSupport(name=Kernels.LIBRARY, usable=True),
+            BackendSupport(name=Kernels.LIGER, usable=reason is None, reason=reason, stock=False, only_when_named=True),
+        )
+
+    def loss_supports(self) -> tuple[BackendSupport, ...]:
+        """Which of the request's losses can be had here; empty unless liger's is among them."""
+        if LIGER_LOSS not in self._request.losses:
+            return ()
+        shell = self._builder.shell(1)
+        reason = self._differs(lambda: results_of_shell(shell), shell.model, Settings(loss="liger"))
+        named = [name for name in self._request.losses if name != LIGER_LOSS]
+        return (
+            *(BackendSupport(name=name, usable=True) for name in named),
+            BackendSupport(name=LIGER_LOSS, usable=reason is None, reason=reason, stock=False, only_when_named=True),
+        )
+
+    def _liger_refusal(self) -> str | None:
+        """Why liger's kernels cannot be had, or what they compute otherwise than the layer; null if neither."""
+        for kind in dict.fromkeys(self._resolved.kinds):
+            part = self._builder.layer(kind, 1)
+            run = partial(results_of, part)
+            reason = self._differs(run, part.module, Settings(kernels="liger"), bool(expert_modules(part.module)))
+            if reason is not None:
+                return reason
+        return None
+
+    def _differs(
+        self, run: Callable[[], dict[str, Tensor]], module: nn.Module, settings: Settings, moves_tokens: bool = False
+    ) -> str | None:
+        """Why `module` cannot have a setting, or what `run` finds to be different with it; null if neither."""
+        try:
+            expected = run()
+            applied = set_up(module, settings)
+            try:
+                require_alike(run(), expected, moves_tokens=moves_tokens)
+            finally:
+                applied.undo()
+        except (*_REFUSALS, DifferenceError) as error:
+            return _told(error)
+        return None
+
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; null if it can."""
         for kind in dict.fromkeys(self._resolved.kinds):
@@ -107,7 +164,10 @@ class SettingsProbe:
                 finally:
                     passes.release()
                     passes.restore()
-            except (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError) as error:
-                text = " ".join(str(error).split()) or type(error).__name__
-                return text[:300]
+            except _REFUSALS as error:
+                return _told(error)
         return None
+
+
+def _told(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]

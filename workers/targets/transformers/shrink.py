@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from bexp.transformers.layers import DEPTH_NAMES, depth_of
+
 _WIDTH = 64
 _HEAD_DIM = 16
 _VOCABULARY = 128
@@ -41,9 +43,6 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _PATTERNS = tuple((re.compile(pattern), size) for pattern, size in _SIZES)
 _AS_IT_IS = re.compile(r".*(_idx|_index|seed|interval|period|offset|pattern|every.*|multiple.*|scale|floor|buckets)")
 _TOKEN_ID = re.compile(r".*(token_id|_token_index|pad_index|unk_index|mask_index|_token)")
-_DEPTH = re.compile(
-    r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers|num_blocks|num_layers_per_stack"
-)
 _LAST_LAYER = re.compile(r"max_window_layers|moe_layer_end_index")
 _LEFT_OUT = re.compile(
     r"auto_map|architectures|quantization_config|(torch_)?dtype|_name_or_path|id2label|label2id|transformers_version"
@@ -67,12 +66,6 @@ def shrink(raw: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     _fit_state_space(shrunk)
     _fit_rotary(shrunk)
     return shrunk
-
-
-def depth_of(raw: Mapping[str, Any]) -> int | None:
-    """The number of layers that `raw` states at its top level, or None."""
-    depths = [value for name, value in raw.items() if _DEPTH.fullmatch(name) and _is_int(value)]
-    return depths[0] if depths else None
 
 
 def _value(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, num_layers: int) -> Any:
@@ -108,7 +101,7 @@ def _sequence(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, 
 def _size(name: str, value: int, raw: Mapping[str, Any], num_layers: int) -> int:
     if _TOKEN_ID.fullmatch(name):
         return min(value, _VOCABULARY - 1)
-    if _DEPTH.fullmatch(name):
+    if DEPTH_NAMES.fullmatch(name):
         return min(value, num_layers)
     if _LAST_LAYER.fullmatch(name) or name == "num_kv_shared_layers":
         return min(value, num_layers - 1 if _LAST_LAYER.fullmatch(name) else num_layers // 2)

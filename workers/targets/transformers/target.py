@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Settings, SettingsError
+from bexp.transformers.settings import Loss, Settings, SettingsError
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.part_costs import COMPILED
 from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
@@ -44,6 +44,8 @@ _BY_OPERATION = {
     BlockRecompute.ACTIVATIONS: "activations",
     BlockRecompute.PROJECTIONS: "projections",
 }
+
+_LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
 
 
 class TransformersTarget:
@@ -84,6 +86,7 @@ class TransformersTarget:
         self._check_class()
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
+        kernels, losses = probe.kernel_supports(), probe.loss_supports()
         named = set(self._request.recompute or ())
         parts = describe_parts(
             self._resolved,
@@ -101,6 +104,8 @@ class TransformersTarget:
             hardware=hardware,
             attention_backends=attention,
             expert_backends=experts,
+            kernels=kernels,
+            losses=losses,
             default_attention=probe.default_attention,
             default_experts=default if default in usable else next(iter(usable), None),
             parts=parts,
@@ -215,16 +220,17 @@ class TransformersTarget:
 
     def _settings_of(self, component: Component) -> Settings:
         if component.kind is ComponentKind.SHELL:
-            return Settings(loss="chunked" if component.backend == "chunked" else "library")
+            return Settings(loss=_LOSSES.get(component.backend, "library"))
         assert component.backend is not None, "a layer names its attention"
         attention, *others = component.backend.split("+")
-        experts = [name for name in others if name != COMPILED]
+        experts = [name for name in others if name not in (COMPILED, Kernels.LIGER)]
         return Settings(
             attention=attention,
             experts=experts[0] if experts else None,
             recompute=_BY_OPERATION.get(component.recompute, "none"),
             bta_tile=component.bta_tile,
             compile=self._request.execution is Execution.COMPILE or COMPILED in others,
+            kernels="liger" if Kernels.LIGER in others else "library",
         )
 
     def _optimizer(
@@ -257,9 +263,10 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
         experts=candidate.expert_backend,
         recompute=candidate.recompute.value,
         bta_tile=candidate.bta_tile,
-        loss="chunked" if candidate.loss == "chunked" else "library",
+        loss=_LOSSES.get(candidate.loss, "library"),
         compile=(candidate.execution or request.execution) is Execution.COMPILE,
         allocator=request.allocator,
+        kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
     )
 
 

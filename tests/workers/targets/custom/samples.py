@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 from typing import Any
 
+from bexp.target_process import Served, answer
 from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import ComponentMeasurement
+from explorer.records.measurement import ComponentMeasurement, Outcome
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType
 from explorer.spec.options import Budget
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import LOCAL, OWN_ATTENTION
+from workers.profiler.failures import TrialFailedError
 from workers.profiler.phases import PhaseClock
 from workers.targets.custom.target import CustomTarget, TargetSource
 
@@ -71,3 +74,25 @@ def candidate(micro_batch_size: int, settings: str | None = None) -> Candidate:
 def measure(target: CustomTarget, micro_batch_size: int, settings: str | None = None) -> ComponentMeasurement:
     component = Component(kind=ComponentKind.SHELL, micro_batch_size=micro_batch_size, backend=settings)
     return target.measure_component(component, candidate(micro_batch_size, settings), PhaseClock())
+
+
+class ProcessStandIn:
+    """Takes the commands of a target's process and gives its replies, in the process of the test."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self._served = Served()
+
+    def ask(self, command: str, timeout_seconds: float, **arguments: Any) -> dict[str, Any]:
+        """What `TargetProcess.ask` returns or raises."""
+        reply = answer(getattr(self._served, command), json.loads(json.dumps(arguments)))
+        found: dict[str, Any] = json.loads(json.dumps(reply))
+        outcome = Outcome(found.pop("outcome"))
+        if outcome is not Outcome.OK:
+            self.end()
+            raise TrialFailedError(outcome, found["reason"])
+        return found
+
+    def end(self) -> None:
+        """It answers no more."""
+        self.alive = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,38 +51,56 @@ FAULTY = """
 """
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CustomTarget]:
-    target = open_custom(write(tmp_path_factory.mktemp("faulty"), FAULTY), seconds=20)
-    target.report(HARDWARE)
-    yield target
-    target.close()
-
-
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
-    ("micro_batch_size", "outcome", "reason"),
+    ("micro_batch_size", "reason"),
     [
-        (3, Outcome.CRASHED, r"ValueError: the data is corrupt \(train.py line 20\)"),
-        (4, Outcome.CRASHED, "the loss is not finite at micro-batch size 4"),
+        (3, r"ValueError: the data is corrupt \(train.py line 20\)"),
+        (4, "the loss is not finite at micro-batch size 4"),
+        (8, "changes the shapes of the model's parameters"),
+        (9, r"batch\(9\) returns other shapes each time"),
+    ],
+)
+def test_a_failed_step_is_an_outcome_and_the_next_trial_has_a_fresh_model(
+    tmp_path: Path, micro_batch_size: int, reason: str
+) -> None:
+    target = open_custom(write(tmp_path, FAULTY))
+    target.report(HARDWARE)
+    with pytest.raises(TrialFailedError, match=reason) as caught:
+        measure(target, micro_batch_size)
+    assert caught.value.outcome is Outcome.CRASHED
+    assert target._process is not None
+    assert not target._process.alive
+    assert measure(target, 2).backward_peak_bytes > 0
+
+
+def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = open_custom(write(tmp_path, FAULTY))
+    target.report(HARDWARE)
+    failures = [
         (5, Outcome.CRASHED, "exited with status 3.*no licence"),
         (6, Outcome.CRASHED, "was killed by SIGSEGV"),
         (7, Outcome.OUT_OF_MEMORY, "memory"),
-        (8, Outcome.CRASHED, "changes the shapes of the model's parameters"),
-        (9, Outcome.CRASHED, r"batch\(9\) returns other shapes each time"),
-        (10, Outcome.TIMED_OUT, "did not answer within 20 s; its last output: .*waiting for a lock"),
-    ],
-)
-def test_a_failed_step_is_an_outcome_and_the_next_trial_is_clean(
-    faulty: CustomTarget, micro_batch_size: int, outcome: Outcome, reason: str
-) -> None:
-    with pytest.raises(TrialFailedError, match=reason) as caught:
-        measure(faulty, micro_batch_size)
-    assert caught.value.outcome is outcome
-    found = measure(faulty, 2)
-    assert found.device_seconds > 0
-    assert found.backward_peak_bytes > 0
+    ]
+    try:
+        for micro_batch_size, outcome, reason in failures:
+            with pytest.raises(TrialFailedError, match=reason) as caught:
+                measure(target, micro_batch_size)
+            assert caught.value.outcome is outcome
+        found = measure(target, 2)
+        assert found.device_seconds > 0
+        assert found.backward_peak_bytes > 0
+        monkeypatch.setattr(CustomTarget, "_deadline", 1.5)
+        with pytest.raises(TrialFailedError, match=r"within 1\.5 s; its last output: .*waiting for a lock") as caught:
+            measure(target, 10)
+        assert caught.value.outcome is Outcome.TIMED_OUT
+    finally:
+        target.close()
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -106,7 +124,6 @@ def test_a_failed_step_is_an_outcome_and_the_next_trial_is_clean(
             PLAIN.replace("loss.backward()", "loss = loss * float('inf')"),
             "the loss is not finite at micro-batch size 1",
         ),
-        (PLAIN.replace("import torch\n", "import os; os.abort()\n", 1), "was killed by SIGABRT"),
     ],
 )
 def test_a_target_that_cannot_be_used_is_refused_with_the_cause(tmp_path: Path, source: str, reason: str) -> None:
@@ -117,10 +134,20 @@ def test_a_target_that_cannot_be_used_is_refused_with_the_cause(tmp_path: Path, 
     assert not target._process.alive
 
 
-def test_a_target_that_is_never_imported_is_refused_after_its_deadline(tmp_path: Path) -> None:
-    target = open_custom(write(tmp_path, "import time; time.sleep(600)"), seconds=8)
-    with pytest.raises(UnsupportedTrialError, match="timed_out: the target did not answer within 8 s"):
-        target.report(HARDWARE)
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import time; time.sleep(60)", "timed_out: the target did not answer within 0.5 s"),
+        ("import os; os.abort()", "crashed: .*was killed by SIGABRT"),
+    ],
+)
+def test_a_process_that_never_answers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+) -> None:
+    monkeypatch.setattr("workers.targets.custom.process.module_command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr(CustomTarget, "_deadline", 0.5 if "sleep" in code else 60.0)
+    with pytest.raises(UnsupportedTrialError, match=f"target 'local': {reason}"):
+        open_custom(write(tmp_path, PLAIN)).report(HARDWARE)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,15 @@ from workers.targets.choice import find_source
 PARAMETER_BYTES = 4 * (64 * 64 + 64)
 
 
-def test_the_report_describes_a_model_that_is_all_shell(tmp_path: Path) -> None:
+def test_a_model_that_is_all_shell_is_described_and_measured_whole(tmp_path: Path) -> None:
     target = open_custom(write(tmp_path, PLAIN))
     try:
         parts = target.report(HARDWARE).parts
+        step, clock = measure(target, 4), PhaseClock()
+        optimizer = target.measure_component(
+            Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0), candidate(4), clock
+        )
+        whole = target.measure_whole_model(candidate(4), clock)
     finally:
         target.close()
     assert parts is not None
@@ -28,19 +33,6 @@ def test_the_report_describes_a_model_that_is_all_shell(tmp_path: Path) -> None:
     assert parts.seq_length == 1
     # The input belongs to the batch. A sequence adds its output, its square, and the gradient of either, at most.
     assert 0 < parts.shell.saved_bytes_per_token <= 5 * 4 * 64
-
-
-def test_a_step_is_measured_whole_and_its_activations_add_up_to_its_peak(tmp_path: Path) -> None:
-    target = open_custom(write(tmp_path, PLAIN))
-    try:
-        target.report(HARDWARE)
-        step, clock = measure(target, 4), PhaseClock()
-        optimizer = target.measure_component(
-            Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0), candidate(4), clock
-        )
-        whole = target.measure_whole_model(candidate(4), clock)
-    finally:
-        target.close()
     assert step.repeats >= 4
     assert step.device_seconds > step.forward_device_seconds > 0
     assert optimizer.device_seconds > 0
@@ -50,6 +42,7 @@ def test_a_step_is_measured_whole_and_its_activations_add_up_to_its_peak(tmp_pat
     assert whole.micro_step_seconds > 0
 
 
+@pytest.mark.usefixtures("in_process")
 def test_dimensions_enter_the_configuration_and_each_choice_has_a_process_of_its_own(tmp_path: Path) -> None:
     source = PLAIN.replace(
         "class Target:", "class Target:\n        dimensions = {'width': [64, 256], 'bias': [True]}\n"
@@ -60,19 +53,24 @@ def test_dimensions_enter_the_configuration_and_each_choice_has_a_process_of_its
         parts = target.report(HARDWARE).parts
         assert parts is not None
         assert parts.settings == ("width=64 bias=true", "width=256 bias=true")
-        narrow = measure(target, 8, parts.settings[0])
+        narrow, first = measure(target, 8, parts.settings[0]), target._process
         wide = measure(target, 8, parts.settings[1])
+        assert target._process is not first
+        assert first is not None
+        assert not first.alive
     finally:
         target.close()
     assert wide.backward_peak_bytes > 2 * narrow.backward_peak_bytes
 
 
+@pytest.mark.usefixtures("in_process")
 def test_too_many_choices_are_refused(tmp_path: Path) -> None:
     source = PLAIN.replace("class Target:", "class Target:\n        dimensions = {'a': range(9), 'b': range(9)}\n")
     with pytest.raises(UnsupportedTrialError, match="81 combinations; 1 to 64 can be explored"):
         open_custom(write(tmp_path, source)).report(HARDWARE)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_peak_is_that_of_the_worst_batch_and_the_optimizer_is_the_targets_own(tmp_path: Path) -> None:
     source = (
         PLAIN

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import api.child_process
-import workers.process.command
+from bexp.child_process import PACKAGES_FOLDER, module_command, safe_environment
 from tests.acceptance.conftest import TINY
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan
-from workers.process.command import PACKAGES_FOLDER, module_command, safe_environment
 from workers.process.profiler import Profiler
 
 HOSTILE_PACKAGES = ("api", "workers", "storage", "explorer", "bexp")
@@ -112,9 +110,5 @@ def test_an_installed_package_needs_no_path(tmp_path: Path, monkeypatch: pytest.
     assert "PYTHONPATH" not in safe_environment({})
 
 
-def test_the_command_line_and_the_service_start_children_alike() -> None:
-    """`api` may not import `workers`, so each has the same functions."""
+def test_a_child_runs_a_module_without_the_working_directory() -> None:
     assert module_command("workers", "--once") == [sys.executable, "-P", "-m", "workers", "--once"]
-    assert api.child_process.module_command("m", "a") == workers.process.command.module_command("m", "a")
-    given = {"PYTHONPATH": ".", "HOME": "/root"}
-    assert api.child_process.safe_environment(given) == workers.process.command.safe_environment(given)

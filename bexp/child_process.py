@@ -1,4 +1,4 @@
-"""How a worker starts a child process. The child imports nothing from the working directory."""
+"""How the service starts a child process. The child imports nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
+PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
 """Return the folder that holds the service's packages: site-packages, or the root of a checkout."""
 
 

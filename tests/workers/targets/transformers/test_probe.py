@@ -1,0 +1,133 @@
+"""Which settings a job may choose among, where packages are missing, present, or broken."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
+from explorer.spec.candidate import Candidate
+from explorer.spec.execution import Kernels
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from tests.bexp.transformers import fake_liger
+from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, request_for
+from workers.targets.transformers.builder import PartsBuilder
+from workers.targets.transformers.describe import describe_parts
+from workers.targets.transformers.probe import NAME_IT, SettingsProbe
+from workers.targets.transformers.resolved import ResolvedModel, resolve
+from workers.targets.transformers.target import settings_of
+
+modeling: Any = pytest.importorskip("transformers.modeling_utils")
+
+NAMES = ("flash_attention_2", "flash_attention_3")
+
+
+@pytest.fixture(scope="module")
+def resolved() -> ResolvedModel:
+    return resolve(LLAMA, 16)
+
+
+@pytest.fixture(scope="module")
+def builder(resolved: ResolvedModel) -> PartsBuilder:
+    return resolved.builder(CPU)
+
+
+def install_flash(monkeypatch: pytest.MonkeyPatch, *versions: int) -> None:
+    """Let transformers find these versions of flash-attention, and no other."""
+    entries = {
+        version: {**entry, "general_availability_check": lambda version=version: version in versions}
+        for version, entry in modeling.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items()
+    }
+    monkeypatch.setattr(modeling, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", entries)
+
+
+@pytest.mark.parametrize("versions", [(), (2,), (3,), (2, 3)])
+def test_flash_attention_is_there_only_where_transformers_can_import_it(
+    monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, versions: tuple[int, ...]
+) -> None:
+    install_flash(monkeypatch, *versions)
+    found = resolved.attention_implementations
+    assert {name for name in NAMES if found[name] is None} == {f"flash_attention_{version}" for version in versions}
+    refused = [str(found[name]) for name in NAMES if found[name] is not None]
+    assert all("doesn't seem to be installed" in reason for reason in refused)
+
+
+def test_a_flash_attention_that_fails_to_import_is_left_out_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, builder: PartsBuilder
+) -> None:
+    install_flash(monkeypatch, 2, 3)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))  # of another version
+    asked = request_for(attention_backends=["sdpa", "flash_attention_3"])
+    found = {each.name: each for each in SettingsProbe(resolved, builder, asked).attention_supports()}
+    assert not found["flash_attention_3"].usable
+    assert "cannot import name 'flash_attn_func' from 'flash_attn_interface'" in str(found["flash_attention_3"].reason)
+    assert found["flash_attention_2"].reason == NAME_IT
+    assert found["sdpa"].usable
+
+
+def space(resolved: ResolvedModel, builder: PartsBuilder, asked: ExplorationRequest) -> tuple[Candidate, ...]:
+    """The legal space of a request, by what the probe finds."""
+    probe = SettingsProbe(resolved, builder, asked)
+    report = DeviceReport(
+        hardware=HARDWARE,
+        attention_backends=probe.attention_supports(),
+        kernels=probe.kernel_supports(),
+        losses=probe.loss_supports(),
+        default_attention="sdpa",
+        parts=describe_parts(resolved, tiles="none", checkpointing=None, by_operation={}),
+    )
+    assert report.parts is not None
+    return enumerate_candidates(asked, report, report.parts).candidates
+
+
+def test_ligers_kernels_double_the_space_where_they_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, builder: PartsBuilder
+) -> None:
+    calls = fake_liger.install(monkeypatch)
+    asked = request_for(kernels=["liger", "library"], micro_batch_size=2, recompute=["none"])
+    found = space(resolved, builder, asked)
+    assert [candidate.kernels for candidate in found] == [*Kernels]
+    assert [settings_of(candidate, asked).kernels for candidate in found] == ["library", "liger"]
+    assert calls == {"norm": 2, "gated": 1, "rotation": 1}
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        ({"norm_factor": 1.5}, r"output 0: off by .* with these kernels"),
+        ({"fails": True}, "liger-kernel fails on LlamaDecoderLayer"),
+        (None, "pip install liger-kernel"),
+    ],
+)
+def test_ligers_kernels_are_left_out_with_the_reason_or_refused_if_they_are_the_only_choice(
+    monkeypatch: pytest.MonkeyPatch,
+    resolved: ResolvedModel,
+    builder: PartsBuilder,
+    installed: dict[str, Any] | None,
+    reason: str,
+) -> None:
+    if installed is None:
+        monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    else:
+        fake_liger.install(monkeypatch, **installed)
+    both = request_for(kernels=["library", "liger"], micro_batch_size=2)
+    assert {candidate.kernels for candidate in space(resolved, builder, both)} == {Kernels.LIBRARY}
+    with pytest.raises(EmptySpaceError, match=f"no usable kernels with .* \\(liger: .*{reason}"):
+        space(resolved, builder, request_for(kernels=["liger"], micro_batch_size=2))
+
+
+def test_ligers_loss_is_a_choice_where_it_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, builder: PartsBuilder
+) -> None:
+    fake_liger.install(monkeypatch)
+    asked = request_for(losses=["liger", "library"], micro_batch_size=2, recompute=["none"])
+    found = space(resolved, builder, asked)
+    assert [settings_of(candidate, asked).loss for candidate in found] == ["liger", "library"]
+    fake_liger.install(monkeypatch, norm_factor=1.5)
+    assert {candidate.loss for candidate in space(resolved, builder, asked)} == {"library"}
+    with pytest.raises(EmptySpaceError, match=r"no usable loss with .* \(liger: loss: off by"):
+        space(resolved, builder, request_for(losses=["liger"], micro_batch_size=2))
