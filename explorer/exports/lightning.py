@@ -32,7 +32,7 @@ MICRO_BATCH_SIZE = {micro_batch_size}
 
 
 def make_trainer(**others):
-    \"\"\"Return a trainer that keeps the batch of {batch_size} sequences; data loaders give MICRO_BATCH_SIZE at a time.\"\"\"
+    \"\"\"Return a trainer with a batch of {batch_size}; data loaders give MICRO_BATCH_SIZE sequences.\"\"\"
     return lightning.Trainer(
         accelerator="{accelerator}",
         devices={devices},

@@ -1,7 +1,7 @@
 """What is exported: the execution of a training run, in terms that every framework has a name for.
 
-Nothing that changes what is learnt is part of it: no learning rate, no schedule, no seed, no optimizer. The global batch
-is the one that the request states.
+Nothing that changes what is learnt is part of it: no learning rate, no schedule, no seed, no optimizer. The global
+batch is the one that the request states.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _batch_line(request: ExplorationRequest, choice: Choice) -> str:
     shared = f", {size} devices to a sequence" if size > 1 else ""
     return (
         f"batch_size {request.batch_size} = micro_batch_size {choice.candidate.micro_batch_size} x "
-        f"{choice.grad_accum_steps} accumulation steps x {groups} data-parallel{shared}, of {request.seq_length} tokens "
-        "each: keep the number of devices"
+        f"{choice.grad_accum_steps} accumulation steps x {groups} data-parallel{shared}, of "
+        f"{request.seq_length} tokens each: keep the number of devices"
     )
 
 
@@ -196,7 +196,8 @@ def _lost(
 
 def _allocator_line(request: ExplorationRequest) -> str:
     if request.allocator == "expandable_segments":
-        return f"allocator: measured with {ALLOCATOR_VARIABLE}=expandable_segments:True, which must be set before CUDA starts"
+        setting = f"{ALLOCATOR_VARIABLE}=expandable_segments:True"
+        return f"allocator: measured with {setting}, which must be set before CUDA starts"
     return f"allocator: measured with PyTorch's default, so leave {ALLOCATOR_VARIABLE} unset"
 
 
