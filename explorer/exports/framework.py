@@ -80,8 +80,8 @@ def is_compiled(candidate: Candidate, request: ExplorationRequest) -> bool:
 
 
 def sharding_of(candidate: Candidate, request: ExplorationRequest) -> Sharding:
-    """Return the level of sharding that a candidate was measured with; nothing is sharded on one device."""
-    return (candidate.sharding or request.training.sharding) if request.num_devices > 1 else Sharding.NONE
+    """Return the level of sharding that a candidate was measured with."""
+    return candidate.sharding or request.training.sharding
 
 
 def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> DType:

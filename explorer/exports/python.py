@@ -46,7 +46,7 @@ def training_arguments(**others):
     """Return `TrainingArguments` that keep the batch of {batch_size} sequences on the devices that there are."""
     from transformers import TrainingArguments
 
-    return TrainingArguments(**bexp.training_arguments(RECOMMENDATION), **others)
+    return TrainingArguments(**(bexp.training_arguments(RECOMMENDATION) | others))
 '''
 
 
