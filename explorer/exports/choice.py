@@ -11,7 +11,6 @@ from explorer.exports.framework import Framework, compute_dtype, find_missing
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Alternative, Recommendation
 from explorer.records.trial import Trial, TrialKind
-from explorer.search.batch_division import accumulate
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import DType
@@ -22,12 +21,14 @@ from explorer.spec.request import ExplorationRequest
 class Choice:
     """A candidate to export.
 
-    `missing` names what the framework cannot be told of it. `is_stored_best` says that it is the one that the answer
+    `missing` names what the framework cannot be told of it. If that is context parallelism, `context_parallel_size` is
+    1, and the accumulation steps keep the batch with that. `is_stored_best` says that it is the one that the answer
     itself names for the batch. `fits_full_logits` is false if full logits, where they replace a chunked loss, are not
     expected to fit beside it, and null if that is not known or does not matter.
     """
 
     candidate: Candidate
+    context_parallel_size: int
     grad_accum_steps: int
     tokens_per_second: float
     missing: dict[str, str]
@@ -57,12 +58,14 @@ def choose(
     best = recommendation.dividing or recommendation
     choices = []
     for stored in _stored(request, report, recommendation, trials):
-        steps, _ = accumulate(request, stored.candidate)
-        if steps is not None:
-            missing = find_missing(framework, stored.candidate, request, report)
+        candidate = stored.candidate
+        missing = find_missing(framework, candidate, request, report)
+        size = 1 if "context_parallel" in missing else candidate.context_parallel_size
+        steps, rest = divmod(request.batch_size, candidate.micro_batch_size * request.data_parallel_size(size))
+        if rest == 0 and steps > 0:
             fits = _fits_full_logits(stored, request, report, recommendation) if "loss" in missing else None
-            named = stored.candidate == best.candidate
-            choices.append(Choice(stored.candidate, steps, stored.tokens_per_second, missing, named, fits))
+            named = candidate == best.candidate
+            choices.append(Choice(candidate, size, steps, stored.tokens_per_second, missing, named, fits))
     if not choices:
         nearest = " or ".join(map(str, recommendation.dividing_batch_sizes or recommendation.nearest_batch_sizes))
         hint = f"; the nearest that can be is {nearest}" if nearest else ""

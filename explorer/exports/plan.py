@@ -15,6 +15,7 @@ from explorer.exports.framework import (
     attention_name,
     compute_dtype,
     experts_name,
+    find_missing,
     has_chunked_loss,
     is_compiled,
     sharding_of,
@@ -110,7 +111,7 @@ def build_plan(framework: Framework, name: str, exploration: Exploration) -> Pla
         chunked_loss=has_chunked_loss(candidate, request) and "loss" not in missing,
         compiled_layers=is_compiled(candidate, request) and "execution" not in missing,
         sharding=framework.nearest_sharding(sharding) if "sharding" in missing else sharding,
-        context_parallel_size=1 if "context_parallel" in missing else candidate.context_parallel_size,
+        context_parallel_size=choice.context_parallel_size,
         expandable_segments=request.allocator == "expandable_segments",
         device_kind=report.hardware.device_kind if report is not None else request.device_kind or "cuda",
         candidate=candidate,
@@ -154,7 +155,7 @@ def _header(
 
 
 def _batch_line(request: ExplorationRequest, choice: Choice) -> str:
-    size = choice.candidate.context_parallel_size
+    size = choice.context_parallel_size
     groups = request.data_parallel_size(size)
     shared = f", {size} devices to a sequence" if size > 1 else ""
     return (
@@ -174,14 +175,16 @@ def _lost(
     """Return what the framework cannot be told, what it costs, and whether the memory still holds."""
     lines = []
     best = known.dividing or known
+    lost = choice.missing
     if not choice.is_stored_best:
+        lost = find_missing(framework, best.candidate, request, report) | lost
         rate = best.expected_tokens_per_second if isinstance(best, Recommendation) else best.tokens_per_second
         loss = 1.0 - choice.tokens_per_second / rate
         lines.append(
-            f"in place of the recommended {best.candidate.describe()}, which {framework.title} cannot be told whole; "
-            f"measured alike, that costs {max(0.0, loss):.0%} of the tokens/s"
+            f"in place of the recommended {best.candidate.describe()}: where both were measured, that costs "
+            f"{max(0.0, loss):.0%} of the tokens/s"
         )
-    lines += [f"lost: {framework.title} cannot be told {words}" for words in choice.missing.values()]
+    lines += [f"lost: {framework.title} cannot be told {words}" for words in lost.values()]
     if choice.fits_full_logits is False:
         lines.append("memory: full logits are not expected to fit beside it; explore again with training.loss: full")
     elif "loss" in choice.missing:

@@ -76,7 +76,9 @@ def test_sequences_that_devices_share_are_told_where_the_layout_is_the_same() ->
     answer = exploration(shared, num_devices=8, context_parallel={"sizes": [2]})
     assert plan(answer, "megatron").context_parallel_size == 2
     assert plan(answer, "megatron").grad_accum_steps == 512 // 8 // 4
-    assert any("may not fit" in line for line in plan(answer, "axolotl").header)
+    alone = plan(answer, "axolotl")
+    assert (alone.context_parallel_size, alone.grad_accum_steps) == (1, 512 // 8 // 8)  # the batch is kept
+    assert any("may not fit" in line for line in alone.header)
 
 
 def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
