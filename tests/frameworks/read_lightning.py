@@ -2,12 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 for path in sorted(Path(sys.argv[1]).iterdir()):
     code = path.read_text().replace('accelerator="gpu"', 'accelerator="cpu"').replace("devices=8", "devices=1")
-    scope = {}
+    scope: dict[str, Any] = {}
     exec(compile(code, path.name, "exec"), scope)
     if "FSDPStrategy" in scope:  # Lightning makes one only where there is a GPU
         strategy = code.split("strategy=", 1)[1].split(",\n")[0]

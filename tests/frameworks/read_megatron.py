@@ -9,7 +9,7 @@ from pathlib import Path
 import typing_extensions
 
 if not hasattr(typing, "override"):  # Megatron-Core 0.19 is for Python 3.12
-    typing.override = typing_extensions.override
+    setattr(typing, "override", typing_extensions.override)  # noqa: B010 - it has no such attribute to a type checker
 
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments

@@ -53,7 +53,7 @@ PACKAGES = {
                 "torch_checkpointing",
             ),
             *("datasets<4.8", "pyarrow", "dill", "xxhash", "multiprocess", "pandas", "pytz", "python-dateutil", "six"),
-            *("aiohttp", "wandb", "tensorboard", "absl-py", "pillow", "triton", "einops"),
+            *("aiohttp", "wandb", "tensorboard", "protobuf", "absl-py", "pillow", "triton", "einops"),
         ),
     ),
     "axolotl": Package("axolotl==0.19.0", ("axolotl",), ("pillow",)),

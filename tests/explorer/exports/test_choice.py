@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from explorer.exports.exploration import ExportError, UnknownFormatError
+from explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
 from explorer.exports.plan import Plan, build_plan
 from explorer.exports.registry import FORMATS, export
 from explorer.records.measurement import Outcome
 from explorer.spec.candidate import Recompute
 from explorer.spec.training import Sharding
-from tests.explorer.exports.samples import GIB, OURS, Exploration, candidate, exploration, trial
+from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, trial
 
 
 def plan(answer: Exploration, name: str = "transformers") -> Plan:
