@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Most tests wait for processes that they start: more of them at a time than cores end sooner.
 TEST_PROCESSES ?= 4
 
-.PHONY: demo test style types tests setup clean
+.PHONY: demo test style types tests test-frameworks setup clean
 
 demo: $(STAMP)
 	@echo "1 of 2: a recording. OLMoE-1B-7B was measured on one H200; this replays those measurements, without a GPU."
@@ -40,6 +40,10 @@ types: $(STAMP)
 tests: $(STAMP)
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal
 
+# Exports, read by the parsers of the frameworks that they are for. This downloads those frameworks, about 1.5 GB.
+test-frameworks: $(STAMP)
+	$(BIN)/python -m tests.frameworks.run
+
 setup: $(STAMP)
 
 # An interrupted set-up leaves a .venv whose pip does not run. It is built again.
@@ -55,4 +59,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .frameworks .hypothesis .import_linter_cache

@@ -30,6 +30,8 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """What an id may be. A service is not trusted with more: the id becomes a part of a path, here and there."""
 
 NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
+NOTE_HEADER = "Bexp-Export-Note"
+"""A header for each line that belongs to an export whose format has no comments."""
 SILENCE_SECONDS = 45.0  # the server sends comments more often than this while nothing happens
 
 
@@ -100,6 +102,14 @@ class Result(BaseModel):
     def measured(self) -> str | None:
         """What was measured, for a person; null if the service did not say."""
         return describe_target(self.target, self.target_version, self.target_class) if self.target else None
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A file for a training framework, and what belongs to it if its format has no comments."""
+
+    text: str
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +202,11 @@ class Client:
             raise
         return self._parse(Result, document)
 
+    def export(self, job_id: str, name: str) -> Export:
+        """Return the answer as a file for a training framework, in the format called `name`."""
+        response = self._send("GET", _path(job_id, "recommendation"), params={"format": name})
+        return Export(response.text, tuple(response.headers.get_list(NOTE_HEADER)))
+
     def trials(self, job_id: str) -> tuple[Trial, ...]:
         """Return every trial that is stored so far, in the order of their numbers."""
         trials: list[Trial] = []
@@ -262,12 +277,16 @@ class Client:
                 except ValidationError as error:
                     raise ServiceError(f"the service sent an event that cannot be read: {_first(error)}") from error
 
-    def _request(self, method: str, path: str, **options: Any) -> Any:
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **options)
         except httpx.HTTPError as error:
             raise ServiceError(_reason(error, self.url)) from error
         _raise_for(response)
+        return response
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        response = self._send(method, path, **options)
         try:
             return response.json()
         except ValueError as error:

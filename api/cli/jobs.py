@@ -17,6 +17,8 @@ from api.cli.job_ids import find_job
 from api.cli.results import conclude, document, print_json
 from api.client import Client, Job, JobState, Result
 from api.text import slower_text
+from explorer.exports.exploration import UnknownFormatError
+from explorer.exports.registry import FORMATS, find_format
 from explorer.records.recommendation import DividingCandidate, Recommendation
 
 JobId = Annotated[
@@ -94,24 +96,40 @@ def best(
     min_confidence: Annotated[
         int | None, typer.Option(min=0, max=99, help="Exit with 1 if the confidence is lower than this.")
     ] = None,
+    export_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help=f"Print a file for a training framework: {', '.join(FORMATS)}.",
+        ),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Print the best micro_batch_size so far, and what real runs with it have reached.
 
     Example: bexp best latest --divides --min-confidence 90
+
+    Example: bexp best latest --format accelerate > accelerate.yaml
     """
+    if export_format is not None:
+        _check_format(export_format, as_json=as_json)
     with connect_or_embed() as client:
         job = find_job(client, job_id)
         result = client.recommendation(job.id)
         known = result.recommendation if result is not None else None
         if as_json:
             print_json(document(client, job))
-        reports = client.run_reports(job.id) if known is not None and not as_json else ()
+        printed = as_json or export_format is not None
+        reports = client.run_reports(job.id) if known is not None and not printed else ()
+        exported = client.export(job.id, export_format) if known is not None and export_format is not None else None
     if known is None:
         reason = _why_nothing(job, result)
         failed = job.state == "failed" and result is None
         raise CommandError(ExitCode.SERVICE if failed else ExitCode.NO_ANSWER, f"no recommendation: {reason}")
     chosen = known.dividing if divides else known
+    if export_format is not None:  # an export keeps the batch
+        chosen = known.dividing or known
     if chosen is None:
         raise CommandError(ExitCode.NO_ANSWER, no_dividing_text(known, job.request))
     size = chosen.candidate.micro_batch_size
@@ -120,16 +138,29 @@ def best(
             ExitCode.NO_ANSWER,
             f"micro_batch_size {size} has confidence {chosen.confidence}, below --min-confidence {min_confidence}",
         )
-    if not as_json:
+    if exported is not None:
+        typer.echo(exported.text, nl=False)
+        for note in exported.notes:
+            say(note)
+    elif not as_json:
         typer.echo(size)
         if result is not None and result.target_version is not None:
             say(f"measured: {result.measured}")
         for report in reports:
             say(render_run_report(report, known))
-    for warning in _warnings(job, known, chosen):
+    for warning in () if exported is not None else _warnings(job, known, chosen):
         say(f"warning: {warning}")
     if not job.is_final:
         say(f"confidence {chosen.confidence} out of 100; the exploration is {job.state}")
+
+
+def _check_format(name: str, *, as_json: bool) -> None:
+    if as_json:
+        raise CommandError(ExitCode.USAGE, "--format prints a file, and --json another: choose one of them")
+    try:
+        find_format(name)
+    except UnknownFormatError as error:
+        raise CommandError(ExitCode.USAGE, f"--format {name}: {error}") from error
 
 
 def _warnings(job: Job, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Response
 
 from api import examples
+from api.exports import export_response
 from api.negotiation import accepts_json
 from api.problems import ProblemException
 from api.resources import RecommendationResource, TrialPage, exploration_path
@@ -30,19 +31,36 @@ _NOTHING = {
 @router.get(
     "/recommendation",
     summary="The best candidate",
+    response_model=RecommendationResource,
     responses={
         200: examples.example(examples.RECOMMENDATION),
-        **examples.problems(f"{_ONE}/recommendation", HTTPStatus.NOT_FOUND),
+        **examples.problems(
+            f"{_ONE}/recommendation", HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY
+        ),
     },
 )
-def get_recommendation(job: JobDep) -> RecommendationResource:
+def get_recommendation(
+    job: JobDep,
+    service: ServiceDep,
+    export_format: Annotated[
+        str | None,
+        Query(
+            alias="format",
+            max_length=64,
+            description="Return a file for a training framework, such as `transformers` or `megatron`; an unknown name "
+            "is answered with the list.",
+        ),
+    ] = None,
+) -> RecommendationResource | Response:
     """The best candidate so far; a finished exploration also has the answer, with every variant.
 
     404 while there is none. If nothing fits, the recommendation of a finished exploration is null, and the variants of
-    the answer say why.
+    the answer say why. With `format`, the answer is a file, and 409 says what is missing for it.
     """
+    detail = _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
+    if export_format is not None:
+        return export_response(service.database, job, export_format, detail)
     if job.recommendation is None and job.answer is None:
-        detail = _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
         raise ProblemException(HTTPStatus.NOT_FOUND, detail, name="no-recommendation")
     return RecommendationResource.of(job)
 

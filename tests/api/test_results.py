@@ -39,6 +39,34 @@ def test_the_recommendation_is_provisional_until_the_end(client: TestClient, que
     assert Answer.model_validate(found["answer"]) == answer
 
 
+def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queue: Queue, lease: Lease) -> None:
+    path = f"/v1/explorations/{lease.job_id}/recommendation"
+    assert_problem(client.get(path, params={"format": "megatron"}), 409)
+    assert client.get(path, params={"format": "megatron"}).json()["detail"] == (
+        "The exploration has nothing to recommend yet."
+    )
+    queue.record(lease, make_progress(0))
+    unknown = client.get(path, params={"format": "toml"})
+    assert_problem(unknown, 422)
+    assert "the formats are transformers, python, accelerate" in unknown.json()["detail"]
+
+    megatron = client.get(path, params={"format": "megatron"})
+    assert megatron.headers["content-type"] == "text/x-shellscript; charset=utf-8"
+    assert megatron.headers["content-disposition"] == 'inline; filename="bexp-megatron.sh"'
+    assert "bexp-export-note" not in megatron.headers
+    assert "  --micro-batch-size 1\n" in megatron.text
+    assert "# provisional: " in megatron.text
+    transformers = client.get(path, params={"format": "transformers"})
+    assert transformers.json()["gradient_accumulation_steps"] == 512
+    notes = transformers.headers.get_list("bexp-export-note")
+    assert any(note.startswith("measured: target bexp on A device") for note in notes)
+
+    queue.finish(lease, JobState.SUCCEEDED, answer=Answer(variants=(variant(None, "needs 2 GiB of 1 GiB"),)))
+    nothing = client.get(path, params={"format": "transformers"})
+    assert_problem(nothing, 409)
+    assert nothing.json()["detail"] == "Nothing fits: needs 2 GiB of 1 GiB"
+
+
 def test_when_nothing_fits_the_answer_says_why_and_what_would(client: TestClient, queue: Queue, lease: Lease) -> None:
     relaxation = Relaxation(
         kind=RelaxationKind.MICRO_BATCH_SIZE,

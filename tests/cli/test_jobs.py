@@ -147,6 +147,24 @@ def test_best_names_the_micro_batch_that_divides(bexp: Run, config: Path, worker
     assert "micro_batch_size 1 has confidence 71, below --min-confidence 72" in enough.stderr
 
 
+def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, worker: Worker) -> None:
+    variant = ANSWER.variants[0].model_copy(update={"recommendation": UNDIVIDED})
+    with worker(Answer(variants=(variant,))):
+        job_id = bexp("submit", config, "--watch").stderr.split()[1]
+    accelerate = bexp("best", job_id, "--format", "accelerate", "--min-confidence", "71")
+    assert (accelerate.code, accelerate.stderr) == (0, "")
+    assert accelerate.stdout.startswith(f"# bexp export 'accelerate' of exploration {job_id}: tiny\n")
+    assert "# batch_size 24 = micro_batch_size 1 x 24 accumulation steps x 1 data-parallel" in accelerate.stdout
+    transformers = bexp("best", job_id, "--format", "transformers")
+    assert json.loads(transformers.stdout)["gradient_accumulation_steps"] == 24
+    assert "allocator: measured with PyTorch's default" in transformers.stderr
+    assert bexp("best", job_id, "--format", "accelerate", "--min-confidence", "72").code == 1
+    unknown = bexp("best", job_id, "--format", "toml")
+    assert (unknown.code, unknown.stdout) == (2, "")
+    assert "the formats are transformers, python, accelerate" in unknown.stderr
+    assert bexp("best", job_id, "--format", "python", "--json").code == 2
+
+
 def test_best_says_if_nothing_divides_the_batch(bexp: Run, config: Path, worker: Worker) -> None:
     none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
     with worker(Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": none}),))):

@@ -1,0 +1,62 @@
+"""A configuration of `accelerate launch`, as YAML. Names as of accelerate 1.15.
+
+The file configures the processes. The micro-batch, the accumulation and the model belong to the script, so the header
+says what to write there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explorer.exports.document import Export, yaml_export
+from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from explorer.exports.plan import Plan
+from explorer.exports.transformers import PRECISION
+from explorer.spec.candidate import Recompute
+from explorer.spec.training import Sharding
+
+FRAMEWORK = Framework(title="accelerate", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, compiled_layers=True)
+
+
+def render(plan: Plan) -> Export:
+    """Return the YAML."""
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _distributed_type(plan),
+        "num_processes": plan.num_devices,
+        "mixed_precision": PRECISION.get(plan.dtype, "no"),
+        "use_cpu": plan.device_kind == "cpu",
+    }
+    if plan.sharding is not Sharding.NONE:
+        values["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": plan.sharding is Sharding.ZERO3,
+            "fsdp_activation_checkpointing": plan.recompute is Recompute.FULL,
+        }
+    if plan.compiled_layers:
+        values["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    return yaml_export(plan, values, script_notes(plan, "Accelerator"))
+
+
+def script_notes(plan: Plan, holder: str | None = None) -> list[str]:
+    """Return what a script has to set itself; `holder` is the class that takes the accumulation steps, if it is one."""
+    lines = []
+    if holder is not None:
+        lines.append(f"in the script: DataLoader(batch_size={plan.micro_batch_size})")
+        lines.append(f"in the script: {holder}(gradient_accumulation_steps={plan.grad_accum_steps})")
+    chosen = {"attn_implementation": plan.attention, "experts_implementation": plan.experts}
+    arguments = ", ".join(f'{name}="{value}"' for name, value in chosen.items() if value is not None)
+    if arguments:
+        lines.append(f"in the script: AutoModelForCausalLM.from_pretrained(..., {arguments})")
+    if plan.recompute is Recompute.FULL and (holder is None or plan.sharding is Sharding.NONE):
+        lines.append("in the script: recompute every layer, for example model.gradient_checkpointing_enable()")
+    return lines
+
+
+def _distributed_type(plan: Plan) -> str:
+    if plan.num_devices == 1:
+        return "NO"
+    if plan.sharding is not Sharding.NONE:
+        return "FSDP"
+    return "MULTI_CPU" if plan.device_kind == "cpu" else "MULTI_GPU"

@@ -1,0 +1,41 @@
+"""A part of an Axolotl configuration, as YAML. Names as of Axolotl 0.19."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explorer.exports.document import Export, yaml_export
+from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from explorer.exports.plan import Plan
+from explorer.exports.transformers import model_fields, precision_fields
+from explorer.spec.candidate import Recompute
+from explorer.spec.model import DType
+from explorer.spec.training import Sharding
+
+FRAMEWORK = Framework(title="Axolotl", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, chunked_loss=True)
+
+
+def render(plan: Plan) -> Export:
+    """Return the YAML. Axolotl turns bf16 on by itself, so that other formats turn it off."""
+    values: dict[str, Any] = {
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.grad_accum_steps,
+        "bf16": plan.dtype is DType.BFLOAT16,
+        **precision_fields(plan),
+        "torch_compile": False,
+        "gradient_checkpointing": plan.recompute is Recompute.FULL,
+        **model_fields(plan),
+    }
+    if plan.recompute is Recompute.FULL:
+        values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if plan.chunked_loss:
+        values["chunked_cross_entropy"] = True
+    if plan.sharding is not Sharding.NONE:
+        values |= {
+            "fsdp_version": 2,
+            "fsdp_config": {
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "reshard_after_forward": plan.sharding is Sharding.ZERO3,
+            },
+        }
+    return yaml_export(plan, values, ["add base_model, datasets and what decides the learning"])

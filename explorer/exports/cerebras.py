@@ -1,0 +1,37 @@
+"""A part of a Cerebras Model Zoo configuration, as YAML, by the names of release 2.10 that `explorer.formats` reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explorer.exports.document import Export, yaml_export
+from explorer.exports.framework import Framework
+from explorer.exports.plan import Plan
+from explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
+from explorer.spec.candidate import Recompute
+from explorer.spec.training import Sharding
+
+FRAMEWORK = Framework(
+    title="Cerebras Model Zoo",
+    policies=frozenset({Recompute.NONE}),
+    sharding=frozenset({Sharding.NONE}),
+    tiles=True,
+)
+
+
+def render(plan: Plan) -> Export:
+    """Return the YAML. A system's compiler chooses its kernels, so none is named."""
+    tile = plan.candidate.bta_tile
+    settings = {"enable": tile is not None, "max_tile": tile}
+    flags: dict[str, Any] = {MICRO_BATCH_FLAG: plan.micro_batch_size}
+    flags |= {flag: settings[name] for flag, name in BTA_FLAGS.items() if settings[name] is not None}
+    values = {
+        "trainer": {
+            "init": {
+                "backend": {"backend_type": "CSX", "cluster_config": {"num_csx": plan.num_devices}},
+                "callbacks": [{"ScopedTrainFlags": flags}],
+            },
+            "fit": {"train_dataloader": {"batch_size": plan.batch_size}},
+        }
+    }
+    return yaml_export(plan, values, ["add the model, the optimizer and the data to these sections"])

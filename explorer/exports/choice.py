@@ -1,0 +1,137 @@
+"""The best candidate that a framework can be told, among all that an exploration has stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from explorer.cost_model.step import required_bytes
+from explorer.exports.exploration import ExportError
+from explorer.exports.framework import Framework, compute_dtype, find_missing
+from explorer.records.measurement import Outcome
+from explorer.records.recommendation import Alternative, Recommendation
+from explorer.records.trial import Trial, TrialKind
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import DType
+from explorer.spec.request import ExplorationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A candidate to export.
+
+    `missing` names what the framework cannot be told of it. If that is context parallelism, `context_parallel_size` is
+    1, and the accumulation steps keep the batch with that. `is_stored_best` says that it is the one that the answer
+    itself names for the batch. `fits_full_logits` is false if full logits, where they replace a chunked loss, are not
+    expected to fit beside it, and null if that is not known or does not matter.
+    """
+
+    candidate: Candidate
+    context_parallel_size: int
+    grad_accum_steps: int
+    tokens_per_second: float
+    missing: dict[str, str]
+    is_stored_best: bool
+    fits_full_logits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    candidate: Candidate
+    tokens_per_second: float
+    required_bytes: int | None
+
+
+def choose(
+    framework: Framework,
+    request: ExplorationRequest,
+    report: DeviceReport | None,
+    recommendation: Recommendation,
+    trials: Iterable[Trial],
+) -> Choice:
+    """Return the fastest stored candidate that divides the batch and that `framework` can be told whole.
+
+    If there is none, it is the fastest among those of which the least is missing. Candidates whose full logits are not
+    expected to fit come last. Raises ExportError if no stored candidate divides the batch.
+    """
+    best = recommendation.dividing or recommendation
+    choices = []
+    for stored in _stored(request, report, recommendation, trials):
+        candidate = stored.candidate
+        missing = find_missing(framework, candidate, request, report)
+        size = 1 if "context_parallel" in missing else candidate.context_parallel_size
+        steps, rest = divmod(request.batch_size, candidate.micro_batch_size * request.data_parallel_size(size))
+        if rest == 0 and steps > 0:
+            fits = _fits_full_logits(stored, request, report, recommendation) if "loss" in missing else None
+            named = candidate == best.candidate
+            choices.append(Choice(candidate, size, steps, stored.tokens_per_second, missing, named, fits))
+    if not choices:
+        nearest = " or ".join(map(str, recommendation.dividing_batch_sizes or recommendation.nearest_batch_sizes))
+        hint = f"; the nearest that can be is {nearest}" if nearest else ""
+        raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
+    whole = [choice for choice in choices if choice.is_stored_best and not choice.missing]
+    if whole:
+        return whole[0]
+    return min(choices, key=lambda one: (one.fits_full_logits is False, len(one.missing), -one.tokens_per_second))
+
+
+def _stored(
+    request: ExplorationRequest, report: DeviceReport | None, known: Recommendation, trials: Iterable[Trial]
+) -> Iterator[_Stored]:
+    """Yield the candidates that the answer names, then those of trials that fit, each once; all fit by definition.
+
+    A trial's tokens/s are composed, and the answer's are those of whole models, so the error of the recommended
+    candidate's composition corrects them.
+    """
+    named = [_Stored(known.candidate, known.expected_tokens_per_second, known.required_bytes)]
+    if known.dividing is not None:
+        other = known.dividing
+        named.append(_Stored(other.candidate, other.tokens_per_second, other.required_bytes))
+    alternatives: list[Alternative | None] = [known.stock, known.largest_micro_batch, known.largest_without_recompute]
+    named += [_Stored(one.candidate, one.tokens_per_second, None) for one in alternatives if one is not None]
+    named += [_Stored(one.candidate, one.tokens_per_second, one.required_bytes) for one in known.memory_choices]
+    seen: set[Candidate] = set()
+    for one in (*named, *_from_trials(request, report, known, trials)):
+        if one.candidate not in seen:
+            seen.add(one.candidate)
+            yield one
+
+
+def _from_trials(
+    request: ExplorationRequest, report: DeviceReport | None, known: Recommendation, trials: Iterable[Trial]
+) -> Iterator[_Stored]:
+    if report is None:
+        return
+    failed = {trial.candidate for trial in trials if trial.measurement.outcome is not Outcome.OK}
+    correction = 1.0 if known.whole_model is None else 1.0 + known.whole_model.step_error
+    for trial in trials:
+        peak, rate = trial.measured_peak_bytes, trial.tokens_per_second
+        if trial.candidate in failed or peak is None or rate is None:
+            continue
+        if trial.candidate.num_query_groups != known.candidate.num_query_groups:  # another variant of the model
+            continue
+        required = required_bytes(peak, report.hardware, request.allocator)
+        if required <= known.memory_limit_bytes:
+            whole = trial.kind is TrialKind.WHOLE_MODEL
+            yield _Stored(trial.candidate, rate if whole else rate * correction, required)
+
+
+def _fits_full_logits(
+    stored: _Stored, request: ExplorationRequest, report: DeviceReport | None, known: Recommendation
+) -> bool | None:
+    """Return whether full logits fit beside what was measured: those, a float32 copy, and the copy's gradient."""
+    size = _vocab_size(request)
+    if stored.required_bytes is None or size is None:
+        return None
+    dtype = compute_dtype(request, report)
+    tokens = stored.candidate.micro_batch_size * request.seq_length / stored.candidate.context_parallel_size
+    logits = tokens * size * (dtype.itemsize + 2 * DType.FLOAT32.itemsize)
+    return stored.required_bytes + logits <= known.memory_limit_bytes
+
+
+def _vocab_size(request: ExplorationRequest) -> int | None:
+    if request.model is not None:
+        return request.model.vocab_size
+    size = (request.hf_config or {}).get("vocab_size")
+    return size if isinstance(size, int) else None

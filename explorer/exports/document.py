@@ -1,0 +1,58 @@
+"""The text of an export, and how the formats say what is not a setting."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from explorer.exports.plan import ALLOCATOR_VARIABLE, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A file. `header` is for people; `has_header` says that the text holds it as comments."""
+
+    text: str
+    media_type: str
+    header: tuple[str, ...]
+    has_header: bool = True
+
+
+def json_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> Export:
+    """Return a JSON file. Its parser takes no comments and no unknown keys, so the header goes beside it."""
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    return Export(text, "application/json", (*plan.header, *notes), has_header=False)
+
+
+def yaml_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> Export:
+    """Return a YAML file under its header."""
+    header = (*plan.header, *notes)
+    text = f"{comments(header)}{yaml.safe_dump(values, sort_keys=False)}"
+    return Export(text, "application/yaml", header)
+
+
+def python_export(plan: Plan, code: str, notes: Iterable[str] = ()) -> Export:
+    """Return Python code under its header; the allocator is set first, because it is read when CUDA starts."""
+    header = (*plan.header, *notes)
+    setting = ""
+    if plan.allocator is not None:
+        setting = f'import os\n\nos.environ["{ALLOCATOR_VARIABLE}"] = "{plan.allocator}"\n\n'
+    return Export(f"{comments(header)}{setting}{code}", "text/x-python", header)
+
+
+def shell_export(plan: Plan, variable: str, flags: Iterable[tuple[str, ...]], notes: Iterable[str] = ()) -> Export:
+    """Return a file for a shell to source, with an array `variable` of flags, one with its values on each line."""
+    header = (*plan.header, *notes)
+    setting = f"export {ALLOCATOR_VARIABLE}={plan.allocator}\n" if plan.allocator is not None else ""
+    lines = "".join(f"  {shlex.join(flag)}\n" for flag in flags)
+    return Export(f"{comments(header)}{setting}{variable}=(\n{lines})\n", "text/x-shellscript", header)
+
+
+def comments(lines: Iterable[str]) -> str:
+    """Return lines as comments; what would end a comment's line is taken out."""
+    return "".join(f"# {' '.join(line.split())}\n" for line in lines)

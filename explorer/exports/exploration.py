@@ -1,0 +1,32 @@
+"""What an export is made from: an exploration with what it has stored, and the errors of those that cannot be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from explorer.records.recommendation import Recommendation
+from explorer.records.trial import Trial
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+
+
+class ExportError(ValueError):
+    """There is nothing to export yet, or nothing that a trainer could run; the message says what is missing."""
+
+
+class UnknownFormatError(ValueError):
+    """No export has this name; the message lists those that exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exploration:
+    """An exploration. `missing` says in a sentence why nothing is recommended; it is used if nothing is."""
+
+    id: str
+    request: ExplorationRequest | None
+    report: DeviceReport | None
+    recommendation: Recommendation | None
+    trials: Sequence[Trial] = ()
+    final: bool = True
+    missing: str = "The exploration has nothing to recommend."

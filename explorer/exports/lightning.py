@@ -1,0 +1,102 @@
+"""A Python module that makes a Lightning `Trainer` and sets the layers of a model up. Names as of Lightning 2.6."""
+
+from __future__ import annotations
+
+from explorer.exports.document import Export, python_export
+from explorer.exports.framework import TORCH_CHOICE, Framework
+from explorer.exports.plan import Plan
+from explorer.exports.transformers import PRECISION
+from explorer.spec.candidate import Recompute
+from explorer.spec.training import Sharding
+
+KERNELS = {
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+"""torch's names of the kernels that can be pinned."""
+FRAMEWORK = Framework(
+    title="Lightning",
+    attention=frozenset({TORCH_CHOICE, *KERNELS}),
+    policies=frozenset(
+        {Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75, Recompute.FULL}
+    ),
+    compiled_layers=True,
+)
+
+_TRAINER = """\
+import lightning
+{imports}
+MICRO_BATCH_SIZE = {micro_batch_size}
+
+
+def make_trainer(**others):
+    \"\"\"Return a trainer with a batch of {batch_size}; data loaders give MICRO_BATCH_SIZE sequences.\"\"\"
+    return lightning.Trainer(
+        accelerator="{accelerator}",
+        devices={devices},
+        strategy={strategy},
+        precision="{precision}",
+        accumulate_grad_batches={grad_accum_steps},
+        **others,
+    )
+"""
+_RECOMPUTE = """
+
+def recompute(layers):
+    \"\"\"Recompute {number} of a model's decoder layers, a ModuleList, evenly spread, in backward.\"\"\"
+    count = {count}
+    for i in range(count):
+        index = i * len(layers) // count
+        layers[index] = checkpoint_wrapper(layers[index])
+"""
+_COMPILE = """
+
+def compile_layers(layers):
+    \"\"\"Compile each of a model's decoder layers; call this last.\"\"\"
+    for layer in layers:
+        layer.compile()
+"""
+_ATTENTION = """
+
+def attention():
+    \"\"\"Pin torch's attention kernel: `with attention(): trainer.fit(...)`.\"\"\"
+    return sdpa_kernel(SDPBackend.{kernel})
+"""
+
+
+def render(plan: Plan) -> Export:
+    """Return the module. Half precision is autocast, which Lightning calls `mixed`, so that the weights stay exact."""
+    imports, functions = [], []
+    strategy = '"auto"' if plan.num_devices == 1 else '"ddp"'
+    if plan.sharding is not Sharding.NONE:
+        imports.append("from lightning.pytorch.strategies import FSDPStrategy")
+        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(plan.sharding)}")'
+    if plan.recompute is not Recompute.NONE:
+        wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+        imports.append(f"from {wrapper} import checkpoint_wrapper")
+        count = "len(layers)" if plan.recompute is Recompute.FULL else str(plan.num_recomputed_layers)
+        number = "all" if plan.recompute is Recompute.FULL else str(plan.num_recomputed_layers)
+        functions.append(_RECOMPUTE.format(count=count, number=number))
+    if plan.compiled_layers:
+        functions.append(_COMPILE)
+    if plan.attention in KERNELS:
+        imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
+        functions.append(_ATTENTION.format(kernel=KERNELS[plan.attention]))
+    precision = f"{PRECISION[plan.dtype].replace('fp', '')}-mixed" if plan.dtype in PRECISION else "32-true"
+    code = _TRAINER.format(
+        imports="".join(f"{line}\n" for line in imports),
+        micro_batch_size=plan.micro_batch_size,
+        batch_size=plan.batch_size,
+        accelerator="cpu" if plan.device_kind == "cpu" else "gpu",
+        devices=plan.num_devices,
+        strategy=strategy,
+        precision=precision,
+        grad_accum_steps=plan.grad_accum_steps,
+    )
+    return python_export(plan, code + "".join(functions))
+
+
+def _strategy(sharding: Sharding) -> str:
+    return "FULL_SHARD" if sharding is Sharding.ZERO3 else "SHARD_GRAD_OP"

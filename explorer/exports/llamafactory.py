@@ -1,0 +1,29 @@
+"""A part of a LLaMA-Factory configuration, as YAML. Names as of LLaMA-Factory 0.9.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explorer.exports.document import Export, yaml_export
+from explorer.exports.framework import TORCH_CHOICE, Framework
+from explorer.exports.plan import Plan
+from explorer.exports.transformers import precision_fields, sharding_fields
+from explorer.spec.candidate import Recompute
+
+ATTENTION = {TORCH_CHOICE: "sdpa", "eager": "disabled", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
+FRAMEWORK = Framework(title="LLaMA-Factory", attention=frozenset(ATTENTION))
+
+
+def render(plan: Plan) -> Export:
+    """Return the YAML. LLaMA-Factory recomputes every layer unless it is told not to."""
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.grad_accum_steps,
+        "disable_gradient_checkpointing": plan.recompute is Recompute.NONE,
+        "use_reentrant_gc": False,
+        **precision_fields(plan),
+        **sharding_fields(plan),
+    }
+    if plan.attention is not None:
+        values["flash_attn"] = ATTENTION[plan.attention]
+    return yaml_export(plan, values, ["add model_name_or_path, dataset and what decides the learning"])

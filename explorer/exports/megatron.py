@@ -1,0 +1,79 @@
+"""Flags of Megatron-Core's training script, as an array for a shell. Names as of Megatron-Core 0.19."""
+
+from __future__ import annotations
+
+from explorer.exports.document import Export, shell_export
+from explorer.exports.framework import TORCH_CHOICE, Framework
+from explorer.exports.plan import Plan
+from explorer.exports.transformers import PRECISION
+from explorer.spec.candidate import Recompute
+from explorer.spec.training import Sharding
+
+ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
+"""Megatron's name of the kernel that stands nearest; its flash attention is the flash-attn package's."""
+_STATE = {Sharding.ZERO2: "optim_grads", Sharding.ZERO3: "optim_grads_params"}
+FRAMEWORK = Framework(
+    title="Megatron-Core",
+    attention=frozenset(ATTENTION),
+    policies=frozenset(
+        {
+            Recompute.NONE,
+            Recompute.SELECTIVE,
+            Recompute.PARTIAL_25,
+            Recompute.PARTIAL_50,
+            Recompute.PARTIAL_75,
+            Recompute.FULL,
+        }
+    ),
+    sharding=frozenset(Sharding),
+    layouts=frozenset({"zigzag"}),
+)
+VARIABLE = "MEGATRON_FLAGS"
+
+
+def render(plan: Plan) -> Export:
+    """Return the flags."""
+    flags: list[tuple[str, ...]] = [
+        ("--micro-batch-size", str(plan.micro_batch_size)),
+        ("--global-batch-size", str(plan.batch_size)),
+        ("--tensor-model-parallel-size", "1"),
+        ("--pipeline-model-parallel-size", "1"),
+        ("--context-parallel-size", str(plan.context_parallel_size)),
+        ("--attention-backend", ATTENTION[plan.attention or TORCH_CHOICE]),
+        *_recompute_flags(plan),
+        *_sharding_flags(plan.sharding),
+    ]
+    if plan.context_parallel_size > 1:
+        flags.append(("--cp-comm-type", "p2p"))
+    if plan.has_experts:
+        flags.append(("--moe-grouped-gemm",))
+    if plan.dtype in PRECISION:
+        flags.append((f"--{PRECISION[plan.dtype]}",))
+    return shell_export(plan, VARIABLE, flags, [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...'])
+
+
+def _recompute_flags(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the flags of a policy; `block` recomputes the first layers of a pipeline stage, of which there is one."""
+    if plan.recompute is Recompute.NONE:
+        return []
+    if plan.recompute is Recompute.SELECTIVE:
+        return [("--recompute-granularity", "selective"), ("--recompute-modules", "core_attn")]
+    whole = plan.recompute is Recompute.FULL
+    return [
+        ("--recompute-granularity", "full"),
+        ("--recompute-method", "uniform" if whole else "block"),
+        ("--recompute-num-layers", str(1 if whole else plan.num_recomputed_layers)),
+    ]
+
+
+def _sharding_flags(sharding: Sharding) -> list[tuple[str, ...]]:
+    if sharding is Sharding.ZERO1:
+        return [("--use-distributed-optimizer",)]
+    if sharding in _STATE:
+        return [
+            ("--use-distributed-optimizer",),
+            ("--use-megatron-fsdp",),
+            ("--data-parallel-sharding-strategy", _STATE[sharding]),
+            ("--ckpt-format", "fsdp_dtensor"),
+        ]
+    return []

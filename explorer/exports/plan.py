@@ -1,0 +1,213 @@
+"""What is exported: the execution of a training run, in terms that every framework has a name for.
+
+Nothing that changes what is learnt is part of it: no learning rate, no schedule, no seed, no optimizer. The global
+batch is the one that the request states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from explorer.exports.choice import Choice, choose
+from explorer.exports.exploration import Exploration, ExportError
+from explorer.exports.framework import (
+    Framework,
+    attention_name,
+    compute_dtype,
+    experts_name,
+    find_missing,
+    has_chunked_loss,
+    is_compiled,
+    sharding_of,
+)
+from explorer.records.recommendation import Recommendation
+from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import DType
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import describe_target
+from explorer.spec.training import Sharding
+
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The execution of a training run.
+
+    `batch_size` counts the sequences of a step over all devices. `recompute` is `none`, `full`, or a policy that the
+    framework has. `num_recomputed_layers` layers are recomputed as a whole. `attention` and `experts` have the
+    transformers library's names; null is the framework's own choice. `header` says, line by line, where it comes from,
+    what was lost and what else must be set.
+    """
+
+    model_name: str
+    has_experts: bool
+    seq_length: int
+    dtype: DType
+    autocast: bool
+    batch_size: int
+    num_devices: int
+    micro_batch_size: int
+    grad_accum_steps: int
+    recompute: Recompute
+    num_recomputed_layers: int
+    attention: str | None
+    experts: str | None
+    chunked_loss: bool
+    compiled_layers: bool
+    sharding: Sharding
+    context_parallel_size: int
+    expandable_segments: bool
+    device_kind: str
+    candidate: Candidate
+    request: ExplorationRequest
+    report: DeviceReport | None
+    header: tuple[str, ...]
+
+    @property
+    def allocator(self) -> str | None:
+        """The value of PyTorch's variable for its allocator; null for the default."""
+        return "expandable_segments:True" if self.expandable_segments else None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of devices that process sequences of their own."""
+        return self.num_devices // self.context_parallel_size
+
+
+def build_plan(framework: Framework, name: str, exploration: Exploration) -> Plan:
+    """Return what `framework`, exported as `name`, can be told of an exploration's answer.
+
+    Raises ExportError if there is no answer that a trainer could run.
+    """
+    request, known, report = exploration.request, exploration.recommendation, exploration.report
+    if request is None:
+        raise ExportError("Another version of this program stored the request, and this one cannot read it.")
+    if request.mode == "eval":
+        raise ExportError("The exploration was for evaluation (mode: eval), so that no training run follows from it.")
+    if known is None:
+        raise ExportError(exploration.missing)
+    choice = choose(framework, request, report, known, exploration.trials)
+    candidate, missing = choice.candidate, choice.missing
+    sharding = sharding_of(candidate, request)
+    recompute = candidate.recompute
+    if "recompute" in missing:
+        recompute = Recompute.FULL if Recompute.FULL in framework.policies else Recompute.NONE
+    return Plan(
+        model_name=request.model_name,
+        has_experts=candidate.expert_backend is not None,
+        seq_length=request.seq_length,
+        dtype=compute_dtype(request, report),
+        autocast=request.training.precision == "autocast",
+        batch_size=request.batch_size,
+        num_devices=request.num_devices,
+        micro_batch_size=candidate.micro_batch_size,
+        grad_accum_steps=choice.grad_accum_steps,
+        recompute=recompute,
+        num_recomputed_layers=_count_recomputed(request, report, recompute),
+        attention=None if "attention" in missing else attention_name(candidate, report),
+        experts=None if "experts" in missing else experts_name(candidate),
+        chunked_loss=has_chunked_loss(candidate, request) and "loss" not in missing,
+        compiled_layers=is_compiled(candidate, request) and "execution" not in missing,
+        sharding=framework.nearest_sharding(sharding) if "sharding" in missing else sharding,
+        context_parallel_size=choice.context_parallel_size,
+        expandable_segments=request.allocator == "expandable_segments",
+        device_kind=report.hardware.device_kind if report is not None else request.device_kind or "cuda",
+        candidate=candidate,
+        request=request,
+        report=report,
+        header=tuple(_header(framework, name, exploration, request, known, choice)),
+    )
+
+
+def _header(
+    framework: Framework,
+    name: str,
+    exploration: Exploration,
+    request: ExplorationRequest,
+    known: Recommendation,
+    choice: Choice,
+) -> list[str]:
+    report = exploration.report
+    parts = report.parts if report is not None else None
+    measured = describe_target(
+        request.target_name, parts.target_version if parts else None, parts.class_name if parts else None
+    )
+    device = f" on {report.hardware.describe()}" if report is not None else ""
+    lines = [
+        f"bexp export '{name}' of exploration {exploration.id}: {request.model_name}",
+        f"measured: target {measured}{device}",
+        f"measured candidate: {choice.candidate.describe()}",
+        _batch_line(request, choice),
+    ]
+    lines += _lost(framework, request, known, choice, report)
+    if request.target_name not in framework.targets:
+        lines.append(f"{framework.title} is not the code that was measured: this promises no tokens/s")
+    elif choice.missing:
+        lines.append("the settings above are not applied, so this promises no tokens/s")
+    else:
+        lines.append(f"expect about {choice.tokens_per_second:.0f} tokens/s of each device")
+    lines.append(_allocator_line(request))
+    if not exploration.final:
+        lines.append(f"provisional: the exploration has not ended; its confidence is {known.confidence} out of 100")
+    return lines
+
+
+def _batch_line(request: ExplorationRequest, choice: Choice) -> str:
+    size = choice.context_parallel_size
+    groups = request.data_parallel_size(size)
+    shared = f", {size} devices to a sequence" if size > 1 else ""
+    return (
+        f"batch_size {request.batch_size} = micro_batch_size {choice.candidate.micro_batch_size} x "
+        f"{choice.grad_accum_steps} accumulation steps x {groups} data-parallel{shared}, of "
+        f"{request.seq_length} tokens each: keep the number of devices"
+    )
+
+
+def _lost(
+    framework: Framework,
+    request: ExplorationRequest,
+    known: Recommendation,
+    choice: Choice,
+    report: DeviceReport | None,
+) -> list[str]:
+    """Return what the framework cannot be told, what it costs, and whether the memory still holds."""
+    lines = []
+    best = known.dividing or known
+    lost = choice.missing
+    if not choice.is_stored_best:
+        lost = find_missing(framework, best.candidate, request, report) | lost
+        rate = best.expected_tokens_per_second if isinstance(best, Recommendation) else best.tokens_per_second
+        loss = 1.0 - choice.tokens_per_second / rate
+        lines.append(
+            f"in place of the recommended {best.candidate.describe()}: where both were measured, that costs "
+            f"{max(0.0, loss):.0%} of the tokens/s"
+        )
+    lines += [f"lost: {framework.title} cannot be told {words}" for words in lost.values()]
+    if choice.fits_full_logits is False:
+        lines.append("memory: full logits are not expected to fit beside it; explore again with training.loss: full")
+    elif "loss" in choice.missing:
+        lines.append("memory: full logits need more than was measured; explore with training.loss: full to be sure")
+    if {"bta_tile", "context_parallel"} & choice.missing.keys():
+        lines.append("memory: without them a step needs more than was measured, so that it may not fit")
+    wanted = sharding_of(choice.candidate, request)
+    if "sharding" in choice.missing:
+        lines.append(f"sharding: '{framework.nearest_sharding(wanted)}' is used in place of '{wanted}'")
+    return lines
+
+
+def _allocator_line(request: ExplorationRequest) -> str:
+    if request.allocator == "expandable_segments":
+        setting = f"{ALLOCATOR_VARIABLE}=expandable_segments:True"
+        return f"allocator: measured with {setting}, which must be set before CUDA starts"
+    return f"allocator: measured with PyTorch's default, so leave {ALLOCATOR_VARIABLE} unset"
+
+
+def _count_recomputed(request: ExplorationRequest, report: DeviceReport | None, recompute: Recompute) -> int:
+    """Return the number of layers that are recomputed as a whole; 0 if the number of layers is not known."""
+    if request.model is not None:
+        return sum(recomputed_layers(request.model, recompute))
+    if report is None or report.parts is None or not report.parts.layers:
+        return 0
+    return sum(report.parts.recomputed_layers(recompute.layer_share))

@@ -1,0 +1,85 @@
+"""A Python module that sets a transformers model up as recommended, with `bexp.apply` and `bexp.training_arguments`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from explorer.exports.document import Export, python_export
+from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from explorer.exports.plan import Plan
+from explorer.spec.candidate import Recompute
+from explorer.spec.target import TRANSFORMERS
+from explorer.spec.training import Sharding
+
+FRAMEWORK = Framework(
+    title="bexp.apply",
+    attention=LIBRARY_ATTENTION | {"flash", "cudnn", "efficient", "math"},
+    experts=LIBRARY_EXPERTS
+    | {"fused", "triton_grouped", "hopper_grouped", "bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped"},
+    policies=frozenset(Recompute) - {Recompute.QKV},
+    sharding=frozenset(Sharding),
+    tiles=True,
+    chunked_loss=True,
+    compiled_layers=True,
+    targets=frozenset({TRANSFORMERS}),
+)
+
+_CODE = '''\
+import json
+
+import bexp
+
+RECOMMENDATION = json.loads(
+    r"""
+{recommendation}
+"""
+)
+
+
+def set_up(model):
+    """Set a transformers model up as recommended; call it before the model is wrapped and before CUDA starts."""
+    return bexp.apply(model, RECOMMENDATION, seq_length={seq_length})
+
+
+def training_arguments(**others):
+    """Return `TrainingArguments` that keep the batch of {batch_size} sequences on the devices that there are."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**(bexp.training_arguments(RECOMMENDATION) | others))
+'''
+
+
+def render(plan: Plan) -> Export:
+    """Return the module. Sharding is left to the launcher."""
+    notes = []
+    if plan.sharding is not Sharding.NONE:
+        notes.append(f"sharding: measured with '{plan.sharding}', which the launcher sets, not this module")
+    text = json.dumps(_recommendation(plan), indent=1, allow_nan=False, ensure_ascii=True)
+    return python_export(
+        plan,
+        _CODE.format(recommendation=text, seq_length=plan.seq_length, batch_size=plan.batch_size),
+        notes,
+    )
+
+
+def _recommendation(plan: Plan) -> dict[str, Any]:
+    """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
+    request = plan.request.model_dump(mode="json", include={"batch_size", "num_devices", "allocator", "execution"})
+    request["training"] = plan.request.training.model_dump(mode="json", include={"loss"})
+    if plan.request.model is not None:
+        request["model"] = plan.request.model.model_dump(mode="json", exclude_none=True)
+    elif plan.request.hf_config is not None:
+        scalars = {key: value for key, value in plan.request.hf_config.items() if isinstance(value, str | int | float)}
+        request |= {"hf_config": scalars, "hf_seq_length": plan.seq_length}
+    candidate = plan.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": plan.recompute.value}
+    for key, kept in (("attention_backend", plan.attention), ("expert_backend", plan.experts)):
+        if kept is None:
+            candidate.pop(key, None)
+    return {
+        "recommendation": {"candidate": candidate, "dtype": plan.dtype.value},
+        "hardware": plan.report.hardware.model_dump(mode="json", include={"device_name", "versions"})
+        if plan.report is not None
+        else None,
+        "request": request,
+    }

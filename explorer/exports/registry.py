@@ -1,0 +1,62 @@
+"""The formats by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from explorer.exports import (
+    accelerate,
+    axolotl,
+    cerebras,
+    deepspeed,
+    lightning,
+    llamafactory,
+    megatron,
+    python,
+    torchtitan,
+    transformers,
+)
+from explorer.exports.document import Export
+from explorer.exports.exploration import Exploration, UnknownFormatError
+from explorer.exports.framework import Framework
+from explorer.exports.plan import Plan, build_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: what its framework can be told, and the function that writes it."""
+
+    framework: Framework
+    render: Callable[[Plan], Export]
+
+
+FORMATS = {
+    "transformers": Format(transformers.FRAMEWORK, transformers.render),
+    "python": Format(python.FRAMEWORK, python.render),
+    "accelerate": Format(accelerate.FRAMEWORK, accelerate.render),
+    "deepspeed": Format(deepspeed.FRAMEWORK, deepspeed.render),
+    "torchtitan": Format(torchtitan.FRAMEWORK, torchtitan.render_release),
+    "torchtitan-main": Format(torchtitan.FRAMEWORK, torchtitan.render_main),
+    "megatron": Format(megatron.FRAMEWORK, megatron.render),
+    "lightning": Format(lightning.FRAMEWORK, lightning.render),
+    "axolotl": Format(axolotl.FRAMEWORK, axolotl.render),
+    "llamafactory": Format(llamafactory.FRAMEWORK, llamafactory.render),
+    "cerebras": Format(cerebras.FRAMEWORK, cerebras.render),
+}
+
+
+def find_format(name: str) -> Format:
+    """Return the format called `name`. Raises UnknownFormatError with the names that there are."""
+    if name not in FORMATS:
+        raise UnknownFormatError(f"there is no format of this name; the formats are {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def export(name: str, exploration: Exploration) -> Export:
+    """Return the file of an exploration's answer in the format called `name`.
+
+    Raises UnknownFormatError if there is no such format, ExportError if there is no answer that a trainer could run.
+    """
+    found = find_format(name)
+    return found.render(build_plan(found.framework, name, exploration))

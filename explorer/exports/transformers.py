@@ -1,0 +1,76 @@
+"""Fields of transformers' `TrainingArguments`, and two arguments of the model, as JSON for `HfArgumentParser`.
+
+Names as of transformers 5.23. `attn_implementation` and `experts_implementation` are arguments of the model: they
+belong to a dataclass that the script passes to the parser beside `TrainingArguments`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from explorer.exports.document import Export, json_export
+from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from explorer.exports.plan import Plan
+from explorer.spec.candidate import Recompute
+from explorer.spec.model import DType
+from explorer.spec.target import TRANSFORMERS
+from explorer.spec.training import Sharding
+
+EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
+"""The policies that recompute one layer of every so many."""
+FRAMEWORK = Framework(
+    title="transformers' Trainer",
+    attention=LIBRARY_ATTENTION,
+    experts=LIBRARY_EXPERTS,
+    policies=frozenset({Recompute.NONE, *EVERY_NTH_LAYER}),
+    targets=frozenset({TRANSFORMERS}),
+)
+PRECISION = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
+
+
+def render(plan: Plan) -> Export:
+    """Return the JSON. `torch_compile` is off, because it compiles the whole model and no export asks for that."""
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.grad_accum_steps,
+        "auto_find_batch_size": False,
+        "torch_compile": False,
+        **precision_fields(plan),
+        **_recompute_fields(plan),
+        **sharding_fields(plan),
+        **model_fields(plan),
+    }
+    if plan.device_kind == "cpu":
+        values["use_cpu"] = True
+    return json_export(plan, values)
+
+
+def model_fields(plan: Plan) -> dict[str, Any]:
+    """Return the arguments of the model, without those that the library chooses by itself."""
+    fields = {"attn_implementation": plan.attention, "experts_implementation": plan.experts}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def precision_fields(plan: Plan) -> dict[str, Any]:
+    """Return the field that computes in half precision; none for float32."""
+    return {PRECISION[plan.dtype]: True} if plan.dtype in PRECISION else {}
+
+
+def sharding_fields(plan: Plan) -> dict[str, Any]:
+    """Return the fields of FSDP2; `zero2` keeps the parameters whole after forward. FSDP recomputes layers itself."""
+    if plan.sharding is Sharding.NONE:
+        return {}
+    config = {"version": 2, "reshard_after_forward": plan.sharding is Sharding.ZERO3}
+    if plan.recompute is Recompute.FULL:
+        config["activation_checkpointing"] = True
+    return {"fsdp": True, "fsdp_config": config}
+
+
+def _recompute_fields(plan: Plan) -> dict[str, Any]:
+    every = EVERY_NTH_LAYER.get(plan.recompute)
+    if every is None or (every == 1 and plan.sharding is not Sharding.NONE):
+        return {"activation_checkpointing": False}
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if every > 1:
+        arguments["every_n_layers"] = every
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": arguments}

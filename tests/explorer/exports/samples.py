@@ -1,0 +1,108 @@
+"""Explorations with an answer, to be exported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from explorer.exports.exploration import Exploration
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.recommendation import Alternative, Recommendation
+from explorer.records.trial import Trial, TrialKind
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import DType
+from explorer.spec.parts import LayerPart, ModelParts, Part
+from explorer.spec.request import ExplorationRequest
+from tests.contracts.samples import make_recommendation, make_report
+
+GIB = 1 << 30
+CONFIG: dict[str, Any] = {
+    "model_type": "olmoe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "vocab_size": 50304,
+    "eos_token_id": [1, 2],
+}
+_PART = Part(num_parameters=1, parameter_bytes=2, trainable_bytes=2, flops_per_token=1, saved_bytes_per_token=1)
+_LAYER = LayerPart(name="moe", has_experts=True, **_PART.model_dump())
+PARTS = ModelParts(
+    target="transformers",
+    target_version="5.23.0",
+    name="olmoe",
+    class_name="OlmoeForCausalLM",
+    dtype=DType.BFLOAT16,
+    seq_length=4096,
+    layers=("moe",) * 16,
+    kinds=(_LAYER,),
+    shell=_PART,
+    output_bytes_per_token=4096,
+    num_parameters=1,
+    parameter_bytes=2,
+    trainable_bytes=2,
+)
+
+
+def candidate(micro_batch_size: int = 8, **changes: Any) -> Candidate:
+    """A candidate that the transformers library runs by itself, unless `changes` say otherwise."""
+    values = {"attention_backend": "sdpa", "expert_backend": "grouped_mm", "num_query_groups": 1, **changes}
+    return Candidate(micro_batch_size=micro_batch_size, **values)
+
+
+def exploration(
+    best: Candidate | None = None,
+    *,
+    stock: Candidate | None = None,
+    trials: Sequence[Trial] = (),
+    final: bool = True,
+    known: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Exploration:
+    """An exploration of OLMoE by target transformers, with the answer `best`; `changes` go to the request."""
+    request = ExplorationRequest.model_validate(
+        {"hf_config": CONFIG, "hf_seq_length": 4096, "batch_size": 512, "num_devices": 1, **changes}
+    )
+    return Exploration(
+        id="job1",
+        request=request,
+        report=device_report(),
+        recommendation=recommendation(best or candidate(), stock=stock, **(known or {})),
+        trials=trials,
+        final=final,
+    )
+
+
+def device_report() -> DeviceReport:
+    """The report of an H200 that measured OLMoE."""
+    report = make_report("NVIDIA H200", "cuda")
+    hardware = report.hardware.model_copy(update={"memory_bytes": 141 * GIB, "memory_limit_bytes": 139 * GIB})
+    return report.model_copy(update={"hardware": hardware, "parts": PARTS, "default_attention": "sdpa"})
+
+
+def recommendation(best: Candidate, *, stock: Candidate | None = None, **changes: Any) -> Recommendation:
+    """An answer with 1000 tokens/s, and 800 tokens/s with stock back ends."""
+    other = None if stock is None else Alternative(candidate=stock, tokens_per_second=800.0, gain=1.25)
+    update = {"candidate": best, "stock": other, "memory_limit_bytes": 139 * GIB, "required_bytes": 60 * GIB, **changes}
+    return make_recommendation().model_copy(update=update)
+
+
+def trial(
+    tried: Candidate, tokens_per_second: float, peak_bytes: int = GIB, outcome: Outcome = Outcome.OK, number: int = 0
+) -> Trial:
+    """A trial of components that composes to `tokens_per_second`."""
+    return Trial(
+        number=number,
+        kind=TrialKind.COMPONENTS,
+        measurement=Measurement(candidate=tried, outcome=outcome),
+        measured_peak_bytes=peak_bytes,
+        tokens_per_second=tokens_per_second,
+    )
+
+
+OURS = candidate(
+    attention_backend="sdpa:flash", expert_backend="bexp_fused", recompute=Recompute.ACTIVATIONS, loss="chunked"
+)
+"""A candidate with what no other framework has."""
+SHARDED: dict[str, Any] = {"num_devices": 8, "training": {"sharding": "zero3"}}

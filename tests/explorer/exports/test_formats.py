@@ -1,0 +1,226 @@
+"""Every format, on answers that it can be told whole and on one that it cannot."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from explorer.exports.document import Export
+from explorer.exports.registry import FORMATS, export
+from explorer.formats.request import parse_request
+from explorer.spec.candidate import Recompute
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration
+
+LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam", "clip")
+"""Parts of names that decide what is learnt."""
+
+FULL = candidate(recompute=Recompute.FULL)
+
+
+def flags(made: Export, variable: str) -> list[str]:
+    """The array as bash reads it."""
+    script = f'{made.text}\nprintf "%s\\n" "${{{variable}[@]}}"'
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "changes", [{"allocator": "expandable_segments"}, SHARDED], ids=["one device", "eight, sharded"]
+)
+def test_an_export_names_what_was_measured_and_the_allocator(name: str, changes: dict[str, Any]) -> None:
+    made = export(name, exploration(**changes))
+    header = "\n".join(made.header)
+    assert "measured: target transformers 5.23.0, OlmoeForCausalLM on NVIDIA H200" in header
+    assert "batch_size 512 = micro_batch_size 8 x" in header
+    assert ("promises no tokens/s" in header) is (name not in {"transformers", "python"})
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in header) is ("allocator" in changes)
+    assert not any(part in made.text for part in LEARNING)
+    if made.has_header:
+        assert all(" ".join(line.split()) in made.text.replace('\\"', '"') for line in made.header)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_framework_cannot_be_told_is_replaced_and_named(name: str) -> None:
+    made = export(name, exploration(OURS, stock=candidate(4)))
+    header = "\n".join(made.header)
+    if name == "python":
+        assert "lost" not in header
+        assert '"micro_batch_size": 8' in made.text
+        return
+    assert "in place of the recommended micro_batch_size=8" in header
+    assert "that costs 20% of the tokens/s" in header
+    assert "micro_batch_size 4 x 128 accumulation steps" in header
+    assert "cannot be told the recomputation policy 'activations'" in header
+    assert "cannot be told the expert kernels 'bexp_fused'" in header
+
+
+def test_transformers_fields() -> None:
+    assert json.loads(export("transformers", exploration(FULL)).text) == {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 64,
+        "auto_find_batch_size": False,
+        "torch_compile": False,
+        "bf16": True,
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+        "attn_implementation": "sdpa",
+        "experts_implementation": "grouped_mm",
+    }
+    half = json.loads(export("transformers", exploration(candidate(recompute=Recompute.PARTIAL_50))).text)
+    assert half["activation_checkpointing_kwargs"] == {"use_reentrant": False, "every_n_layers": 2}
+    sharded = json.loads(export("transformers", exploration(FULL, **SHARDED)).text)
+    assert (sharded["gradient_accumulation_steps"], sharded["fsdp"], sharded["activation_checkpointing"]) == (
+        8,
+        True,
+        False,
+    )
+    assert sharded["fsdp_config"] == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
+
+
+def test_accelerate_and_deepspeed() -> None:
+    made = export("accelerate", exploration(FULL, **SHARDED))
+    assert yaml.safe_load(made.text) == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "num_processes": 8,
+        "mixed_precision": "bf16",
+        "use_cpu": False,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_activation_checkpointing": True,
+        },
+    }
+    assert "# in the script: Accelerator(gradient_accumulation_steps=8)" in made.text
+    compiled = yaml.safe_load(export("accelerate", exploration(execution="compile")).text)
+    assert compiled["dynamo_config"] == {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+
+    made = export("deepspeed", exploration(**SHARDED))
+    values = json.loads(made.text)
+    assert tuple(values.pop("_bexp")) == made.header
+    assert values == {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 8,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+    }
+
+
+def test_torchtitan_counts_sequences_in_a_release_and_tokens_on_the_main_line() -> None:
+    answer = exploration(FULL, **SHARDED)
+    release = flags(export("torchtitan", answer), "TORCHTITAN_FLAGS")
+    main = flags(export("torchtitan-main", answer), "TORCHTITAN_FLAGS")
+    assert release[:4] == ["--training.local_batch_size", "8", "--training.global_batch_size", "512"]
+    assert main[:4] == [
+        "--training.num_tokens_per_microbatch_per_dp_rank",
+        str(8 * 4096),
+        "--training.num_tokens_per_train_step",
+        str(512 * 4096),
+    ]
+    assert release[4:] == main[4:]
+    assert release[-1] == "activation_checkpoint:full"
+    assert shlex.join(["--parallelism.fsdp_reshard_after_forward", "always"]) in shlex.join(release)
+    assert "--compile.no-enable" in release
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [
+        (Recompute.NONE, ""),
+        (Recompute.SELECTIVE, "--recompute-granularity selective --recompute-modules core_attn"),
+        (Recompute.PARTIAL_25, "--recompute-granularity full --recompute-method block --recompute-num-layers 4"),
+        (Recompute.FULL, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    ],
+)
+def test_megatron_recomputes_by_its_own_flags(recompute: Recompute, expected: str) -> None:
+    found = shlex.join(flags(export("megatron", exploration(candidate(recompute=recompute))), "MEGATRON_FLAGS"))
+    assert found.startswith("--micro-batch-size 8 --global-batch-size 512 ")
+    assert "--moe-grouped-gemm --bf16" in found
+    assert expected in found
+    assert ("--recompute" in found) is bool(expected)
+
+
+def test_lightning_has_functions_for_what_was_chosen_only() -> None:
+    best = candidate(attention_backend="sdpa:cudnn", recompute=Recompute.PARTIAL_25, execution="compile")
+    answer = exploration(best, execution=["eager", "compile"], allocator="expandable_segments", **SHARDED)
+    code = export("lightning", answer).text
+    functions = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+    assert functions == ["make_trainer", "recompute", "compile_layers", "attention"]
+    assert "accumulate_grad_batches=8," in code
+    assert 'FSDPStrategy(sharding_strategy="FULL_SHARD")' in code
+    assert "SDPBackend.CUDNN_ATTENTION" in code
+    assert "count = 4\n" in code
+    assert code.index('PYTORCH_ALLOC_CONF"] =') < code.index("import lightning")
+    plain = ast.parse(export("lightning", exploration()).text)
+    assert [node.name for node in plain.body if isinstance(node, ast.FunctionDef)] == ["make_trainer"]
+
+
+def test_axolotl_and_llamafactory() -> None:
+    chunked = candidate(recompute=Recompute.FULL, loss="chunked")
+    assert yaml.safe_load(export("axolotl", exploration(chunked, losses=["library", "chunked"])).text) == {
+        "micro_batch_size": 8,
+        "gradient_accumulation_steps": 64,
+        "bf16": True,
+        "torch_compile": False,
+        "gradient_checkpointing": True,
+        "attn_implementation": "sdpa",
+        "experts_implementation": "grouped_mm",
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "chunked_cross_entropy": True,
+    }
+    assert yaml.safe_load(export("llamafactory", exploration()).text) == {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 64,
+        "disable_gradient_checkpointing": True,
+        "use_reentrant_gc": False,
+        "bf16": True,
+        "flash_attn": "sdpa",
+    }
+
+
+@pytest.mark.parametrize("tile", [None, 2])
+def test_a_cerebras_export_is_read_back_as_what_was_asked(tile: int | None) -> None:
+    document = yaml.safe_load(export("cerebras", exploration(candidate(bta_tile=tile), num_devices=2)).text)
+    document["trainer"]["init"]["model"] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "filter_size": 128,
+        "vocab_size": 100,
+        "max_position_embeddings": 32,
+    }
+    request = parse_request(document)
+    assert isinstance(request, ExplorationRequest)
+    assert (request.micro_batch_size, request.batch_size, request.num_devices) == (8, 512, 2)
+    assert (request.bta.enable, request.bta.max_tile) == (tile is not None, tile)
+
+
+def test_the_python_module_hands_the_candidate_to_apply(tmp_path: Path) -> None:
+    import bexp
+
+    code = export("python", exploration(OURS, losses=["library", "chunked"], allocator="expandable_segments")).text
+    scope: dict[str, Any] = {}
+    setting, rest = code.split("import json", 1)
+    assert setting.endswith('os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"\n\n')
+    exec(f"import json{rest}", scope)  # without the setting, which is this process's as well
+    read = bexp.Recommendation.read(scope["RECOMMENDATION"])
+    assert read.settings == bexp.Settings(
+        attention="sdpa:flash",
+        experts="bexp_fused",
+        recompute="activations",
+        loss="chunked",
+        allocator="expandable_segments",
+    )
+    assert (read.micro_batch_size, read.grad_accum_steps(1), read.seq_length) == (8, 64, 4096)
+    assert read.architecture["num_experts"] == 64
+    arguments = scope["training_arguments"](output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    assert arguments.gradient_accumulation_steps == 64

@@ -1,0 +1,22 @@
+"""Reads files with DeepSpeed's own class of configurations, with eight processes where the export is for eight."""
+
+import os
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+from deepspeed.runtime import config
+
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    world = 8 if "x 8 data-parallel" in path.read_text() else 1
+    with (
+        patch.object(config.dist, "get_rank", return_value=0),
+        patch.object(config.dist, "get_world_size", return_value=world),
+    ):
+        found = config.DeepSpeedConfig(str(path))
+    assert found.train_batch_size == 512, path.name
+    if path.suffix in {".zero1", ".zero2", ".zero3"}:
+        assert found.zero_config.stage == int(path.suffix[-1])
+    assert found.bfloat16_config.enabled

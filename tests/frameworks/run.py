@@ -1,0 +1,120 @@
+"""Checks exports with the frameworks' own parsers, each in a folder of its own: `make test-frameworks`.
+
+A framework's package is unpacked without its dependencies, and the few that its parser imports are installed beside it.
+torch and transformers are those of this project's environment. The exports are written by this process; a check reads
+them in a process that sees the framework and nothing of the project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from explorer.exports.registry import export
+from tests.frameworks.answers import ANSWERS
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Package:
+    """What is downloaded for one check; `formats` are the exports that it reads."""
+
+    requirement: str
+    formats: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    is_source: bool = False
+
+
+PACKAGES = {
+    "megatron": Package(
+        "megatron-core==0.19.0", ("megatron",), ("triton", "omegaconf", "antlr4-python3-runtime==4.9.*", "einops")
+    ),
+    "deepspeed": Package(
+        "deepspeed==0.19.8", ("deepspeed",), ("hjson", "msgpack", "py-cpuinfo", "einops", "ninja"), is_source=True
+    ),
+    "torchtitan": Package(
+        "torchtitan==0.3.0",
+        ("torchtitan",),
+        (
+            *(
+                "tyro",
+                "typeguard",
+                "shtab",
+                "docstring_parser",
+                "spmd_types==0.2.3",
+                "torchdata",
+                "torch_checkpointing",
+            ),
+            *("datasets<4.8", "pyarrow", "dill", "xxhash", "multiprocess", "pandas", "pytz", "python-dateutil", "six"),
+            *("aiohttp", "wandb", "tensorboard", "protobuf", "absl-py", "pillow", "triton", "einops"),
+        ),
+    ),
+    "axolotl": Package("axolotl==0.19.0", ("axolotl",), ("pillow",)),
+    "lightning": Package("lightning==2.6.6", ("lightning",), ("lightning-utilities", "torchmetrics")),
+}
+
+
+def main() -> int:
+    """Check the named frameworks, by default all; return the number of those that refuse an export."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PACKAGES)}")
+    parser.add_argument("--folder", type=Path, default=Path(".frameworks"))
+    arguments = parser.parse_args()
+    failed = 0
+    for name in arguments.names or PACKAGES:
+        folder = arguments.folder.resolve() / name
+        install(PACKAGES[name], folder)
+        failed += check(name, PACKAGES[name], folder)
+    return failed
+
+
+def install(package: Package, folder: Path) -> None:
+    """Unpack a package and install what its parser imports; nothing is done if that was done before."""
+    done = folder / "installed"
+    if done.exists() and done.read_text() == repr(package):
+        return
+    wheels, library = folder / "wheels", folder / "library"
+    library.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    kind = ["--no-binary=:all:"] if package.is_source else ["--python-version=3.12", "--only-binary=:all:"]
+    download = ["download", "--quiet", "--no-deps", "--no-build-isolation", *kind, "--dest", str(wheels)]
+    subprocess.run([*pip, *download, package.requirement], check=True)
+    for path in wheels.iterdir():
+        if path.suffix == ".whl":
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(library)
+        else:
+            with tarfile.open(path) as source:
+                source.extractall(folder, filter="data")
+    if package.beside:
+        subprocess.run(
+            [*pip, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(library), *package.beside],
+            check=True,
+        )
+    done.write_text(repr(package))
+
+
+def check(name: str, package: Package, folder: Path) -> bool:
+    """Write the exports, have the framework read them, and return whether it refused one."""
+    written = folder / "exports"
+    written.mkdir(exist_ok=True)
+    for export_format in package.formats:
+        for answer, exploration in ANSWERS.items():
+            (written / f"{export_format}.{answer}").write_text(export(export_format, exploration).text)
+    sources = [str(path) for path in folder.glob(f"{name}-*") if path.is_dir()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(folder / "library")])}
+    script = HERE / f"read_{name}.py"
+    done = subprocess.run([sys.executable, "-W", "ignore", script, written], cwd=folder, env=environment, check=False)
+    sys.stdout.write(f"{package.requirement}: {'refused' if done.returncode else 'accepted'}\n")
+    return done.returncode != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
