@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution
+from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import DType
 from explorer.spec.request import ExplorationRequest
@@ -40,6 +41,7 @@ class Framework:
     tiles: bool = False
     chunked_loss: bool = False
     compiled_layers: bool = False
+    liger: bool = False
     targets: frozenset[str] = frozenset()
 
     def nearest_sharding(self, level: Sharding) -> Sharding:
@@ -70,7 +72,7 @@ def experts_name(candidate: Candidate) -> str | None:
 def has_chunked_loss(candidate: Candidate, request: ExplorationRequest) -> bool:
     """Whether a candidate was measured without full logits."""
     if candidate.loss is not None or request.hf_config is not None:  # then the code's own loss was measured
-        return candidate.loss == "chunked"
+        return candidate.loss in LOSSES_WITHOUT_LOGITS
     return request.model is not None and request.training.loss.kind == "chunked"
 
 
@@ -104,6 +106,7 @@ def find_missing(
         "experts": experts is not None and experts not in framework.experts,
         "loss": has_chunked_loss(candidate, request) and not framework.chunked_loss,
         "execution": is_compiled(candidate, request) and not framework.compiled_layers,
+        "kernels": candidate.kernels is Kernels.LIGER and not framework.liger,
         "sharding": sharding not in framework.sharding,
         "context_parallel": layout is not None and layout not in framework.layouts,
         "settings": candidate.settings is not None,
@@ -113,8 +116,9 @@ def find_missing(
         "recompute": f"the recomputation policy '{candidate.recompute}'",
         "attention": f"the attention kernel '{attention}'",
         "experts": f"the expert kernels '{experts}'",
-        "loss": "the chunked loss",
+        "loss": f"the {candidate.loss or 'chunked'} loss",
         "execution": "compiled layers",
+        "kernels": "the kernels of liger",
         "sharding": f"the sharding level '{sharding}'",
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
         "settings": f"the target's own setting '{candidate.settings}'",

@@ -22,6 +22,7 @@ FRAMEWORK = Framework(
     tiles=True,
     chunked_loss=True,
     compiled_layers=True,
+    liger=True,
     targets=frozenset({TRANSFORMERS}),
 )
 

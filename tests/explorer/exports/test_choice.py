@@ -52,6 +52,13 @@ def test_least_is_missing_where_nothing_can_be_told_whole() -> None:
     assert alone.recompute is Recompute.FULL  # what was recomputed to fit stays recomputed
 
 
+def test_kernels_and_loss_of_liger_are_for_bexp_apply_alone() -> None:
+    answer = exploration(candidate(16, kernels="liger", loss="liger"), stock=candidate(4))
+    assert plan(answer).micro_batch_size == 4
+    kept = plan(answer, "python").candidate
+    assert (kept.micro_batch_size, kept.kernels, kept.loss) == (16, "liger", "liger")
+
+
 def test_full_logits_have_to_fit_where_the_loss_was_chunked() -> None:
     roomy = trial(candidate(2, loss="chunked"), 700.0, peak_bytes=20 * GIB)
     best = candidate(32, loss="chunked")
