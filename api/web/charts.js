@@ -82,12 +82,13 @@ export function frontChart({ trials, best, width }) {
   const limit = best?.memory_limit_bytes ?? null;
   const peaks = points.map((point) => format.gib(point.peakBytes));
   const highest = Math.max(...peaks, limit === null ? 0 : format.gib(limit));
+  const lowest = Math.min(...peaks);
   const front = paretoFront(points);
   const digits = highest < 2 ? 2 : highest < 10 ? 1 : 0;
   const { image, marks, x, y, top, bottom } = plot({
     width,
     height: HEIGHT,
-    makeX: (range) => linear([0, highest * 1.05], range, width < 420 ? 4 : 6),
+    makeX: (range) => linear([lowest > 0.4 * highest ? 0.95 * lowest : 0, highest * 1.03], range, width < 420 ? 4 : 6),
     makeY: speedScale(points.map((point) => point.tokensPerSecond)),
     xLabel: "peak memory, GiB",
     yLabel: "tokens/s per device",
@@ -109,7 +110,7 @@ export function frontChart({ trials, best, width }) {
   if (limit !== null) {
     const px = x.at(format.gib(limit));
     marks.append(svg("line", { class: "limit", x1: px, x2: px, y1: top, y2: bottom }));
-    marks.append(svg("text", { class: "limit-label", x: px - 6, y: top + 10, "text-anchor": "end" }, "limit"));
+    marks.append(svg("text", { class: "limit-label", x: px - 6, y: bottom - 8, "text-anchor": "end" }, "limit"));
   }
   marks.append(
     recommendedRing(points, best)((p) => x.at(format.gib(p.peakBytes)), (p) => y.at(p.tokensPerSecond)),
@@ -219,7 +220,7 @@ export function heatMap({ trials, best }) {
 export function confidenceChart({ steps, target, width }) {
   if (steps.length === 0) return null;
   const last = steps.at(-1);
-  const end = Math.max(last.seconds, 1);
+  const end = Math.max(1.03 * last.seconds, 0.01);
   const { image, marks, x, y, left, right } = plot({
     width,
     height: HEIGHT,
@@ -227,7 +228,7 @@ export function confidenceChart({ steps, target, width }) {
     makeY: (range) => linear([0, 100], range),
     xLabel: "seconds since the start",
     yLabel: "confidence, out of 100",
-    xText: (value) => (end < 5 ? value.toFixed(1) : format.number(value)),
+    xText: (value) => (end < 5 ? value.toFixed(2) : format.number(value)),
     label: `Confidence over time: ${steps[0].confidence} at first, ${last.confidence} after ${format.seconds(last.seconds)}.`,
   });
   if (target !== null) {
@@ -244,7 +245,7 @@ export function confidenceChart({ steps, target, width }) {
     const title = `After ${format.seconds(step.seconds)}: micro_batch_size ${step.microBatch}, confidence ${step.confidence}`;
     marks.append(mark(0, x.at(step.seconds), y.at(step.confidence), { class: "dot" }, title, changed ? 4.5 : 2.5));
     if (changed) {
-      marks.append(svg("text", { class: "note", x: x.at(step.seconds) + 6, y: y.at(step.confidence) + 14 }, step.microBatch));
+      marks.append(svg("text", { class: "note", x: x.at(step.seconds) + 6, y: y.at(step.confidence) - 6 }, step.microBatch));
     }
   });
   return [image];

@@ -85,8 +85,10 @@ export class ExplorationView {
       target: exploration.request?.budget.confidence_target ?? null,
     };
     for (const { body, draw } of this.figures) {
+      const hadFocus = body.contains(document.activeElement);
       const made = draw({ ...common, width: Math.max(260, Math.floor(body.clientWidth)) });
       body.replaceChildren(...[made ?? el("p", { class: "quiet" }, "Nothing to show yet.")].flat());
+      if (hadFocus) body.querySelector("[tabindex]")?.focus({ preventScroll: true });
     }
     this.log.update(events, exploration.recommendation, isFinal(exploration));
     if (this.trials.trials.length !== trials.length) this.trials.update([...trials]);

@@ -16,13 +16,14 @@ export async function showList(root, signal, shell) {
   const older = el("button", { type: "button", hidden: true }, "Show older ones");
   const empty = el("p", { class: "quiet", hidden: true }, "There are none. ", el("a", { href: "#/submit" }, "Submit one"), ".");
   const head = ["model", "state", "micro_batch_size", "confidence", "submitted", "id"];
+  const figures = new Set(["micro_batch_size", "confidence"]);
   root.replaceChildren(
     el("header", { class: "page-head" }, title, el("label", {}, "State ", state)),
     el(
       "div",
       { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Explorations" },
       el("table", { class: "data list" }, el("caption", { class: "hidden" }, "Explorations, the newest first"),
-        el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), body),
+        el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col", class: figures.has(name) && "figure" }, name)))), body),
       empty,
     ),
     older,

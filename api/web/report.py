@@ -14,9 +14,7 @@ from api.web.assets import read_assets
 MODULE = re.compile(r'(?<=from )"\./([\w-]+\.js)"')
 
 
-def render_report(
-    exploration: dict[str, Any], trials: list[dict[str, Any]], events: list[dict[str, Any]]
-) -> str:
+def render_report(exploration: dict[str, Any], trials: list[dict[str, Any]], events: list[dict[str, Any]]) -> str:
     """Return the HTML of a report.
 
     The arguments are JSON documents of the REST API: one exploration, all of its trials, and all of its events.

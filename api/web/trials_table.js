@@ -58,7 +58,7 @@ export class TrialsTable {
         this.columns.map((column) =>
           el(
             "th",
-            { scope: "col", "aria-sort": column === by ? direction : "none" },
+            { scope: "col", class: column.isText ? null : "figure", "aria-sort": column === by ? direction : "none" },
             el("button", { type: "button", "data-column": column.name, onclick: () => this.#sortBy(column) }, column.name),
           ),
         ),
