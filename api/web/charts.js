@@ -233,7 +233,7 @@ export function confidenceChart({ steps, target, width }) {
   });
   if (target !== null) {
     marks.append(svg("line", { class: "limit", x1: left, x2: right, y1: y.at(target), y2: y.at(target) }));
-    marks.append(svg("text", { class: "limit-label", x: right, y: y.at(target) - 5, "text-anchor": "end" }, `target ${target}`));
+    marks.append(svg("text", { class: "limit-label", x: left + 4, y: y.at(target) - 5 }, `target ${target}`));
   }
   const corners = steps.flatMap((step, index) => {
     const px = x.at(step.seconds);
