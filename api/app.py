@@ -16,7 +16,7 @@ from api.auth import authorize
 from api.deadlines import DeadlineMiddleware
 from api.metrics import LatencyMiddleware, Metrics
 from api.problems import Problem, install_problem_handlers
-from api.routes import explorations, logs, monitoring, results, run_reports, schemas
+from api.routes import explorations, logs, monitoring, results, run_reports, schemas, web
 from api.service import run_service
 from api.settings import ServiceSettings
 from explorer.spec.request import ExplorationRequest
@@ -49,7 +49,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         description=DESCRIPTION,
         version=version("bexp"),
         lifespan=lifespan,
-        docs_url=None,  # the stock pages load their scripts from another host
+        docs_url=None,  # the stock pages load their scripts from another host; `web` has a page of its own
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -59,6 +59,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     for module in (explorations, results, run_reports, logs, schemas):
         app.include_router(module.router, dependencies=[Depends(authorize)], responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
+    app.include_router(web.router)
     _describe(app)
     return app
 

@@ -32,6 +32,7 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
 NOTE_HEADER = "Bexp-Export-Note"
 """A header for each line that belongs to an export whose format has no comments."""
+_JSON = {"Accept": "application/json"}
 SILENCE_SECONDS = 45.0  # the server sends comments more often than this while nothing happens
 
 
@@ -259,6 +260,16 @@ class Client:
                 raise ServiceError(f"{reason} (gave up after {patience_seconds:.0f} s)")
             self._sleep(delay)
             waited, delay = waited + delay, min(5.0, 2 * delay)
+
+    def stored_events(self, job_id: str) -> tuple[Event, ...]:
+        """Return every event that is stored so far; unlike `events`, this does not wait for the end."""
+        events: list[Event] = []
+        while True:
+            params = {"after": events[-1].seq if events else 0}
+            page = self._page(self._request("GET", _path(job_id, "events"), params=params, headers=_JSON))
+            events += [self._parse(Event, item) for item in page["items"]]
+            if page.get("next_cursor") is None or not page["items"]:
+                return tuple(events)
 
     def _stream(self, job_id: str, after: int) -> Iterator[Event]:
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": str(after)} if after else {})

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli import administration, explore, jobs, service
+from api.cli import administration, explore, jobs, report, service
 from api.cli.errors import ExitCode, GuardedGroup, say
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("submit")(jobs.submit)
 app.command("watch")(jobs.watch)
 app.command("best")(jobs.best)
 app.command("list")(jobs.list_)
+app.command("report")(report.report)
 app.command("cancel")(jobs.cancel)
 app.command("serve")(service.serve)
 app.command("worker")(service.worker)

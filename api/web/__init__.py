@@ -1,0 +1,1 @@
+"""The page at `/`: its files, and a report of one exploration in one file."""

@@ -1,0 +1,126 @@
+/** The answer of an exploration, or the best so far. */
+
+import { el } from "./dom.js";
+import * as format from "./format.js";
+
+/** Return the elements of the answer; `exploration` is what the service shows of one. */
+export function renderAnswer(exploration) {
+  const answer = exploration.answer;
+  const main = answer?.variants[0];
+  const best = answer ? main.recommendation : exploration.recommendation;
+  const others = answer && answer.variants.length > 1 ? [variantTable(answer.variants)] : [];
+  if (best) return [headline(best, exploration), rows(best, exploration), ...others];
+  if (answer) return [nothingFits(main), ...others];
+  return [el("p", { class: "quiet" }, "There is nothing to recommend yet.")];
+}
+
+function headline(best, exploration) {
+  const { candidate } = best;
+  const provisional = exploration.answer === null;
+  const figure = (label, value, detail) =>
+    el("div", { class: "figure" }, el("dt", {}, label), el("dd", {}, el("strong", {}, value), detail && el("span", {}, detail)));
+  const tolerance = exploration.request?.tolerance;
+  const within = tolerance === undefined ? "out of 100" : `out of 100 that it is within ${format.percent(tolerance, 0)} of the best`;
+  return el(
+    "dl",
+    { class: "headline" },
+    figure(provisional ? "best micro_batch_size so far" : "best micro_batch_size", candidate.micro_batch_size,
+      format.settings(candidate)),
+    figure("expect per device", format.rate(format.expected(best)),
+      best.whole_model ? "the whole model ran at that speed" : "composed of measured blocks; no whole model has confirmed it"),
+    figure("against the base", `${best.performance.toFixed(2)}x`, format.describe(best.base)),
+    figure("confidence", best.confidence, within),
+  );
+}
+
+function rows(best, exploration) {
+  const list = el("dl", { class: "rows" });
+  const row = (label, text) => list.append(el("div", {}, el("dt", {}, label), el("dd", {}, text)));
+  const { request, report } = exploration;
+  if (request) row("measured", measured(request, report?.parts));
+  if (report) row("device", `${report.hardware.device_name}, ${format.bytes(report.hardware.memory_bytes)}`);
+  const whole = best.whole_model;
+  if (whole) {
+    const shorter = whole.step_error < 0 ? "shorter" : "longer";
+    const lower = whole.peak_error < 0 ? "lower" : "higher";
+    row("composed", `its blocks compose a step that is ${format.percent(Math.abs(whole.step_error))} ${shorter} than that ` +
+      `of the whole model, and a peak that is ${format.percent(Math.abs(whole.peak_error))} ${lower}`);
+  }
+  row("step", format.seconds(whole ? whole.step_seconds : best.step_seconds));
+  batchRows(best, request, row);
+  row("peak memory", whole
+    ? `${format.bytes(whole.measurement.peak_bytes)} in the whole model, ${format.bytes(best.measured_peak_bytes)} composed`
+    : `${format.bytes(best.measured_peak_bytes)} composed, ${format.bytes(best.predicted_peak_bytes)} predicted`);
+  row("with reserve", `${format.bytes(best.required_bytes)} of ${format.bytes(best.memory_limit_bytes)}`);
+  const over = (label, other) => {
+    if (!other) return;
+    const predicted = other.predicted ? ", predicted in part" : "";
+    row(label, `${other.gain.toFixed(2)}x over ${format.describe(other.candidate)}${predicted}`);
+  };
+  over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
+  over("stock best", best.stock);
+  if (best.runner_up) {
+    const rival = best.runner_up;
+    const speed = rival.whole_model ? `${format.rate(rival.whole_model.tokens_per_second)} as a whole model` : format.words(rival.outcome);
+    row("runner-up", `${format.describe(rival.candidate)}: ${speed}`);
+  }
+  for (const choice of best.memory_choices.slice(1)) {
+    if (choice.loss > 0) {
+      row(`within ${format.percent(choice.within, 0)}`,
+        `${format.bytes(choice.peak_bytes)}, ${format.percent(choice.loss)} slower: ${format.describe(choice.candidate)}`);
+    }
+  }
+  if (request) row("allocator", request.allocator);
+  for (const note of best.notes) row("note", note);
+  return list;
+}
+
+function measured(request, parts) {
+  const name = [request.target ?? "bexp", parts?.target_version].filter(Boolean).join(" ");
+  return [name, parts?.class_name, request.mode, request.execution].filter(Boolean).join(", ");
+}
+
+function batchRows(best, request, row) {
+  const asked = request ? `batch_size ${request.batch_size}` : "the batch_size";
+  const steps = (count) => `${count} accumulation step${count === 1 ? "" : "s"}`;
+  const other = best.dividing;
+  if (other) {
+    const slower = other.loss >= 0 ? "slower" : "faster";
+    const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
+    row(`for ${asked}`, `micro_batch_size ${other.candidate.micro_batch_size} in ${steps(other.grad_accum_steps)}` +
+      (same ? "" : `, ${format.percent(Math.abs(other.loss))} ${slower}, confidence ${other.confidence}`));
+  } else if (best.grad_accum_steps !== null) {
+    row(`for ${asked}`, steps(best.grad_accum_steps));
+  } else if (best.nearest_batch_sizes.length > 0) {
+    row("batch", `${asked} does not divide; the nearest that do: ${best.nearest_batch_sizes.join(" and ")}`);
+  }
+}
+
+function nothingFits(variant) {
+  return el(
+    "div",
+    {},
+    el("p", { class: "trouble" }, `No candidate fits: ${variant.reason ?? "all of them failed"}`),
+    variant.remedies.length > 0 && el("p", {}, "Any one of these changes is predicted to make it fit. The first one is preferred."),
+    el("ol", {}, variant.remedies.map((change) =>
+      el("li", {}, `${change.change}: peak ${format.bytes(change.predicted_peak_bytes)}, ${format.bytes(change.required_bytes)} with reserve`))),
+  );
+}
+
+function variantTable(variants) {
+  const head = ["num_query_groups", "parameters", "micro_batch_size", "tokens/s", "confidence"];
+  const cells = (variant) => {
+    const best = variant.recommendation;
+    const found = best ? [best.candidate.micro_batch_size, format.number(format.expected(best)), best.confidence]
+      : [variant.reason ?? "nothing fits", "", ""];
+    return [variant.num_query_groups, format.number(variant.num_parameters), ...found];
+  };
+  return el(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": "Variants" },
+    el("table", { class: "data" },
+      el("caption", {}, "Variants by num_query_groups (separate models, not ranked)"),
+      el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))),
+      el("tbody", {}, variants.map((variant) => el("tr", {}, cells(variant).map((text) => el("td", {}, text)))))),
+  );
+}

@@ -1,0 +1,108 @@
+/** The page: which view is shown, the login, and problems that any view can have. */
+
+import { showList } from "./list.js";
+import { showExploration } from "./live.js";
+import { listExplorations, Problem, token } from "./service.js";
+import { showSubmit } from "./submit.js";
+
+const main = document.getElementById("main");
+const notice = document.getElementById("notice");
+const login = document.getElementById("login");
+const loginField = document.getElementById("token");
+const loginReason = document.getElementById("login-reason");
+const logout = document.getElementById("logout");
+
+let shown = new AbortController();
+
+const shell = {
+  /** Say whether the service answers. */
+  connection(isOpen) {
+    say(isOpen ? "" : "The connection is lost. The page tries again.");
+  },
+
+  /** Whether a failure may pass by itself. */
+  isPassing: (error) => !(error instanceof Problem) || error.isTemporary,
+
+  /** Show a failure of the view to which `signal` belongs. A refused token ends the view and asks for another. */
+  report(error, signal) {
+    if (signal.aborted) return;
+    if (error instanceof Problem && error.isUnauthorized) askForToken();
+    else if (error instanceof Problem) say(error.message);
+    else say(`The service does not answer: ${error.message}`);
+  },
+};
+
+function say(text) {
+  if (notice.textContent !== text) notice.textContent = text;
+}
+
+/** End the view, so that nothing asks again with the same token, and open the login. */
+function askForToken() {
+  shown.abort();
+  const had = token.get() !== null;
+  token.clear();
+  loginReason.textContent = had
+    ? "The service does not accept this token. It may have been revoked. Enter another one."
+    : "The service asks for a token. `bexp token create NAME` prints one.";
+  say("Log in to see explorations.");
+  logout.textContent = "Log in";
+  logout.hidden = false;
+  if (!login.open) login.showModal();
+  loginField.focus();
+}
+
+async function show() {
+  shown.abort();
+  shown = new AbortController();
+  const { signal } = shown;
+  say("");
+  logout.textContent = "Log out";
+  logout.hidden = token.get() === null;
+  const [, page = "", id = ""] = location.hash.split("/");
+  for (const link of document.querySelectorAll("nav a[href^='#']")) {
+    const isHere = link.getAttribute("href") === `#/${page}`;
+    if (isHere) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  main.replaceChildren();
+  try {
+    if (page === "explorations" && id) await showExploration(decodeURIComponent(id), main, signal, shell);
+    else if (page === "submit") showSubmit(main, signal, shell);
+    else await showList(main, signal, shell);
+  } catch (error) {
+    shell.report(error, signal);
+  }
+}
+
+login.querySelector("form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const given = loginField.value.trim();
+  if (given === "") return;
+  token.set(given);
+  loginReason.textContent = "Checking…";
+  try {
+    await listExplorations({ limit: 1 });
+  } catch (error) {
+    token.clear();
+    const refused = error instanceof Problem && error.isUnauthorized;
+    loginReason.textContent = refused ? "The service does not accept this token." : error.message;
+    loginField.select();
+    return;
+  }
+  loginField.value = "";
+  login.close();
+  show();
+});
+
+logout.addEventListener("click", () => {
+  token.clear();
+  show();
+});
+
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the fragment of the address names the view
+  main.focus();
+});
+
+addEventListener("hashchange", show);
+show();

@@ -1,0 +1,252 @@
+/** The charts of an exploration. Each returns elements for a figure, or null while there is nothing to show. */
+
+import { el, svg } from "./dom.js";
+import * as format from "./format.js";
+import { line, linear, logarithmic, mark, plot } from "./plot.js";
+import { POLICIES, fastestByPolicy, heatCells, latestByCandidate, paretoFront, pointsOf } from "./trial_figures.js";
+
+const HEIGHT = 300;
+
+const speedText = (value) => (value >= 10_000 ? `${format.number(value / 1000)}k` : format.number(value));
+
+function speedScale(values) {
+  const low = Math.min(...values);
+  const high = Math.max(...values);
+  const room = 0.08 * (high - low || high);
+  return (range) => linear([Math.max(0, low - room), high + room], range);
+}
+
+const titleOf = (point) =>
+  `${point.isWholeModel ? "Whole model" : "Composed"}, trial ${point.number}: ${format.describe(point.candidate)}: ` +
+  `${format.rate(point.tokensPerSecond)}, peak ${format.bytes(point.peakBytes)}`;
+
+const markClass = (point) => `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}`;
+
+function policyLegend(points) {
+  const found = POLICIES.filter((policy) => points.some((point) => point.policy === policy));
+  const key = (index, kind) =>
+    svg("svg", { width: 16, height: 16, viewBox: "-8 -8 16 16", "aria-hidden": "true" }, mark(index, 0, 0, { class: kind }));
+  return el(
+    "ul",
+    { class: "legend" },
+    found.map((policy) => {
+      const index = POLICIES.indexOf(policy);
+      return el("li", {}, key(index, `mark p${index} whole`), format.words(policy));
+    }),
+    points.some((point) => !point.isWholeModel) && el("li", {}, key(0, "mark composed plain"), "hollow: composed"),
+    points.some((point) => point.isWholeModel) && el("li", {}, key(0, "mark whole plain"), "filled: whole model"),
+  );
+}
+
+function recommendedRing(points, best) {
+  const chosen = best && points.find((point) => JSON.stringify(point.candidate) === JSON.stringify(best.candidate));
+  return (x, y) =>
+    chosen ? svg("circle", { class: "ring", cx: x(chosen), cy: y(chosen), r: 10 }, svg("title", {}, "Recommended")) : "";
+}
+
+/** Throughput over the micro-batch, by policy, with intervals. */
+export function throughputChart({ trials, best, width }) {
+  const points = latestByCandidate(pointsOf(trials));
+  if (points.length === 0) return null;
+  const ends = points.flatMap((point) => [1 - point.interval, 1 + point.interval].map((k) => k * point.tokensPerSecond));
+  const fastest = points.reduce((a, b) => (b.tokensPerSecond > a.tokensPerSecond ? b : a));
+  const { image, marks, x, y } = plot({
+    width,
+    height: HEIGHT,
+    makeX: (range) => logarithmic(points.map((point) => point.microBatch), range),
+    makeY: speedScale(ends),
+    xLabel: "micro_batch_size",
+    yLabel: "tokens/s per device",
+    yText: speedText,
+    label: `Throughput over the micro-batch size. ${points.length} candidates were measured. The fastest has ` +
+      `${format.describe(fastest.candidate)}, with ${format.rate(fastest.tokensPerSecond)}.`,
+  });
+  for (const [policy, series] of fastestByPolicy(points)) {
+    const path = series.map((point) => [x.at(point.microBatch), y.at(point.tokensPerSecond)]);
+    marks.append(line(path, { class: `series p${POLICIES.indexOf(policy)}` }));
+  }
+  for (const point of points) {
+    const px = x.at(point.microBatch);
+    const [low, high] = [-1, 1].map((sign) => y.at(point.tokensPerSecond * (1 + sign * point.interval)));
+    if (low - high > 3) marks.append(svg("line", { class: `interval p${point.index}`, x1: px, x2: px, y1: low, y2: high }));
+    marks.append(mark(point.index, px, y.at(point.tokensPerSecond), { class: markClass(point) }, titleOf(point)));
+  }
+  marks.append(recommendedRing(points, best)((p) => x.at(p.microBatch), (p) => y.at(p.tokensPerSecond)));
+  return [image, policyLegend(points)];
+}
+
+/** The front of throughput against memory, with the limit. */
+export function frontChart({ trials, best, width }) {
+  const points = latestByCandidate(pointsOf(trials)).filter((point) => point.peakBytes !== null);
+  if (points.length === 0) return null;
+  const limit = best?.memory_limit_bytes ?? null;
+  const peaks = points.map((point) => format.gib(point.peakBytes));
+  const highest = Math.max(...peaks, limit === null ? 0 : format.gib(limit));
+  const lowest = Math.min(...peaks);
+  const front = paretoFront(points);
+  const digits = highest < 2 ? 2 : highest < 10 ? 1 : 0;
+  const { image, marks, x, y, top, bottom } = plot({
+    width,
+    height: HEIGHT,
+    makeX: (range) => linear([lowest > 0.4 * highest ? 0.95 * lowest : 0, highest * 1.03], range, width < 420 ? 4 : 6),
+    makeY: speedScale(points.map((point) => point.tokensPerSecond)),
+    xLabel: "peak memory, GiB",
+    yLabel: "tokens/s per device",
+    xText: (value) => value.toFixed(digits),
+    yText: speedText,
+    label: `Throughput against peak memory. No other measured candidate is both faster and smaller than these: ` +
+      front.map((p) => `${format.bytes(p.peakBytes)} at ${format.rate(p.tokensPerSecond)}`).join("; ") + ".",
+  });
+  const corners = front.flatMap((point, index) => {
+    const px = x.at(format.gib(point.peakBytes));
+    const before = index === 0 ? [] : [[px, y.at(front[index - 1].tokensPerSecond)]];
+    return [...before, [px, y.at(point.tokensPerSecond)]];
+  });
+  marks.append(line(corners, { class: "front" }));
+  for (const point of points) {
+    const at = [x.at(format.gib(point.peakBytes)), y.at(point.tokensPerSecond)];
+    marks.append(mark(point.index, ...at, { class: markClass(point) }, titleOf(point)));
+  }
+  if (limit !== null) {
+    const px = x.at(format.gib(limit));
+    marks.append(svg("line", { class: "limit", x1: px, x2: px, y1: top, y2: bottom }));
+    marks.append(svg("text", { class: "limit-label", x: px - 6, y: bottom - 8, "text-anchor": "end" }, "limit"));
+  }
+  marks.append(
+    recommendedRing(points, best)((p) => x.at(format.gib(p.peakBytes)), (p) => y.at(p.tokensPerSecond)),
+  );
+  return [image, policyLegend(points)];
+}
+
+/** The memory of the recommended candidate by part, against the limit. */
+export function memoryChart({ best, width }) {
+  if (!best) return null;
+  const parts = Object.entries(best.memory).filter(([, size]) => size > 0);
+  const total = parts.reduce((sum, [, size]) => sum + size, 0);
+  const reserve = Math.max(0, best.required_bytes - total);
+  const all = [...parts, ...(reserve > 0 ? [["reserve", reserve]] : [])];
+  const limit = best.memory_limit_bytes;
+  const scale = linear([0, Math.max(limit, best.required_bytes)], [2, width - 2]);
+  let start = 0;
+  const bars = all.map(([name, size]) => {
+    const from = scale.at(start);
+    start += size;
+    const title = `${format.words(name)}: ${format.bytes(size)}`;
+    const size_ = { x: from, y: 22, width: Math.max(1, scale.at(start) - from), height: 36 };
+    return svg("rect", { class: `part part-${name}`, ...size_ }, svg("title", {}, title));
+  });
+  const at = scale.at(limit);
+  const text = all.map(([name, size]) => `${format.words(name)} ${format.bytes(size)}`).join(", ");
+  const label = `Memory of the recommended candidate: ${text}; ${format.bytes(start)} of a limit of ${format.bytes(limit)}.`;
+  return [
+    svg(
+      "svg",
+      { class: "plot", width, height: 66, viewBox: `0 0 ${width} 66`, role: "img", "aria-label": label },
+      svg("rect", { class: "room", x: scale.at(0), y: 22, width: at - scale.at(0), height: 36 }),
+      bars,
+      svg("line", { class: "limit", x1: at, x2: at, y1: 14, y2: 64 }),
+      svg("text", { class: "limit-label", x: at, y: 12, "text-anchor": "end" }, `limit ${format.bytes(limit)}`),
+    ),
+    el(
+      "table",
+      { class: "parts" },
+      el("caption", { class: "hidden" }, "Memory by part"),
+      el(
+        "tbody",
+        {},
+        all.map(([name, size]) =>
+          el(
+            "tr",
+            {},
+            el("th", { scope: "row" }, el("span", { class: `key part-${name}` }), format.words(name)),
+            el("td", {}, format.bytes(size)),
+            el("td", {}, format.percent(size / limit, 0)),
+          ),
+        ),
+        el("tr", { class: "sum" }, el("th", { scope: "row" }, "with reserve"), el("td", {}, format.bytes(start)),
+          el("td", {}, format.percent(start / limit, 0))),
+      ),
+    ),
+  ];
+}
+
+const FAILED = { out_of_memory: "no room", timed_out: "timed out", crashed: "crashed", unsupported: "unsupported" };
+
+/** The fastest tokens/s of each recomputation policy and micro-batch, as a table whose colours follow its figures. */
+export function heatMap({ trials, best }) {
+  const cells = heatCells(trials);
+  if (cells.size === 0) return null;
+  const tried = [...cells.keys()].map((key) => key.split(" "));
+  const policies = POLICIES.filter((policy) => tried.some(([found]) => found === policy));
+  const sizes = [...new Set(tried.map(([, size]) => Number(size)))].sort((a, b) => a - b);
+  const speeds = [...cells.values()].flatMap(({ point }) => (point ? [point.tokensPerSecond] : []));
+  const [low, high] = [Math.min(...speeds), Math.max(...speeds)];
+  const cell = (policy, size) => {
+    const found = cells.get(`${policy} ${size}`);
+    if (found === undefined) return el("td", { class: "unknown" }, el("span", { class: "hidden" }, "not tried"));
+    if (found.outcome !== undefined) return el("td", { class: "failed" }, FAILED[found.outcome] ?? found.outcome);
+    const { point } = found;
+    const chosen = best?.candidate.recompute === policy && best.candidate.micro_batch_size === size;
+    const share = high > low ? (point.tokensPerSecond - low) / (high - low) : 1;
+    const made = el(
+      "td",
+      { class: `heat${chosen ? " chosen" : ""}`, title: titleOf(point) },
+      speedText(point.tokensPerSecond),
+      chosen && el("span", { class: "hidden" }, " recommended"),
+    );
+    made.style.setProperty("--share", `${Math.round(100 * share)}%`);
+    return made;
+  };
+  return el(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens/s by recomputation and micro-batch size" },
+    el(
+      "table",
+      { class: "heatmap" },
+      el("caption", { class: "hidden" }, "The fastest tokens/s by recomputation policy (rows) and micro-batch size (columns)"),
+      el("thead", {}, el("tr", {}, el("td"), sizes.map((size) => el("th", { scope: "col" }, size)))),
+      el(
+        "tbody",
+        {},
+        policies.map((policy) =>
+          el("tr", {}, el("th", { scope: "row" }, format.words(policy)), sizes.map((size) => cell(policy, size))),
+        ),
+      ),
+    ),
+  );
+}
+
+/** The confidence over time, with the target. */
+export function confidenceChart({ steps, target, width }) {
+  if (steps.length === 0) return null;
+  const last = steps.at(-1);
+  const end = Math.max(1.03 * last.seconds, 0.01);
+  const { image, marks, x, y, left, right } = plot({
+    width,
+    height: HEIGHT,
+    makeX: (range) => linear([0, end], range, width < 420 ? 4 : 6),
+    makeY: (range) => linear([0, 100], range),
+    xLabel: "seconds since the start",
+    yLabel: "confidence, out of 100",
+    xText: (value) => (end < 5 ? value.toFixed(2) : format.number(value)),
+    label: `Confidence over time: ${steps[0].confidence} at first, ${last.confidence} after ${format.seconds(last.seconds)}.`,
+  });
+  if (target !== null) {
+    marks.append(svg("line", { class: "limit", x1: left, x2: right, y1: y.at(target), y2: y.at(target) }));
+    marks.append(svg("text", { class: "limit-label", x: left + 4, y: y.at(target) - 5 }, `target ${target}`));
+  }
+  const corners = steps.flatMap((step, index) => {
+    const px = x.at(step.seconds);
+    return [...(index === 0 ? [] : [[px, y.at(steps[index - 1].confidence)]]), [px, y.at(step.confidence)]];
+  });
+  marks.append(line(corners, { class: "confidence" }));
+  steps.forEach((step, index) => {
+    const changed = index === 0 || steps[index - 1].microBatch !== step.microBatch;
+    const title = `After ${format.seconds(step.seconds)}: micro_batch_size ${step.microBatch}, confidence ${step.confidence}`;
+    marks.append(mark(0, x.at(step.seconds), y.at(step.confidence), { class: "dot" }, title, changed ? 4.5 : 2.5));
+    if (changed) {
+      marks.append(svg("text", { class: "note", x: x.at(step.seconds) + 6, y: y.at(step.confidence) - 6 }, step.microBatch));
+    }
+  });
+  return [image];
+}

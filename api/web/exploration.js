@@ -1,0 +1,127 @@
+/** The view of one exploration: what is known, drawn. It asks no service, so a report in a file uses it as well. */
+
+import { renderAnswer } from "./answer.js";
+import { confidenceChart, frontChart, heatMap, memoryChart, throughputChart } from "./charts.js";
+import { el, throttle } from "./dom.js";
+import * as format from "./format.js";
+import { Log } from "./log.js";
+import { TrialsTable } from "./trials_table.js";
+import { confidenceOver } from "./trial_figures.js";
+
+const FINAL = new Set(["succeeded", "failed", "cancelled"]);
+const DRAW_MILLISECONDS = 250;
+
+export const isFinal = (exploration) => FINAL.has(exploration.state);
+
+const CHARTS = [
+  ["Throughput by micro-batch", throughputChart,
+    "Bars span two standard errors, each way, of the noisiest part that the trial timed."],
+  ["Throughput against memory", frontChart, "The line joins candidates that no other beats in both."],
+  ["Memory by part", memoryChart, "The candidate recommended so far. The reserve is for fragmentation, the runtime's context and a margin."],
+  ["Recomputation by micro-batch", heatMap, "The fastest tokens/s that was measured."],
+  ["Confidence over time", confidenceChart, "A number at a dot is a new micro_batch_size."],
+];
+
+/** Shows an exploration in `root`. `actions` are elements for its header, such as a button. */
+export class ExplorationView {
+  constructor(root, actions = []) {
+    this.known = null;
+    this.variant = null;
+    this.title = el("h1", { tabindex: "-1" });
+    this.state = el("p", { class: "state" });
+    this.trouble = el("p", { class: "trouble", role: "alert" });
+    this.answer = el("section", { class: "card", "aria-labelledby": "answer-title" });
+    this.variants = el("select", { onchange: () => this.#choose(Number(this.variants.value)) });
+    this.variantLabel = el("label", { class: "variant", hidden: true }, "Charts of the variant with num_query_groups ", this.variants);
+    this.figures = CHARTS.map(([name, draw, note]) => {
+      const body = el("div", { class: "chart" });
+      const root = el("figure", { class: "card" }, el("figcaption", {}, el("h2", {}, name), el("p", { class: "quiet" }, note)), body);
+      return { root, body, draw };
+    });
+    this.log = new Log();
+    this.trials = new TrialsTable();
+    root.replaceChildren(
+      el("header", { class: "page-head" }, el("div", {}, this.title, this.state), el("div", { class: "actions" }, actions)),
+      this.trouble,
+      this.answer,
+      this.variantLabel,
+      el("div", { class: "charts" }, this.figures.map((figure) => figure.root)),
+      el("section", { class: "card", "aria-labelledby": "log-title" }, el("h2", { id: "log-title" }, "Log"), this.log.summary, this.log.list),
+      el("section", { class: "card", "aria-labelledby": "trials-title" }, el("h2", { id: "trials-title" }, "Trials"), this.trials.root),
+    );
+    this.draw = throttle(() => this.#draw(), DRAW_MILLISECONDS);
+    this.sizes = new ResizeObserver(this.draw);
+    this.sizes.observe(root);
+  }
+
+  /** Show what is known; drawing follows soon, and once for several calls. */
+  update(exploration, trials, events) {
+    this.known = { exploration, trials, events };
+    this.draw();
+  }
+
+  /** Stop watching the size of the window. */
+  close() {
+    this.sizes.disconnect();
+  }
+
+  #choose(variant) {
+    this.variant = variant;
+    this.draw();
+  }
+
+  #draw() {
+    if (this.known === null || !this.title.isConnected) return;
+    const { exploration, trials, events } = this.known;
+    this.#drawHead(exploration, trials);
+    const title = exploration.answer ? "Answer" : "Best so far";
+    this.answer.replaceChildren(el("h2", { id: "answer-title" }, title), ...renderAnswer(exploration));
+    const best = this.#drawVariants(exploration, trials);
+    const shown = trials.filter((trial) => trial.measurement.candidate.num_query_groups === this.variant);
+    const common = {
+      trials: shown,
+      best,
+      steps: confidenceOver(events, exploration.started_at),
+      target: exploration.request?.budget.confidence_target ?? null,
+    };
+    for (const { body, draw } of this.figures) {
+      const hadFocus = body.contains(document.activeElement);
+      const made = draw({ ...common, width: Math.max(260, Math.floor(body.clientWidth)) });
+      body.replaceChildren(...[made ?? el("p", { class: "quiet" }, "Nothing to show yet.")].flat());
+      if (hadFocus) body.querySelector("[tabindex]")?.focus({ preventScroll: true });
+    }
+    this.log.update(events, exploration.recommendation, isFinal(exploration));
+    if (this.trials.trials.length !== trials.length) this.trials.update([...trials]);
+  }
+
+  #drawHead(exploration, trials) {
+    this.title.textContent = exploration.model;
+    const times = [
+      `submitted ${format.moment(exploration.created_at)}`,
+      exploration.started_at && `started ${format.moment(exploration.started_at)}`,
+      exploration.finished_at && `ended ${format.moment(exploration.finished_at)}`,
+    ];
+    const cancelled = exploration.cancel_requested && !isFinal(exploration) ? " (being cancelled)" : "";
+    this.state.replaceChildren(
+      el("span", { class: `badge ${exploration.state}` }, exploration.state + cancelled),
+      ` ${trials.length} trials · ${times.filter(Boolean).join(" · ")} · id `,
+      el("code", {}, exploration.id),
+    );
+    const trouble = exploration.error ?? exploration.waiting_reason ?? "";
+    if (this.trouble.textContent !== trouble) this.trouble.textContent = trouble;
+  }
+
+  /** Offer the variants that have trials, and return the recommendation of the chosen one, if it is known. */
+  #drawVariants(exploration, trials) {
+    const main = exploration.recommendation;
+    const found = [...new Set(trials.map((trial) => trial.measurement.candidate.num_query_groups))].sort((a, b) => a - b);
+    this.variant ??= main?.candidate.num_query_groups ?? found[0] ?? null;
+    this.variantLabel.hidden = found.length < 2;
+    if (this.variants.childElementCount !== found.length) {
+      this.variants.replaceChildren(...found.map((size) => el("option", { value: size, selected: size === this.variant }, size)));
+    }
+    const answered = exploration.answer?.variants.find((variant) => variant.num_query_groups === this.variant);
+    if (answered) return answered.recommendation;
+    return main?.candidate.num_query_groups === this.variant ? main : null;
+  }
+}

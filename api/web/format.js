@@ -1,0 +1,66 @@
+/** Figures and candidates as text for a person. */
+
+const GIB = 2 ** 30;
+const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const tenths = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 });
+
+/** Bytes in the largest binary unit in which the number is at least 1. */
+export function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let size = count;
+  let unit = 0;
+  while (Math.abs(size) >= 1024 && unit < units.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 ? whole.format(size) : size.toFixed(1)}\u00a0${units[unit]}`;
+}
+
+export const gib = (count) => count / GIB;
+
+export const number = (value) => (Math.abs(value) >= 100 ? whole : tenths).format(value);
+
+export const rate = (tokensPerSecond) => `${number(tokensPerSecond)}\u00a0tokens/s`;
+
+export function seconds(value) {
+  if (value < 1e-3) return `${(value * 1e6).toFixed(0)}\u00a0us`;
+  if (value < 1) return `${(value * 1e3).toFixed(1)}\u00a0ms`;
+  return `${value.toFixed(1)}\u00a0s`;
+}
+
+export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}%`;
+
+/** The local date and time of an ISO timestamp. */
+export const moment = (iso) =>
+  new Date(iso).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
+
+/** The UTC time of an ISO timestamp, as BEXP lines show it. */
+export const clock = (iso) => new Date(iso).toISOString().slice(11, 19);
+
+export const words = (name) => name.replaceAll("_", " ");
+
+/** What `Candidate.describe` returns, without the size of the micro-batch: what is chosen beside it. */
+export function settings(candidate) {
+  const parts = [];
+  if (!isWhole(candidate)) {
+    parts.push(`bta_tile=${candidate.bta_tile ?? "off"}`, `recompute=${candidate.recompute}`);
+    parts.push(`attention=${candidate.attention_backend}`);
+  }
+  if (candidate.expert_backend !== null) parts.push(`experts=${candidate.expert_backend}`);
+  if (candidate.context_parallel_layout !== null) {
+    parts.push(`context_parallel=${candidate.context_parallel_size}:${candidate.context_parallel_layout}`);
+  }
+  for (const name of ["sharding", "loss", "execution"]) {
+    if (candidate[name] !== null) parts.push(`${name}=${candidate[name]}`);
+  }
+  if (candidate.settings !== null) parts.push(candidate.settings);
+  return parts.join(" ");
+}
+
+export const describe = (candidate) => `micro_batch_size=${candidate.micro_batch_size} ${settings(candidate)}`.trim();
+
+/** Whether the model is measured whole, so that its own code chooses the rest. */
+export const isWhole = (candidate) => candidate.attention_backend === "own";
+
+/** The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones. */
+export const expected = (best) => best.whole_model?.tokens_per_second ?? best.tokens_per_second;

@@ -1,0 +1,56 @@
+/** The page of one exploration: its view, kept current by the stream of its events. */
+
+import { el, throttle } from "./dom.js";
+import { ExplorationView, isFinal } from "./exploration.js";
+import { cancelExploration, followEvents, getExploration, readTrials } from "./service.js";
+
+const READ_MILLISECONDS = 700;
+
+/** Show the exploration with this id until `signal` is aborted. `shell` shows problems. */
+export async function showExploration(id, root, signal, shell) {
+  const cancel = el("button", { type: "button", hidden: true }, "Cancel the exploration");
+  let exploration = await getExploration(id, signal);
+  const view = new ExplorationView(root, [cancel]);
+  signal.addEventListener("abort", () => view.close());
+  document.title = `${exploration.model} · bexp`;
+  const events = [];
+  const trials = [];
+  let cursor = null;
+  const show = () => {
+    cancel.hidden = isFinal(exploration) || exploration.cancel_requested;
+    view.update(exploration, trials, events);
+  };
+
+  let reading = Promise.resolve();
+  const read = () => {
+    reading = reading.then(async () => {
+      const [now, stored] = await Promise.all([getExploration(id, signal), readTrials(id, cursor, signal)]);
+      exploration = now;
+      trials.push(...stored.trials);
+      cursor = stored.cursor;
+      show();
+    });
+    reading = reading.catch((error) => shell.report(error, signal));
+    return reading;
+  };
+  const readSoon = throttle(() => void read(), READ_MILLISECONDS);
+  cancel.addEventListener("click", async () => {
+    if (!confirm("Cancel this exploration? What it has found so far is kept.")) return;
+    try {
+      exploration = await cancelExploration(id);
+      show();
+    } catch (error) {
+      shell.report(error, signal);
+    }
+  });
+
+  show();
+  await read();
+  view.title.focus({ preventScroll: true });
+  for await (const fresh of followEvents(id, signal, shell.connection)) {
+    events.push(...fresh);
+    show();
+    readSoon();
+  }
+  await read();
+}

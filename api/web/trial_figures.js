@@ -1,0 +1,117 @@
+/** What the charts show of trials. Nothing here draws. */
+
+/** Every recomputation policy, in the order of the service; a policy keeps its colour and shape in every chart. */
+export const POLICIES = [
+  "none",
+  "selective",
+  "activations",
+  "qkv",
+  "experts",
+  "projections",
+  "partial_25",
+  "partial_50",
+  "partial_75",
+  "full",
+];
+
+const policyIndex = (policy) => Math.max(0, POLICIES.indexOf(policy));
+
+/** The points of trials that ran: speed, peak, and how uncertain the timing is. */
+export function pointsOf(trials) {
+  const points = [];
+  for (const trial of trials) {
+    const { measurement } = trial;
+    if (measurement.outcome !== "ok" || trial.tokens_per_second === null) continue;
+    const { candidate } = measurement;
+    points.push({
+      number: trial.number,
+      candidate,
+      policy: candidate.recompute,
+      index: policyIndex(candidate.recompute),
+      microBatch: candidate.micro_batch_size,
+      tokensPerSecond: trial.tokens_per_second,
+      peakBytes: trial.measured_peak_bytes ?? trial.predicted_peak_bytes,
+      isWholeModel: trial.kind === "whole_model",
+      interval: 2 * relativeError(measurement),
+    });
+  }
+  return points;
+}
+
+/**
+ * The standard error of what a trial timed, as a share of it.
+ *
+ * A step is a weighted sum of the components. Whatever the weights, the relative error of a sum is at most the largest
+ * relative error of its terms, so that one is taken.
+ */
+export function relativeError(measurement) {
+  const whole = measurement.whole_model;
+  if (whole !== null) return whole.micro_step_seconds > 0 ? whole.standard_error_seconds / whole.micro_step_seconds : 0;
+  const errors = measurement.components
+    .filter((timed) => timed.device_seconds > 0)
+    .map((timed) => timed.standard_error_seconds / timed.device_seconds);
+  return Math.max(0, ...errors);
+}
+
+/** The latest point of each candidate, those of whole models before composed ones. */
+export function latestByCandidate(points) {
+  const latest = new Map();
+  for (const point of points) {
+    const key = JSON.stringify(point.candidate);
+    if (point.isWholeModel || !latest.get(key)?.isWholeModel) latest.set(key, point);
+  }
+  return [...latest.values()];
+}
+
+/** The points that no other beats in both speed and peak, from the smallest peak to the fastest. */
+export function paretoFront(points) {
+  const front = [];
+  let fastest = -Infinity;
+  for (const point of [...points].sort((a, b) => a.peakBytes - b.peakBytes || b.tokensPerSecond - a.tokensPerSecond)) {
+    if (point.tokensPerSecond <= fastest) continue;
+    fastest = point.tokensPerSecond;
+    front.push(point);
+  }
+  return front;
+}
+
+/** The fastest point of each policy and micro-batch, by policy, each in the order of the micro-batch. */
+export function fastestByPolicy(points) {
+  const fastest = new Map();
+  for (const point of points) {
+    const key = `${point.policy} ${point.microBatch}`;
+    if (!(fastest.get(key)?.tokensPerSecond >= point.tokensPerSecond)) fastest.set(key, point);
+  }
+  const series = new Map(POLICIES.map((policy) => [policy, []]));
+  for (const point of [...fastest.values()].sort((a, b) => a.microBatch - b.microBatch)) {
+    series.get(point.policy)?.push(point);
+  }
+  return new Map([...series].filter(([, found]) => found.length > 0));
+}
+
+/** For each policy and micro-batch that was tried: the fastest point, or the outcome of the trial that failed. */
+export function heatCells(trials) {
+  const cells = new Map();
+  for (const { measurement } of trials) {
+    const { candidate, outcome } = measurement;
+    const key = `${candidate.recompute} ${candidate.micro_batch_size}`;
+    if (outcome !== "ok" && !cells.has(key)) cells.set(key, { outcome });
+  }
+  for (const [policy, points] of fastestByPolicy(latestByCandidate(pointsOf(trials)))) {
+    for (const point of points) cells.set(`${policy} ${point.microBatch}`, { point });
+  }
+  return cells;
+}
+
+/** The confidence after each recommendation, with the seconds since the exploration started. */
+export function confidenceOver(events, startedAt) {
+  const zero = Date.parse(startedAt ?? events[0]?.at);
+  return events
+    .filter((event) => event.data.recommendation)
+    .map((event) => ({
+      seconds: Math.max(0, (Date.parse(event.at) - zero) / 1000),
+      confidence: event.data.recommendation.confidence,
+      microBatch: event.data.recommendation.candidate.micro_batch_size,
+      at: event.at,
+    }));
+}

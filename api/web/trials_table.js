@@ -1,0 +1,98 @@
+/** The trials as a table that sorts by any column. */
+
+import { el } from "./dom.js";
+import * as format from "./format.js";
+
+const dash = (value, text = String) => (value === null || value === undefined ? "–" : text(value));
+
+const COLUMNS = [
+  { name: "trial", value: (t) => t.number },
+  { name: "micro-batch", value: (t) => t.measurement.candidate.micro_batch_size },
+  { name: "tile", value: (t) => t.measurement.candidate.bta_tile, text: (v) => v ?? "off" },
+  { name: "recompute", value: (t) => t.measurement.candidate.recompute, text: format.words, isText: true },
+  { name: "attention", value: (t) => t.measurement.candidate.attention_backend, isText: true },
+  { name: "experts", value: (t) => t.measurement.candidate.expert_backend, isText: true, isOptional: true },
+  { name: "settings", value: (t) => rest(t.measurement.candidate) || null, isText: true, isOptional: true },
+  { name: "kind", value: (t) => t.kind, text: format.words, isText: true },
+  { name: "outcome", value: (t) => t.measurement.outcome, text: format.words, isText: true },
+  { name: "tokens/s", value: (t) => t.tokens_per_second, text: (v) => dash(v, format.number) },
+  { name: "peak", value: (t) => t.measured_peak_bytes, text: (v) => dash(v, format.bytes) },
+  { name: "predicted peak", value: (t) => t.predicted_peak_bytes, text: (v) => dash(v, format.bytes) },
+  { name: "took", value: (t) => t.seconds, text: format.seconds },
+];
+
+/** What a candidate chooses that has no column of its own. */
+const rest = (candidate) =>
+  format.settings({ ...candidate, attention_backend: "own", expert_backend: null });
+
+/** A table of trials; a click on a column's name sorts by it, and a second click turns the order around. */
+export class TrialsTable {
+  constructor() {
+    this.trials = [];
+    this.sorting = { column: COLUMNS[0], descending: false };
+    this.head = el("thead");
+    this.body = el("tbody");
+    this.root = el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-labelledby": "trials-title" },
+      el("table", { class: "data" }, el("caption", { class: "hidden" }, "Trials; each column's button sorts by it"), this.head, this.body),
+    );
+  }
+
+  /** Show `trials`, sorted as the reader chose. */
+  update(trials) {
+    this.trials = trials;
+    this.columns = COLUMNS.filter((column) => !column.isOptional || trials.some((trial) => column.value(trial) !== null));
+    this.#renderHead();
+    this.#renderBody();
+  }
+
+  #renderHead() {
+    const focused = document.activeElement?.dataset?.column;
+    const { column: by, descending } = this.sorting;
+    const direction = descending ? "descending" : "ascending";
+    this.head.replaceChildren(
+      el(
+        "tr",
+        {},
+        this.columns.map((column) =>
+          el(
+            "th",
+            { scope: "col", class: column.isText ? null : "figure", "aria-sort": column === by ? direction : "none" },
+            el("button", { type: "button", "data-column": column.name, onclick: () => this.#sortBy(column) }, column.name),
+          ),
+        ),
+      ),
+    );
+    if (focused) this.head.querySelector(`[data-column="${focused}"]`)?.focus();
+  }
+
+  #sortBy(column) {
+    const descending = this.sorting.column === column ? !this.sorting.descending : !column.isText && column !== COLUMNS[0];
+    this.sorting = { column, descending };
+    this.#renderHead();
+    this.#renderBody();
+  }
+
+  #renderBody() {
+    const { column, descending } = this.sorting;
+    const sign = descending ? -1 : 1;
+    const order = (a, b) => {
+      const [left, right] = [column.value(a), column.value(b)];
+      if (left === null || right === null) return (left === null) - (right === null); // those without come last
+      return sign * (column.isText ? left.localeCompare(right) : left - right) || a.number - b.number;
+    };
+    this.body.replaceChildren(
+      ...[...this.trials].sort(order).map((trial) =>
+        el(
+          "tr",
+          { title: trial.measurement.reason },
+          this.columns.map((column) => {
+            const value = column.value(trial);
+            return el("td", { class: column.isText ? null : "figure" }, (column.text ?? dash)(value));
+          }),
+        ),
+      ),
+    );
+  }
+}

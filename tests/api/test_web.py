@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from fastapi.testclient import TestClient
+
+from api.web.assets import CONTENT_SECURITY_POLICY, read_assets
+from api.web.report import render_report
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type"),
+    [
+        ("/", "text/html; charset=utf-8"),
+        ("/docs", "text/html; charset=utf-8"),
+        ("/web/app.js", "text/javascript; charset=utf-8"),
+        ("/web/style.css", "text/css; charset=utf-8"),
+    ],
+)
+def test_files_of_the_page_have_their_type_and_a_strict_policy(client: TestClient, path: str, media_type: str) -> None:
+    response = client.get(path)
+    assert response.status_code == 200
+    assert response.headers["Content-Type"] == media_type
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Content-Security-Policy"] == CONTENT_SECURITY_POLICY
+    assert "unsafe" not in CONTENT_SECURITY_POLICY
+    known = client.get(path, headers={"If-None-Match": response.headers["ETag"]})
+    assert (known.status_code, known.content) == (304, b"")
+    assert client.head(path).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "assets.py", "report.html", "..%2fapp.py"])
+def test_nothing_else_is_served(client: TestClient, name: str) -> None:
+    assert client.get(f"/web/{name}").status_code == 404
+
+
+def test_pages_refer_to_nothing_outside_of_their_folder() -> None:
+    for name, asset in read_assets().items():
+        text = asset.body.decode().replace("http://www.w3.org/", "").replace("'http:", "'")
+        assert "http:" not in text and "https:" not in text, name
+        assert 'src="/' not in text and 'href="/' not in text, name
+
+
+def test_data_of_a_report_cannot_end_its_element() -> None:
+    event = {"message": "</script><script>alert(1)</script><!--"}
+    text = render_report({"model": "<b>"}, [], [event])
+    assert "<title>&lt;b&gt;" in text
+    assert "alert(1)</script>" not in text
+    assert text.count("</script>") == 3

@@ -1,0 +1,109 @@
+"""One service behind a path prefix, one replaying worker, and one Chromium for all tests of a module."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from api.app import create_app
+from api.client import Client
+from api.serve import Server, bind
+from api.settings import ServiceSettings
+from benchmarks.simulated_tables import write
+from explorer.records.measurement import Measurement
+from explorer.records.trial import TrialPlan
+from storage.database import Database, open_database
+from storage.queue import Queue
+from storage.tokens import create_token
+from tests.browser.chromium import Chromium, find_chromium
+from tests.workers.replay.samples import recording, request
+from workers.jobs.worker import Worker
+from workers.replay.profiler import ReplayProfiler
+
+PREFIX = "/team/bexp"
+
+
+class GatedProfiler(ReplayProfiler):
+    """Replays a table; a trial waits until `gate` is set."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def measure(self, plan: TrialPlan) -> Measurement:
+        assert self.gate.wait(30)
+        return super().measure(plan)
+
+
+@dataclass
+class Service:
+    """A running service with a finished exploration."""
+
+    url: str
+    token: str
+    database: Database
+    queue: Queue
+    profiler: GatedProfiler
+    client: Client
+    finished: str
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("no Chromium is installed here")
+    with Chromium(executable, tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    shutil.copyfile(sqlite_template, folder / "bexp.db")
+    settings = ServiceSettings(f"sqlite:///{folder / 'bexp.db'}", poll_seconds=0.02, require_token=True)
+    database = open_database(settings.database_url)
+    queue, token = Queue(database), create_token(database, "browser")
+    write(recording(whole_model_share=1.0), folder / "table.jsonl")
+    profiler = GatedProfiler(folder / "table.jsonl")
+    worker = Worker(queue, profiler, "replay", max_poll_seconds=0.05)
+
+    app = create_app(settings)
+
+    async def prefixed(scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass requests on as a proxy that serves the application under a prefix does."""
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].removeprefix(PREFIX) if PREFIX in scope["path"] else "/elsewhere"}
+        await app(scope, receive, send)
+
+    ready = threading.Event()
+    listener = bind("127.0.0.1", 0)
+    config = uvicorn.Config(prefixed, log_level="warning", timeout_graceful_shutdown=5)
+    server = Server(config, app, ready.set)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}{PREFIX}"
+    threads = [
+        threading.Thread(target=server.run, args=([listener],), daemon=True),
+        threading.Thread(target=worker.run, daemon=True),
+    ]
+    finished = queue.enqueue(request())[0].id
+    for thread in threads:
+        thread.start()
+    assert ready.wait(20)
+    with Client(url, token) as client:
+        assert list(client.events(finished))[-1].message
+        yield Service(url, token, database, queue, profiler, client, finished)
+    profiler.gate.set()
+    worker.stop()
+    server.should_exit = True
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    database.dispose()

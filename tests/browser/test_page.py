@@ -1,0 +1,214 @@
+"""The page in a real browser, against a running service under a path prefix that asks for tokens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import app
+from storage.tokens import create_token, revoke_token
+from tests.browser.chromium import Chromium
+from tests.browser.conftest import Service
+from tests.workers.replay.samples import MODEL, request
+
+MAX_BYTES = 600_000
+MAX_PAINT_MILLISECONDS = 1000
+ENTER, TAB = ("Enter", 13, "\r"), ("Tab", 9)
+
+
+def log_in(browser: Chromium, service: Service, token: str | None = None, *, at: str = "", width: int = 1280) -> None:
+    """Open the page and give a token to its login."""
+    browser.open(f"{service.url}/{at}", width=width)
+    browser.wait_for("document.activeElement.id === 'token'")
+    browser.type(token or service.token)
+    browser.press(*ENTER)
+    browser.wait_for("!document.getElementById('login').open")
+
+
+def open_exploration(browser: Chromium, service: Service, job_id: str, width: int = 1280) -> None:
+    log_in(browser, service, at=f"#/explorations/{job_id}", width=width)
+    browser.wait_for("document.querySelector('.headline strong')")
+
+
+def count(browser: Chromium, selector: str) -> int:
+    number: int = browser.evaluate(f"document.querySelectorAll('{selector}').length")
+    return number
+
+
+def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Service) -> None:
+    log_in(browser, service)
+    browser.wait_for("document.querySelector('.list tbody a')")
+    assert (
+        browser.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") < MAX_PAINT_MILLISECONDS
+    )
+    assert MODEL["name"] in browser.evaluate("document.querySelector('.list').innerText")
+    browser.evaluate("document.querySelector('.list a').click()")
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
+
+    best = service.client.recommendation(service.finished)
+    assert best is not None
+    assert best.recommendation is not None
+    shown = browser.evaluate("[...document.querySelectorAll('.headline strong')].map((node) => node.textContent)")
+    assert shown[0] == str(best.recommendation.candidate.micro_batch_size)
+    assert shown[1] == f"{best.recommendation.expected_tokens_per_second:,.0f}\xa0tokens/s"
+    assert shown[3] == str(best.recommendation.confidence)
+    trials, events = service.client.trials(service.finished), service.client.stored_events(service.finished)
+    browser.wait_for(f"document.querySelectorAll('.log li').length === {len(events)}")
+    assert count(browser, ".data tbody tr") == len(trials)
+    assert browser.evaluate("document.querySelector('h1').textContent") == MODEL["name"]
+
+    refused = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
+    assert [problem for problem in browser.problems if problem != refused] == []
+    assert {urlsplit(url)._replace(path="", query="").geturl() for url in browser.requests if url[:5] != "data:"} == {
+        service.url.removesuffix("/team/bexp")
+    }
+    assert 0 < browser.received_bytes < MAX_BYTES
+
+
+def test_a_running_exploration_is_followed_to_its_end(browser: Chromium, service: Service) -> None:
+    service.profiler.gate.clear()
+    job_id = service.queue.enqueue(request(seed=3))[0].id
+    log_in(browser, service, at=f"#/explorations/{job_id}")
+    try:
+        browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
+        assert browser.evaluate("document.querySelector('#answer-title').textContent") == "Best so far"
+        before = count(browser, ".log li")
+    finally:
+        service.profiler.gate.set()
+    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelectorAll('svg.plot').length === 4")
+    browser.wait_for("document.querySelector('#answer-title').textContent === 'Answer'")
+    assert count(browser, ".log li") == len(service.client.stored_events(job_id)) > before
+    assert count(browser, ".data tbody tr") == len(service.client.trials(job_id))
+
+
+def test_a_submitted_document_is_checked_and_then_followed(browser: Chromium, service: Service) -> None:
+    log_in(browser, service)
+    browser.evaluate("location.hash = '#/submit'")
+    browser.wait_for("document.querySelector('textarea')")
+    browser.evaluate("document.querySelector('textarea').focus()")
+    browser.type('{"model": {"name": "x", "hidden_size": -4}}')
+    browser.evaluate("document.querySelector('main form').requestSubmit()")
+    browser.wait_for("document.querySelector('#errors li')")
+    assert "hidden_size" in browser.evaluate("document.querySelector('#errors').innerText")
+    browser.evaluate("document.querySelector('textarea').select()")
+    browser.type(request(seed=4).model_dump_json())
+    browser.evaluate("document.querySelector('main form').requestSubmit()")
+    browser.wait_for("location.hash.startsWith('#/explorations/') && document.querySelector('.badge.succeeded')")
+
+
+def test_a_revoked_token_is_asked_for_again_once(browser: Chromium, service: Service) -> None:
+    token = create_token(service.database, "short-lived")
+    log_in(browser, service, token)
+    browser.wait_for("document.querySelector('.list tbody a')")
+    revoke_token(service.database, "short-lived")
+    browser.evaluate("document.querySelector('.list a').click()")
+    browser.wait_for("document.getElementById('login').open")
+    assert "revoked" in browser.evaluate("document.getElementById('login-reason').textContent")
+    assert browser.evaluate("sessionStorage.length + localStorage.length") == 0
+    asked = len(browser.requests)
+    time.sleep(0.7)
+    browser.evaluate("1")
+    assert len(browser.requests) == asked, "it asks again with no token"
+    browser.type("bexp_wrong")
+    browser.press(*ENTER)
+    browser.wait_for("document.getElementById('login-reason').textContent.includes('does not accept')")
+    browser.evaluate("document.getElementById('token').select()")
+    browser.type(service.token)
+    browser.press(*ENTER)
+    browser.wait_for("document.querySelector('.headline')")
+
+
+def test_columns_of_trials_sort_by_keyboard(browser: Chromium, service: Service) -> None:
+    open_exploration(browser, service, service.finished)
+    browser.wait_for("document.querySelector('[data-column=\"tokens/s\"]')")
+    browser.evaluate("document.querySelector('[data-column=\"tokens/s\"]').focus()")
+    browser.press(*ENTER)
+    cells = "[...document.querySelectorAll('.data tbody tr')].map((row) => row.cells[CELL].textContent)"
+    at = browser.evaluate("document.activeElement.closest('th').cellIndex")
+    assert browser.evaluate("document.activeElement.closest('th').ariaSort") == "descending"
+    speeds = [
+        float(text.replace(",", "")) for text in browser.evaluate(cells.replace("CELL", str(at))) if text[0].isdigit()
+    ]
+    assert len(speeds) > 2
+    assert speeds == sorted(speeds, reverse=True)
+    browser.press(*ENTER)
+    assert browser.evaluate("document.activeElement.closest('th').ariaSort") == "ascending"
+
+
+def test_keyboard_and_screen_reader_find_everything(browser: Chromium, service: Service) -> None:
+    open_exploration(browser, service, service.finished)
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 4")
+    named = browser.accessible_names()
+    roles = {role for role, _ in named}
+    assert {"main", "banner", "navigation", "log", "status", "figure", "table", "columnheader"} <= roles
+    needing = {"button", "link", "image", "region", "navigation", "log", "combobox"}
+    assert [role for role, name in named if role in needing and not name.strip()] == []
+    images = [name for role, name in named if role == "image"]
+    assert any(name.startswith("Throughput over the micro-batch size.") for name in images)
+
+    browser.open(f"{service.url}/docs")  # unlike the other page, it moves the focus nowhere
+    browser.wait_for("document.querySelector('h2')")
+    browser.press(*TAB)
+    assert browser.evaluate("document.activeElement.textContent") == "Skip to the content"
+    assert browser.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
+    assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+CONTRAST = """(() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const luminance = (colours) => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((byte) => byte / 255)
+      .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+      .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  };
+  const grounds = (node) => node ? [...grounds(node.parentElement), getComputedStyle(node).backgroundColor] : [];
+  return [...document.querySelectorAll('main *, .bar *')].filter((node) => node.checkVisibility()
+    && !node.closest('.hidden, svg, option')
+    && [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim()))
+    .map((node) => {
+      const under = grounds(node);
+      const [a, b] = [luminance(under), luminance([...under, getComputedStyle(node).color])].sort((x, y) => y - x);
+      return [(a + 0.05) / (b + 0.05), node.textContent.slice(0, 40)];
+    }).sort((x, y) => x[0] - y[0])[0];
+})()"""
+
+
+def test_a_narrow_window_and_both_colour_schemes_are_readable(browser: Chromium, service: Service) -> None:
+    open_exploration(browser, service, service.finished, width=400)
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 4")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+    for dark in (False, True):
+        browser.use_dark(dark)
+        ratio, text = browser.evaluate(CONTRAST)
+        assert ratio >= 4.5, (dark, text)
+
+
+def test_the_page_of_the_rest_api_needs_no_other_host(browser: Chromium, service: Service) -> None:
+    browser.open(f"{service.url}/docs#schema-Recommendation")
+    browser.wait_for("document.getElementById('schema-Recommendation').open")
+    assert "GET/v1/explorations" in browser.evaluate("document.querySelector('main').textContent")
+    assert browser.problems == []
+    assert {urlsplit(url).hostname for url in browser.requests if not url.startswith("data:")} == {"127.0.0.1"}
+
+
+def test_a_report_is_one_file_that_loads_nothing(
+    browser: Chromium, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEXP_API_URL", service.url)
+    monkeypatch.setenv("BEXP_API_TOKEN", service.token)
+    file = tmp_path / "report.html"
+    ran = CliRunner().invoke(app, ["report", service.finished, "--out", str(file)])
+    assert ran.exit_code == 0, ran.output
+    assert service.token not in file.read_text()
+    browser.open(file.as_uri())
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
+    assert browser.evaluate("document.querySelector('h1').textContent") == MODEL["name"]
+    assert count(browser, ".data tbody tr") == len(service.client.trials(service.finished))
+    assert browser.problems == []
+    assert {url for url in browser.requests if not url.startswith("data:")} == {file.as_uri()}
