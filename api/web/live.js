@@ -1,6 +1,7 @@
 /** The page of one exploration: its view, kept current by the stream of its events. */
 
 import { el, throttle } from "./dom.js";
+import { exportControl } from "./exports.js";
 import { ExplorationView, isFinal } from "./exploration.js";
 import { cancelExploration, followEvents, getExploration, readTrials } from "./service.js";
 
@@ -9,14 +10,16 @@ const READ_MILLISECONDS = 700;
 /** Show the exploration with this id until `signal` is aborted. `shell` shows problems. */
 export async function showExploration(id, root, signal, shell) {
   const cancel = el("button", { type: "button", hidden: true }, "Cancel the exploration");
+  const exports = exportControl(id, signal, shell);
   let exploration = await getExploration(id, signal);
-  const view = new ExplorationView(root, [cancel]);
+  const view = new ExplorationView(root, [exports, cancel]);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];
   const trials = [];
   let cursor = null;
   const show = () => {
+    exports.hidden = !exploration.recommendation;
     cancel.hidden = isFinal(exploration) || exploration.cancel_requested;
     view.update(exploration, trials, events);
   };

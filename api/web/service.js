@@ -51,6 +51,14 @@ export const getExploration = (id, signal) => json(one(id), { signal });
 
 export const cancelExploration = (id) => json(`${one(id)}/cancel`, { method: "POST" });
 
+/** Return the answer in a format of a training framework, as a blob, and the name of its file. */
+export async function exportAnswer(id, format, signal) {
+  const query = new URLSearchParams({ format });
+  const response = await send(`${one(id)}/recommendation?${query}`, { signal });
+  const named = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition") ?? "");
+  return { blob: await response.blob(), name: named?.[1] ?? `bexp-${format}.txt` };
+}
+
 /** Submit a document, which is JSON if it starts with a brace, and YAML otherwise. */
 export const submitExploration = (text) =>
   json("explorations", {

@@ -61,6 +61,15 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     assert count(browser, ".data tbody tr") == len(trials)
     assert browser.evaluate("document.querySelector('h1').textContent") == MODEL["name"]
 
+    browser.evaluate(
+        "(HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; }, "
+        "document.querySelector('.export select').value = 'deepspeed', "
+        "document.querySelector('.export button').click())"
+    )
+    browser.wait_for("window.saved")
+    assert browser.evaluate("window.saved[0]") == "bexp-deepspeed.json"
+    assert browser.evaluate("window.saved[1].startsWith('blob:')")
+
     refused = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
     assert [problem for problem in browser.problems if problem != refused] == []
     assert {urlsplit(url)._replace(path="", query="").geturl() for url in browser.requests if url[:5] != "data:"} == {
