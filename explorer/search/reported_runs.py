@@ -57,10 +57,14 @@ def summarize_reports(
     composed = composed_tokens_per_second(best)
     found = [_summarize(exploration_id, best.candidate, composed, best.measured_peak_bytes, hardware, reports)]
     other = best.dividing
-    if other is not None and other.composed_tokens_per_second is not None and not other.predicted:
-        if other.candidate.micro_batch_size != best.candidate.micro_batch_size:  # else nothing tells their runs apart
-            composed = other.composed_tokens_per_second
-            found.append(_summarize(exploration_id, other.candidate, composed, other.peak_bytes, hardware, reports))
+    if (
+        other is not None
+        and other.composed_tokens_per_second is not None
+        and not other.predicted
+        and other.candidate.micro_batch_size != best.candidate.micro_batch_size  # else nothing tells their runs apart
+    ):
+        composed = other.composed_tokens_per_second
+        found.append(_summarize(exploration_id, other.candidate, composed, other.peak_bytes, hardware, reports))
     return tuple(run for run in found if run is not None)
 
 
@@ -106,7 +110,7 @@ def _summarize(
 
 
 def peak_factor(reported: Sequence[ReportedRun]) -> float:
-    """Return the factor by which real runs needed more memory than composed: at least 1, the median of their candidates."""
+    """Return the factor by which real runs needed more memory than composed: at least 1, the median of candidates."""
     ratios = [run.peak_ratio for run in reported if run.peak_ratio is not None]
     return min(FURTHEST_OFF, max(1.0, statistics.median(ratios))) if ratios else 1.0
 
