@@ -86,7 +86,7 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
         documents = connection.execute(
             sa.select(run_reports.c.job_id, run_reports.c.report).where(run_reports.c.job_id.in_([r.id for r in rows]))
         ).all()
-    found = []
+    found: list[ReportedRun] = []
     for row in rows:
         other = job_from_row(row)
         best = other.recommendation if other.answer is None else other.answer.recommendation
@@ -99,9 +99,7 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
         ):
             continue
         reports = [RunReport.model_validate(document) for job_id, document in documents if job_id == other.id]
-        summary = summarize_reports(other.id, best, other.report.hardware, reports)
-        if summary is not None:
-            found.append(summary)
+        found += summarize_reports(other.id, best, other.report.hardware, reports)
     return tuple(found)
 
 

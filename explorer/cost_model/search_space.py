@@ -50,6 +50,7 @@ class LegalSpace:
             "context_parallel_size": values("context_parallel_size"),
             "context_parallel_layout": values("context_parallel_layout"),
             "sharding": [None if level is None else level.value for level in values("sharding")],
+            "execution": [None if one is None else one.value for one in values("execution")],
         }
 
 

@@ -69,6 +69,9 @@ class DividingCandidate(Frozen):
     peak_bytes: int = Field(description="Allocated at the peak, composed of its components.")
     required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
     whole_model: WholeModelCheck | None = Field(None, description="Null if it was not run as a whole model.")
+    composed_tokens_per_second: float | None = Field(
+        None, description="Composed of the measured components alone; null in an answer of an earlier version."
+    )
 
 
 class MemoryChoice(Frozen):
@@ -86,13 +89,14 @@ class Recommendation(Frozen):
     """The best candidate so far.
 
     `tokens_per_second` and the seconds are those of one device. They are composed of its components and corrected by
-    the whole models that were run; `whole_model` compares the uncorrected composition. `performance` is relative to the
-    base candidate. `confidence` is the probability, floored to 0..99, that the whole model's tokens/s with this
-    candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is null if
-    micro_batch_size x num_devices / context_parallel_size does not divide the requested batch; `nearest_batch_sizes`
-    then names the batch sizes below and above that it divides. `dividing` is the best candidate that does divide the
-    requested batch; it is null in eval mode, and if none divides it, and `dividing_batch_sizes` then names the nearest
-    batch sizes that any candidate which fits divides.
+    the whole models that were run and by reports of real runs. `composed_tokens_per_second` is not corrected, and
+    `whole_model` compares the uncorrected composition. `performance` is relative to the base candidate. `confidence`
+    is the probability, floored to 0..99, that the whole model's tokens/s with this candidate is within the request's
+    tolerance of the best in the legal space. `grad_accum_steps` is null if micro_batch_size x num_devices /
+    context_parallel_size does not divide the requested batch; `nearest_batch_sizes` then names the batch sizes below
+    and above that it divides. `dividing` is the best candidate that does divide the requested batch; it is null in
+    eval mode, and if none divides it, and `dividing_batch_sizes` then names the nearest batch sizes that any candidate
+    which fits divides.
     `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training state and of
     measured activations. What a whole run allocated is in `whole_model`.
     """
@@ -136,6 +140,9 @@ class Recommendation(Frozen):
     headroom: float = Field(0.0, description="Share of the memory that the request leaves free.")
     memory_choices: tuple[MemoryChoice, ...] = Field(
         (), description="The fastest candidate, and the smallest peak within 1% and within 3% of it; once finished."
+    )
+    composed_tokens_per_second: float | None = Field(
+        None, description="Composed of the measured components alone; null in an answer of an earlier version."
     )
 
     @property

@@ -57,15 +57,17 @@ class CandidatePosterior:
         """Probability that a contender's whole-model throughput is within `tolerance` of the best, 0..1.
 
         It is the share of the posterior samples in which that holds. The best is that of all contenders, or of those
-        in `among_A`.
+        in `among_A`. A whole model that does not run is not within the tolerance of anything.
         """
         best_N = (self.tokens_NA if among_A is None else self.tokens_NA[:, among_A]).max(axis=1)
-        return float((self.tokens_NA[:, position] >= (1.0 - tolerance) * best_N).mean())
+        own_N = self.tokens_NA[:, position]
+        return float(((own_N > 0.0) & (own_N >= (1.0 - tolerance) * best_N)).mean())
 
     def confidences(self, tolerance: float) -> Floats:
         """The `confidence` of every contender, shape (A,)."""
         best_N = self.tokens_NA.max(axis=1, initial=0.0)
-        return np.asarray((self.tokens_NA >= (1.0 - tolerance) * best_N[:, None]).mean(axis=0))
+        near_NA = (self.tokens_NA > 0.0) & (self.tokens_NA >= (1.0 - tolerance) * best_N[:, None])
+        return np.asarray(near_NA.mean(axis=0))
 
     def probability_faster(self, position: int, margin: float) -> Floats:
         """Probability that each contender is faster than the one at `position` by more than `margin`, shape (A,)."""

@@ -43,6 +43,7 @@ def find_dividing(
         peak_bytes=bytes_.peak,
         required_bytes=bytes_.required,
         whole_model=check,
+        composed_tokens_per_second=state.seconds(row).tokens_per_second,
     )
 
 

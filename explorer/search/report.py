@@ -85,7 +85,7 @@ def build_recommendation(
             *_notes(request, candidate, report, whole_model),
             *_communication_notes(state, candidate, seconds),
             *_predictions(state, references),
-            *_doubts(runner_up),
+            *_doubts(request, runner_up),
             *([describe_reported(state.reported)] if state.reported else []),
             *_slow_head(state, best.row),
         ),
@@ -94,6 +94,7 @@ def build_recommendation(
         prefer=request.prefer,
         headroom=request.headroom,
         memory_choices=memory_choices(state) if final else (),
+        composed_tokens_per_second=state.seconds(best.row).tokens_per_second,
     )
 
 
@@ -151,8 +152,10 @@ def _predictions(state: SearchState, references: References) -> tuple[str, ...]:
     return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
 
 
-def _doubts(runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
+def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
     if runner_up is None or runner_up.gain is None or runner_up.gain >= 1.0:
+        return ()
+    if request.prefer == "memory":  # a faster one was left for a smaller peak
         return ()
     return ("as a whole model the runner-up was the faster one, by no more than the noise of single runs explains",)
 

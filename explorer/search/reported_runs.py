@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from explorer.records.event import EventCode, EventDraft
 from explorer.records.recommendation import Recommendation
 from explorer.records.run_report import RunReport
+from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.reported_run import ReportedRun
 from explorer.spec.request import ExplorationRequest
@@ -22,6 +23,7 @@ COMPARED = {
     "model": {"name"},
     "hf_config": {"_name_or_path", "transformers_version", "torch_dtype", "dtype"},
     "hf_seq_length": True,
+    "padding": True,
     "target_config": True,
     "mode": True,
     "num_devices": True,
@@ -43,20 +45,53 @@ def is_same_training(one: ExplorationRequest, other: ExplorationRequest) -> bool
 
 def summarize_reports(
     exploration_id: str, best: Recommendation, hardware: HardwareSpec, reports: Sequence[RunReport]
-) -> ReportedRun | None:
-    """Return what real runs say about the composition of `best`; null if none of them can be compared.
+) -> tuple[ReportedRun, ...]:
+    """Return what real runs say about the composition of the candidates that `best` names.
 
-    A run counts if it used the recommended micro-batch size and, as far as it says, the recommended settings, on a
-    device of the same name with the same version of torch, and if its speed is within `FURTHEST_OFF` of the composed
-    one.
+    Trainers use the candidate that divides the batch where there is one, so their runs count as well as those of the
+    recommended candidate. A candidate whose components were not all measured was not composed, and is left out.
+
+    A run counts if it used the candidate's micro-batch size and, as far as it says, its settings, on a device of the
+    same name with the same version of torch, and if its speed is within `FURTHEST_OFF` of the composed one.
     """
-    composed = best.tokens_per_second
-    if best.whole_model is not None:  # tokens_per_second is then that of the whole model
-        composed = best.whole_model.tokens_per_second / (1.0 + best.whole_model.step_error)
+    composed = composed_tokens_per_second(best)
+    found = [_summarize(exploration_id, best.candidate, composed, best.measured_peak_bytes, hardware, reports)]
+    other = best.dividing
+    if (
+        other is not None
+        and other.composed_tokens_per_second is not None
+        and not other.predicted
+        and other.candidate.micro_batch_size != best.candidate.micro_batch_size  # else nothing tells their runs apart
+    ):
+        composed = other.composed_tokens_per_second
+        found.append(_summarize(exploration_id, other.candidate, composed, other.peak_bytes, hardware, reports))
+    return tuple(run for run in found if run is not None)
+
+
+def composed_tokens_per_second(best: Recommendation) -> float:
+    """Return the composed tokens/s of `best`, corrected by nothing; earlier versions stored it for whole models alone.
+
+    Without either, the corrected figure stands for it.
+    """
+    if best.composed_tokens_per_second is not None:
+        return best.composed_tokens_per_second
+    if best.whole_model is not None:
+        return best.whole_model.tokens_per_second / (1.0 + best.whole_model.step_error)
+    return best.tokens_per_second
+
+
+def _summarize(
+    exploration_id: str,
+    candidate: Candidate,
+    composed: float,
+    composed_peak_bytes: int,
+    hardware: HardwareSpec,
+    reports: Sequence[RunReport],
+) -> ReportedRun | None:
     comparable = [
         report
         for report in reports
-        if report.micro_batch_size == best.candidate.micro_batch_size
+        if report.micro_batch_size == candidate.micro_batch_size
         and report.applied is not False
         and report.hardware == hardware.device_name
         and report.versions.get("torch", hardware.versions.torch) == hardware.versions.torch
@@ -67,15 +102,15 @@ def summarize_reports(
     peaks = [report.peak_bytes for report in comparable if report.peak_bytes]
     return ReportedRun(
         exploration_id=exploration_id,
-        candidate=best.candidate,
+        candidate=candidate,
         num_reports=len(comparable),
         speed_ratio=statistics.median(report.tokens_per_second for report in comparable) / composed,
-        peak_ratio=max(peaks) / best.measured_peak_bytes if peaks and best.measured_peak_bytes else None,
+        peak_ratio=max(peaks) / composed_peak_bytes if peaks and composed_peak_bytes else None,
     )
 
 
 def peak_factor(reported: Sequence[ReportedRun]) -> float:
-    """Return the factor by which real runs needed more memory than composed: at least 1, the median of explorations."""
+    """Return the factor by which real runs needed more memory than composed: at least 1, the median of candidates."""
     ratios = [run.peak_ratio for run in reported if run.peak_ratio is not None]
     return min(FURTHEST_OFF, max(1.0, statistics.median(ratios))) if ratios else 1.0
 
@@ -86,7 +121,7 @@ def describe_reported(reported: Sequence[ReportedRun]) -> str:
     speeds = " to ".join(f"{ratio:.2f}x" for ratio in sorted({min(_speeds(reported)), max(_speeds(reported))}))
     peaks = [run.peak_ratio for run in reported if run.peak_ratio is not None]
     memory = f" and up to {max(peaks):.2f}x the composed peak" if peaks else ""
-    which = ", ".join(sorted(run.exploration_id for run in reported))
+    which = ", ".join(sorted({run.exploration_id for run in reported}))
     return (
         f"{number} report{'' if number == 1 else 's'} of real runs with this model and device (exploration {which}) "
         f"count: {speeds} the composed tokens/s{memory}"

@@ -12,7 +12,7 @@ from explorer.spec.candidate import Candidate
 
 
 class ReportedRun(Frozen):
-    """The real runs of one recommendation, which were made on the same device with the same model.
+    """The real runs of a candidate that one exploration named, which were made on the same device with the same model.
 
     `speed_ratio` is the median tokens/s that they reached over the composed tokens/s. `peak_ratio` is the highest
     max_memory_allocated over the composed peak; null if no run counted memory.

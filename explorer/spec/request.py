@@ -114,11 +114,16 @@ class ExplorationRequest(RequestFields):
         return tuple(policy for policy in self.recompute_policies if not policy.untiled_only)
 
     @property
-    def execution_choices(self) -> tuple[Execution | None, ...]:
-        """The executions to choose among, eager first; null alone if there is no choice."""
+    def admitted_executions(self) -> tuple[Execution, ...]:
+        """The executions that candidates may have, eager first."""
         if self.executions is None:
-            return (None,)
+            return (self.execution,)
         return tuple(execution for execution in Execution if execution in self.executions)
+
+    @property
+    def execution_choices(self) -> tuple[Execution | None, ...]:
+        """What `Candidate.execution` may be: the admitted executions, or null where there is no choice."""
+        return (None,) if self.executions is None else self.admitted_executions
 
     @property
     def kernel_choices(self) -> tuple[Kernels | None, ...]:
@@ -129,11 +134,11 @@ class ExplorationRequest(RequestFields):
     @property
     def compiles(self) -> bool:
         """Whether code may be compiled for some candidates."""
-        return Execution.COMPILE in (self.execution, *self.execution_choices)
+        return Execution.COMPILE in self.admitted_executions
 
     @property
     def _all_policies(self) -> tuple[Recompute, ...]:
-        compiled = self.execution is Execution.COMPILE
+        compiled = Execution.EAGER not in self.admitted_executions
         return tuple(
             policy
             for policy in Recompute

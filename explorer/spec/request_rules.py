@@ -72,6 +72,13 @@ def check_kernels(request: ExplorationRequest) -> None:
         )
 
 
+def check_executions(request: ExplorationRequest) -> None:
+    """An execution is either given or chosen."""
+    if request.executions is not None and request.execution is not Execution.EAGER:
+        message = "executions take the place of execution: give one of them"
+        raise RuleError(message, "executions", "execution")
+
+
 def check_sharing(request: ExplorationRequest) -> None:
     """The devices, the batch and the sequence length admit the context-parallel sizes."""
     asked = request.context_parallel.sizes
@@ -184,7 +191,7 @@ def check_policies(request: ExplorationRequest) -> None:
     for policy in request.recompute or ():
         if policy is Recompute.EXPERTS and request.model is not None and request.model.moe is None:
             raise RuleError("recompute 'experts' given for a model without experts", "recompute")
-        if policy.by_operation and request.execution is Execution.COMPILE:
+        if policy.by_operation and Execution.EAGER not in request.admitted_executions:
             raise RuleError(
                 f"recompute '{policy}' needs execution 'eager': within a graph, the compiler chooses which "
                 "operations to run again",
@@ -253,6 +260,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_sequence_of_config,
     check_training_of_target,
     check_kernels,
+    check_executions,
     check_sharing,
     check_largest_tile,
     check_experts,

@@ -46,7 +46,8 @@ In the same file, two candidates of one policy differ by 0.8 to 1.1% if their si
 to 1.4% two or three octaves apart.
 """
 POLICY_STD = 0.005
-"""Standard deviation of the part that candidates share if they have the same policy, layout and sharding.
+"""Standard deviation of the part that candidates share if they have the same policy, layout, sharding and
+execution.
 
 Tiled and untiled candidates do not share it. In the same file, the error of a policy differs from that of no
 recomputation at the same micro-batch size by 0.8% in the median of the absolute values, components' noise included.
@@ -108,6 +109,7 @@ class CompositionErrors:
                 c.context_parallel_size,
                 c.context_parallel_layout or "",
                 c.sharding or "",
+                c.execution or "",
             )
             for c in candidates
         ]

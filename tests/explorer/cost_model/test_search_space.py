@@ -99,6 +99,7 @@ def test_a_summary_lists_the_values_of_each_dimension() -> None:
         "context_parallel_size": [1],
         "context_parallel_layout": [None],
         "sharding": [None],
+        "execution": [None],
     }
     smaller = found.restrict(c for c in found.candidates if c.bta_tile == 2)
     assert smaller.model is found.model

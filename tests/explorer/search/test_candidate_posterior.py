@@ -48,6 +48,11 @@ def test_confidence_is_the_share_of_samples_within_the_tolerance_of_the_best() -
     assert found.confidence(1, 0.2) == 1.0
 
 
+def test_a_whole_model_that_does_not_run_is_never_within_the_tolerance() -> None:
+    found = posterior(np.array([[0.0], [0.0], [9.0], [9.0]]), (True,))
+    assert found.confidence(0, 0.01) == found.confidences(0.01)[0] == 0.5
+
+
 def test_a_candidate_exactly_at_the_tolerance_counts() -> None:
     assert posterior(np.array([[75.0, 100.0]]), (True, True)).confidence(0, 0.25) == 1.0
 

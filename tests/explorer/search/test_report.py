@@ -127,6 +127,8 @@ def test_a_runner_up_that_was_faster_leaves_a_doubt() -> None:
     assert doubts == {None: False, 0.999: True, 1.0: False, 1.1: False}
     assert recommend(state, runner_up=runner_up(1.1)).runner_up == runner_up(1.1)
     assert not any("runner-up" in note for note in recommend(state).notes)
+    preferring = recommend(known_state(prefer="memory"), runner_up=runner_up(0.999))
+    assert not any("the runner-up was the faster one" in note for note in preferring.notes)
 
 
 def test_what_became_of_the_whole_model_is_noted() -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from explorer.records.recommendation import WholeModelCheck
+from explorer.records.recommendation import DividingCandidate, WholeModelCheck
 from explorer.records.run_report import RunReport
 from explorer.search.reported_runs import is_same_training, peak_factor, summarize_reports
 from explorer.spec.reported_run import ReportedRun
+from explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import MODEL, REPORT, candidate, recommendation, small_request, whole
 
 HARDWARE = REPORT.hardware
@@ -34,11 +35,43 @@ def test_reached_figures_are_compared_with_the_composed_ones() -> None:
     )
     best = recommendation(tokens_per_second=1000.0, whole_model=check)  # composed: 1250 tokens/s
     reports = [run(tokens_per_second=each) for each in (1100.0, 1200.0, 1150.0)]
-    found = summarize_reports("e1", best, HARDWARE, [*reports, run(peak_bytes=None), run(peak_bytes=3 << 29)])
-    assert found is not None
+    (found,) = summarize_reports("e1", best, HARDWARE, [*reports, run(peak_bytes=None), run(peak_bytes=3 << 29)])
     assert found.candidate == candidate(4)
     assert (found.num_reports, found.peak_ratio) == (5, 1.5)
     assert found.speed_ratio == pytest.approx(1100 / 1250)
+
+
+def test_what_real_runs_have_corrected_is_not_taken_for_composed() -> None:
+    best = recommendation(tokens_per_second=1000.0, composed_tokens_per_second=1250.0)
+    (found,) = summarize_reports("e1", best, HARDWARE, [run(tokens_per_second=1000.0)])
+    assert found.speed_ratio == pytest.approx(0.8)
+
+
+def dividing(**changes: Any) -> DividingCandidate:
+    made = {
+        "candidate": candidate(2),
+        "grad_accum_steps": 6,
+        "tokens_per_second": 900.0,
+        "loss": 0.1,
+        "confidence": 50,
+        "step_seconds": 1.0,
+        "peak_bytes": 1 << 29,
+        "required_bytes": 1 << 30,
+        "composed_tokens_per_second": 1000.0,
+    }
+    return DividingCandidate.model_validate(made | changes)
+
+
+def test_runs_of_the_candidate_that_divides_the_batch_count_for_that_one() -> None:
+    best = recommendation(tokens_per_second=1000.0, dividing=dividing())
+    of_it = run(micro_batch_size=2, tokens_per_second=950.0)
+    (found,) = summarize_reports("e1", best, HARDWARE, [of_it])
+    assert (found.candidate, found.peak_ratio) == (candidate(2), 2.0)
+    assert found.speed_ratio == pytest.approx(0.95)
+    both = summarize_reports("e1", best, HARDWARE, [of_it, run()])
+    assert [each.candidate for each in both] == [candidate(4), candidate(2)]
+    for unknown in (dividing(predicted=True), dividing(composed_tokens_per_second=None)):
+        assert not summarize_reports("e1", recommendation(dividing=unknown), HARDWARE, [of_it])
 
 
 @pytest.mark.parametrize(
@@ -53,7 +86,7 @@ def test_reached_figures_are_compared_with_the_composed_ones() -> None:
     ],
 )
 def test_a_run_of_something_else_says_nothing(changes: dict[str, Any]) -> None:
-    assert summarize_reports("e1", recommendation(), HARDWARE, [run(**changes)]) is None
+    assert summarize_reports("e1", recommendation(), HARDWARE, [run(**changes)]) == ()
 
 
 def test_two_requests_are_about_the_same_training_whatever_they_explore() -> None:
@@ -64,6 +97,9 @@ def test_two_requests_are_about_the_same_training_whatever_they_explore() -> Non
     assert not is_same_training(one, small_request(model=MODEL | {"num_layers": 3}))
     assert not is_same_training(one, small_request(training={"optimizer": {"name": "sgd"}}))
     assert not is_same_training(one, small_request(execution="compile"))
+    config: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
+    plain, padded = (ExplorationRequest.model_validate(config | {"padding": side}) for side in ("none", "left"))
+    assert not is_same_training(plain, padded)
 
 
 @pytest.mark.parametrize(

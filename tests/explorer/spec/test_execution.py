@@ -27,6 +27,13 @@ def test_a_list_or_explore_is_a_choice() -> None:
     ]
 
 
+def test_compiled_layers_alone_have_no_policies_by_operation() -> None:
+    asked = {fields: build(execution=fields).recompute_policies for fields in ("compile", ("compile",), "explore")}
+    assert asked["compile"] == asked[("compile",)]
+    assert not any(policy.by_operation for policy in asked["compile"])
+    assert any(policy.by_operation for policy in asked["explore"])
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -36,6 +43,8 @@ def test_a_list_or_explore_is_a_choice() -> None:
         {"execution": "explore", "target": "bexp"},
         {"kernels": ["liger"], "execution": "compile"},
         {"kernels": ["liger"], "execution": ["compile"]},
+        {"execution": "compile", "executions": ["eager", "compile"]},
+        {"execution": ["compile"], "recompute": ["none", "activations"]},
     ],
 )
 def test_a_wrong_choice_names_the_field(fields: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.execution import Execution
 from explorer.spec.training import Sharding
 from explorer.surrogate.whole_model_error import (
     COMMON_STD,
@@ -156,9 +157,10 @@ def test_a_cpu_is_expected_to_compose_worse() -> None:
         {"context_parallel_size": 2},
         {"context_parallel_layout": "ring"},
         {"sharding": Sharding.ZERO2},
+        {"execution": Execution.COMPILE},
     ],
 )
-def test_what_changes_the_memory_of_a_step_is_a_policy_of_its_own(changes: dict[str, Any]) -> None:
+def test_what_changes_the_code_or_the_memory_of_a_step_is_a_policy_of_its_own(changes: dict[str, Any]) -> None:
     candidates = [CANDIDATES[1], CANDIDATES[1].model_copy(update=changes)]
     found = CompositionErrors(candidates, "cuda", 0, 10, np.random.default_rng(0))
     assert found.covariance(np.array([0]), np.array([1]))[0, 0] == pytest.approx(0.03**2 + SIZE_STD**2)

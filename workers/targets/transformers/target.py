@@ -160,6 +160,7 @@ class TransformersTarget:
     ) -> Iterator[TransformersTrainingRun]:
         """The whole model, set up as `bexp.apply` does it."""
         self._parts().release()
+        self._instruments.settle(release=True)  # else the peak and the reserved memory count what the parts held
         settings, size = settings_of(candidate, request), candidate.micro_batch_size
         if settings.compile:
             torch.compiler.reset()  # as above
