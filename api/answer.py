@@ -32,7 +32,7 @@ def render_answer(
     lines: list[str] = []
     main = answer.variants[0]
     if main.recommendation is None:
-        lines.append(f"No candidate fits: {main.reason or 'all of them failed'}")
+        lines.append(f"No recommendation: {main.reason or 'all of them failed'}")
         lines += _remedy_rows(main.remedies)
     else:
         lines += _recommendation_rows(main.recommendation, request, measured)
@@ -122,7 +122,8 @@ def _context(request: ExplorationRequest | None) -> str:
     length = f", {request.seq_length} tokens per sequence" if described else ""
     execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
-    return f" for {request.model_name} ({target}{request.mode}, {execution}{length})"
+    padding = "" if request.padding == "none" else f", padded {request.padding}"
+    return f" for {request.model_name} ({target}{request.mode}, {execution}{length}{padding})"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
@@ -221,7 +222,8 @@ def _runner_up(rival: RunnerUpCheck) -> str:
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
     gain = f"; the recommended one is {rival.gain:.3f}x as fast" if rival.gain is not None else ""
-    return f"{name}: {rate_text(check.tokens_per_second)} as a whole model{gain}; {_composed(check)}"
+    reached = f"{rate_text(check.tokens_per_second)} as a whole model"
+    return f"{name}: {reached}, and {_composed(check)}{gain}"
 
 
 def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:

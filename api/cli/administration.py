@@ -106,17 +106,21 @@ def prune(
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
     if older_than_days is None and keep is None and not studies:
-        raise CommandError(ExitCode.USAGE, "say what to keep: --older-than-days DAYS, --keep N, or --studies")
+        raise CommandError(ExitCode.USAGE, "say what to delete: --older-than-days DAYS, --keep NEWEST, or --studies")
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
     with open_storage() as database:
         found = find_prunable(database, older_than=older_than, keep=keep)
         if dry_run:
-            say(f"{len(found)} explorations would be deleted")
+            say(f"{_explorations(len(found))} would be deleted")
             return
         prune_jobs(database, found)
-        say(f"{len(found)} explorations are deleted")
+        say(f"deleted {_explorations(len(found))}")
         if studies:
-            say(f"{drop_finished_studies(database)} Optuna studies are dropped")
+            say(f"Optuna studies dropped: {drop_finished_studies(database)}")
+
+
+def _explorations(count: int) -> str:
+    return f"{count} exploration{'' if count == 1 else 's'}"
 
 
 @contextmanager

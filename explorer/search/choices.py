@@ -69,17 +69,21 @@ def promising_row(state: SearchState) -> int | None:
 
 
 def memory_choices(state: SearchState) -> tuple[MemoryChoice, ...]:
-    """Return the fastest candidate and the smallest peaks near it; the fastest need not be the recommended one."""
+    """Return the fastest candidate and the smallest peaks near it; the fastest need not be the recommended one.
+
+    A whole model's run can say that a candidate is slower than the search expects; then it is not near.
+    """
     posterior = state.posterior
     if posterior.incumbent is None:
         return ()
     clear, fastest = np.flatnonzero(posterior.clear_A), int(posterior.rows[posterior.incumbent])
     most = expected_tokens_per_second(state, fastest, fastest)
+    reached = np.array([expected_tokens_per_second(state, int(posterior.rows[i]), fastest) for i in clear])
     choices = []
     for within in (0.0, *MEMORY_LOSSES):
-        row = int(
-            posterior.rows[smallest_position(posterior, clear, posterior.incumbent, state.required_bytes_C, within)]
-        )
+        near = clear[reached >= (1.0 - within) * most]
+        chosen = smallest_position(posterior, near, posterior.incumbent, state.required_bytes_C, within)
+        row = int(posterior.rows[chosen])
         tokens_per_second = expected_tokens_per_second(state, row, fastest)
         choices.append(
             MemoryChoice(

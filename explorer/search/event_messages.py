@@ -37,7 +37,7 @@ def space_event(
     memory = (
         f"{num_predicted_out} more left out: predicted not to fit in {limit}"
         if num_predicted_out
-        else f"none predicted not to fit in {limit}"
+        else f"all predicted to fit in {limit}"
     )
     if largest_useful is not None:
         memory += f"; no micro_batch_size above {largest_useful}, because a device gets no more of the batch"
@@ -53,6 +53,11 @@ def space_event(
 
 def _named(model: ExploredModel) -> str:
     return f"{model.name} ({model.measured})" if isinstance(model, ModelParts) else model.name
+
+
+def _size(count: int) -> str:
+    """Return bytes in GiB, or in MiB if two decimals of a GiB would hide them."""
+    return f"{count / GIB:.2f} GiB" if count == 0 or count >= GIB / 10 else f"{1024 * count / GIB:.2f} MiB"
 
 
 def base_event(base: Candidate, *, is_plainest: bool) -> EventDraft:
@@ -98,13 +103,13 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.OK:
-        peak = (trial.measured_peak_bytes or trial.predicted_peak_bytes or 0) / GIB
+        peak = trial.measured_peak_bytes or trial.predicted_peak_bytes or 0
         number = len(suggestion.components)
         noun = "component" if number == 1 else "components"
         what = f"{number} {noun} again" if suggestion.again else f"{number} new {noun}"
         message = (
             f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:.0f} tokens/s, "
-            f"peak {peak:.2f} GiB ({what} in {seconds:.1f} s)"
+            f"peak {_size(peak)} ({what} in {seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.CONTAMINATED:
@@ -145,7 +150,7 @@ def whole_model_event(
         code=EventCode.WHOLE_MODEL,
         message=(
             f"{what}: {check.tokens_per_second:.0f} tokens/s, "
-            f"peak {check.measurement.peak_bytes / GIB:.2f} GiB; composed step {100 * check.step_error:+.1f}%, "
+            f"peak {_size(check.measurement.peak_bytes)}; composed step {100 * check.step_error:+.1f}%, "
             f"composed peak {100 * check.peak_error:+.1f}%"
         ),
         data={**data, "check": check.model_dump(mode="json")},

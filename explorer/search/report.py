@@ -21,6 +21,7 @@ from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.parts import ModelParts
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import BEXP
 from explorer.spec.training import Sharding
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
@@ -47,10 +48,12 @@ def build_recommendation(
     dividing: DividingCandidate | None = None,
     *,
     final: bool = False,
+    out_of_budget: bool = False,
 ) -> Recommendation:
     """Return everything that is known about the recommended candidate.
 
     `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved.
+    A search that is `out_of_budget` below its confidence target gets a note that says so.
     """
     request = state.request
     table = state.table
@@ -88,6 +91,7 @@ def build_recommendation(
             *_doubts(request, runner_up),
             *([describe_reported(state.reported)] if state.reported else []),
             *_slow_head(state, best.row),
+            *(_shortfall(request, confidence_score(best.confidence)) if out_of_budget else ()),
         ),
         dividing=dividing,
         dividing_batch_sizes=dividing_batch_sizes(state) if dividing is None else (),
@@ -176,8 +180,17 @@ def _notes(
     elif whole_model is None:
         notes.append("whole model: not run with this candidate")
     if candidate.attention_backend == report.default_attention and not candidate.is_whole:
-        notes.append(f"attention '{candidate.attention_backend}' is torch's own default here")
+        owner = "torch" if request.target_name == BEXP else request.target_name
+        notes.append(f"attention '{candidate.attention_backend}' is the default of {owner} here")
     return tuple(notes)
+
+
+def _shortfall(request: ExplorationRequest, confidence: int) -> tuple[str, ...]:
+    """Return a note if the confidence is below its target, for a search whose budget is used up."""
+    target = request.budget.confidence_target
+    if confidence >= target:
+        return ()
+    return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
 
 
 def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:

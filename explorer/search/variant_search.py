@@ -231,8 +231,17 @@ class VariantSearch:
         )
         checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
         dividing = find_dividing(self._state, best.row, self._whole_models.of)
+        out_of_budget = final and self._history.exhausted(self._context.index)
         return build_recommendation(
-            self._state, best, references, self._context.report, checked, rival, dividing, final=final
+            self._state,
+            best,
+            references,
+            self._context.report,
+            checked,
+            rival,
+            dividing,
+            final=final,
+            out_of_budget=out_of_budget,
         )
 
     def _recommended(self) -> Candidate | None:

@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_exit_1_and_names_a_way_out_before_a_forgotten_job_
     forgotten, _ = Queue(database).enqueue(ExplorationRequest.model_validate(TINY))
     printed = machine.run("explore", machine.configure(), "--memory-limit-gib", "0.001", "--device", "cpu", code=1)
     assert "BEXP402" in printed
-    assert "No candidate fits: " in printed
+    assert "No recommendation: " in printed
     assert get_job(database, forgotten.id).state is JobState.QUEUED
 
 

@@ -43,7 +43,8 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "stock best 1.37x over micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop "
         "(8,394 tokens/s, predicted in part)",
         "runner-up micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 11,005 tokens/s as a "
-        "whole model; the recommended one is 1.045x as fast",
+        "whole model, and its blocks compose a step that is",
+        "; the recommended one is 1.045x as fast",
         "note communication is not in the time",
         "queue 250.0 ms, timed 3.5 s",
     ):
@@ -120,7 +121,7 @@ def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
 
 def test_nothing_fits_says_why() -> None:
     nothing = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="use zero3")
-    assert render_answer(Answer(variants=(nothing,)), None) == "No candidate fits: use zero3"
+    assert render_answer(Answer(variants=(nothing,)), None) == "No recommendation: use zero3"
 
 
 def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:

@@ -254,7 +254,7 @@ def test_nothing_fits_is_exit_1_with_the_reason(bexp: Run, config: Path, worker:
     with worker(Answer(variants=(variant,)), state, EventCode.NOTHING_FITS, "No recommendation: needs 9 GiB"):
         done = bexp("submit", config, "--watch")
     assert done.code == 1
-    assert "No candidate fits: needs 9 GiB" in done.stdout
+    assert "No recommendation: needs 9 GiB" in done.stdout
     best = bexp("best", done.stderr.split()[1])
     assert (best.code, best.stdout, best.stderr) == (1, "", "bexp: no recommendation: needs 9 GiB\n")
 

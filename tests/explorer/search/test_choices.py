@@ -116,6 +116,17 @@ def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:
     assert memory_choices(small_state()) == ()
 
 
+def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("explorer.search.choices.MEMORY_LOSSES", (0.2,))
+    state = state_of(1, 2, 4, tolerance=0.2, prefer="memory")  # it keeps the smaller ones among the contenders
+    assert memory_choices(state)[-1].candidate.micro_batch_size == 2
+    reached = state.seconds(state.table.row[candidate(4)]).tokens_per_second
+    state.learn_whole_model(candidate(4), reached, 0.001)
+    state.learn_whole_model(candidate(2), 0.75 * reached, 0.5)  # so uncertain that the search expects more
+    fastest, near = memory_choices(state)
+    assert (fastest.candidate.micro_batch_size, near.loss <= 0.2) == (4, True)
+
+
 @pytest.mark.parametrize(("tolerance", "size"), [(0.001, 4), (0.2, 2)])
 def test_who_prefers_memory_gets_the_smallest_peak_within_the_tolerance(tolerance: float, size: int) -> None:
     speed = state_of(1, 2, 4, tolerance=tolerance)

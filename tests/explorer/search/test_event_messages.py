@@ -68,7 +68,7 @@ def test_the_space_is_told_with_what_was_left_out_and_why() -> None:
     assert event.data["num_candidates"] == 12
     whole = space_event(small_space(small_request()).legal, 0, 8 * GIB, largest_useful=7)
     assert whole.message.endswith(
-        "12 candidates to consider, none predicted not to fit in 8.00 GiB; "
+        "12 candidates to consider, all predicted to fit in 8.00 GiB; "
         "no micro_batch_size above 7, because a device gets no more of the batch"
     )
 
@@ -109,6 +109,8 @@ def test_a_peak_that_is_not_measured_yet_is_the_predicted_one() -> None:
     found = trial(7, tokens=1.0).model_copy(update={"predicted_peak_bytes": 2 * GIB})
     assert "peak 2.00 GiB" in trial_event(found, SUGGESTION, 1.0).message
     assert "peak 0.00 GiB" in trial_event(trial(7, tokens=1.0), SUGGESTION, 1.0).message
+    small = found.model_copy(update={"predicted_peak_bytes": 5 * GIB // 1024})
+    assert "peak 5.00 MiB" in trial_event(small, SUGGESTION, 1.0).message
 
 
 @pytest.mark.parametrize(("sharding", "named"), [(None, ""), ("zero2", " with sharding zero2")])

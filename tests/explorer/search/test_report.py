@@ -149,7 +149,7 @@ def test_execution_sharding_and_default_attention_are_noted() -> None:
     state = known_state()
     notes = recommend(state).notes
     assert notes[0] == "execution: eager"
-    assert "attention 'cudnn' is torch's own default here" in notes
+    assert "attention 'cudnn' is the default of torch here" in notes
     flash = REPORT.model_copy(update={"default_attention": "flash"})
     assert not any("torch's own default" in note for note in recommend(state, report=flash).notes)
     sharded = known_state(num_devices=2, batch_size=8, training={"sharding": "zero2"})
@@ -165,6 +165,15 @@ def test_ligers_kernels_that_were_left_out_are_noted_with_the_reason() -> None:
     notes = recommend(known_state(), report=report).notes
     assert "kernels 'liger' are left out: pip install liger-kernel" in notes
     assert "loss 'liger' is left out: pip install liger-kernel" in notes
+
+
+def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -> None:
+    words = "the budget was used up before the confidence reached 95: raise max_seconds or max_trials"
+    state = known_state()
+    assert words in recommend(state, out_of_budget=True).notes
+    assert words not in recommend(state).notes
+    reached = BestCandidate(state.table.row[candidate(4)], 0.96)
+    assert words not in recommend(state, best=reached, out_of_budget=True).notes
 
 
 def test_communication_that_is_not_timed_is_said_to_be_left_out() -> None:
