@@ -123,7 +123,9 @@ def _context(request: ExplorationRequest | None) -> str:
     execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     padding = "" if request.padding == "none" else f", padded {request.padding}"
-    return f" for {request.model_name} ({target}{request.mode}, {execution}{length}{padding})"
+    precision = ", autocast" if request.training.precision == "autocast" else ""
+    lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
+    return f" for {request.model_name} ({target}{request.mode}, {execution}{length}{padding}{precision}{lora})"
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:

@@ -15,6 +15,7 @@ from explorer.records.recommendation import (
     RunnerUpCheck,
     VariantAnswer,
 )
+from explorer.spec.request import ExplorationRequest
 from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST, UNDIVIDED
 
 
@@ -49,6 +50,23 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "queue 250.0 ms, timed 3.5 s",
     ):
         assert part in text
+
+
+def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
+    request = ExplorationRequest.model_validate(
+        {
+            "target": "transformers",
+            "hf_config": {"model_type": "llama"},
+            "hf_seq_length": 32,
+            "execution": "explore",
+            "padding": "right",
+            "training": {"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}},
+        }
+    )
+    text = " ".join(render_answer(ANSWER, request).split())
+    assert (
+        "(target transformers, train, eager or compile, 32 tokens per sequence, padded right, autocast, LoRA of rank 8)"
+    ) in text
 
 
 def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
