@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from explorer.formats.document import FormatError
 from storage.jobs import JobNotFoundError
-from storage.queue import IdempotencyConflictError
+from storage.submission import IdempotencyConflictError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 100

@@ -8,8 +8,6 @@ No transaction validates or dumps a model: a process that is frozen within a tra
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -32,23 +30,16 @@ from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_r
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.queue_settings import QueueSettings
 from storage.run_reports import find_reported_runs
+from storage.steps import claim_event, step_values
+from storage.submission import insert_submission
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
-from storage.waiting import MAX_WAIT, end_overdue, find_waiting, select_overdue
+from storage.waiting import MAX_WAIT, end_overdue, note_reasons
 from storage.workers import LIVE_WITHIN
 
 WAITING_GRACE = timedelta(seconds=3)
 
 _LOST = "in a row that ended with the worker or its device and brought no trial"
-
-
-class IdempotencyConflictError(ValueError):
-    """The idempotency key was used for another request."""
-
-    def __init__(self, key: str, job_id: str) -> None:
-        super().__init__(f"the idempotency key '{key}' was used for another request (exploration {job_id})")
-        self.key = key
-        self.job_id = job_id
 
 
 class Queue:
@@ -71,48 +62,7 @@ class Queue:
         Raises:
             IdempotencyConflictError: the key was used for another request.
         """
-        if body_hash is None:
-            body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
-        job_id = secrets.token_hex(8)
-        document = request.model_dump(mode="json")  # before the transaction, which others wait for
-        devices_needed = request.devices_needed()
-        drafts = [EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices]
-        draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued")
-        try:
-            with self.database.begin() as connection:
-                now = self.database.now(connection)
-                connection.execute(
-                    sa.insert(jobs).values(
-                        id=job_id,
-                        state=JobState.QUEUED.value,
-                        request=document,
-                        model_name=request.model_name,
-                        device_kind=request.device_kind,
-                        target=request.target_name,
-                        devices_needed=devices_needed,
-                        created_at=now,
-                        queued_at=now,
-                        attempt=0,
-                        num_releases=0,
-                        num_faults=0,
-                        cancel_requested=False,
-                        last_seq=1 + len(drafts),
-                        version=1,
-                        idempotency_key=idempotency_key,
-                        body_hash=body_hash,
-                    )
-                )
-                insert_events(self.database, connection, job_id, 1 + len(drafts), [draft, *drafts])
-                row = select_row(connection, job_id)
-            return job_from_row(row), True
-        except sa.exc.IntegrityError:
-            if idempotency_key is None:
-                raise
-        with self.database.read() as connection:
-            first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == idempotency_key)).one()
-        if first.body_hash != body_hash:
-            raise IdempotencyConflictError(str(idempotency_key), first.id)
-        return job_from_row(first), False
+        return insert_submission(self.database, request, idempotency_key, body_hash)
 
     def claim(
         self,
@@ -178,7 +128,7 @@ class Queue:
                     return None
                 documents = select_trial_documents(connection, row.id)
                 measured = describe_target(row.target, targets[row.target])
-                draft = _claim_event(row.attempt, owner, description, measured, len(documents))
+                draft = claim_event(row.attempt, owner, description, measured, len(documents))
                 insert_events(self.database, connection, row.id, row.last_seq, [draft])
             claim = self._open_claim(job_from_row(row), owner, documents)
             if claim is not None:
@@ -248,7 +198,7 @@ class Queue:
             LeaseLostError: the lease is gone, and nothing was written.
         """
         assert not any(draft.code.ends_job for draft in progress.events), "an end is written by finish"
-        values, trial = _values(progress), dump_trial(progress.trial)
+        values, trial = step_values(progress), dump_trial(progress.trial)
         if trial is not None:
             values |= {"num_releases": jobs.c.attempt - 1, "num_faults": 0}
         conditions = [*fence(lease), *([] if after_seq is None else [jobs.c.last_seq == after_seq])]
@@ -286,7 +236,7 @@ class Queue:
         if not any(draft.code.ends_job for draft in drafts):
             drafts.append(end_event(state, error))
         assert [draft.code.ends_job for draft in drafts].index(True) == len(drafts) - 1, "nothing follows the end"
-        values, trial = _values(replace(last, answer=answer or last.answer)), dump_trial(last.trial)
+        values, trial = step_values(replace(last, answer=answer or last.answer)), dump_trial(last.trial)
         with self.database.begin() as connection:
             write_job(self.database, connection, lease, drafts, **values, **end_values(self.database, state, error))
             if trial is not None:
@@ -370,24 +320,7 @@ class Queue:
         A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
         """
         self._end_abandoned(jobs.c.cancel_requested)
-        with self.database.read() as connection:
-            overdue = sa.or_(
-                (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < self.database.clock(-grace)),
-                (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < self.database.clock(-grace)),
-            )
-            found = select_overdue(self.database, connection, overdue, live_within=live_within)
-        for job_id, reason in find_waiting(*found):
-            conditions = [
-                jobs.c.id == job_id,
-                is_unowned(self.database),
-                jobs.c.waiting_reason.is_distinct_from(reason),
-            ]
-            drafts = []
-            if reason is not None:
-                message = f"Waiting for a worker: {reason}"
-                drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
-            with self.database.begin() as connection:
-                change_job(self.database, connection, conditions, drafts, waiting_reason=reason)
+        note_reasons(self.database, live_within=live_within, grace=grace)
         end_overdue(self.database, max_wait)
 
     def _open_claim(self, job: Job, owner: str, documents: Sequence[Any]) -> Claim | None:
@@ -439,32 +372,6 @@ class Queue:
                 else:
                     error = f"given up after {self.settings.max_attempts} attempts {_LOST}"
                     end_job(self.database, connection, here, JobState.FAILED, error)
-
-
-def _values(step: Progress) -> dict[str, Any]:
-    """Return what a step changes in the job's row."""
-    values: dict[str, Any] = {}
-    if step.space is not None:
-        values["space"] = step.space
-    if step.recommendation is not None:
-        values["recommendation"] = step.recommendation.model_dump(mode="json")
-        values["micro_batch_size"] = step.recommendation.candidate.micro_batch_size
-        values["confidence"] = step.recommendation.confidence
-    if step.answer is not None:
-        values["answer"] = step.answer.model_dump(mode="json")
-    return values
-
-
-def _claim_event(attempt: int, owner: str, description: str | None, target: str, num_trials: int) -> EventDraft:
-    where = f"worker {owner}" + (f" ({description})" if description else "")
-    data: dict[str, Any] = {"worker": owner, "attempt": attempt, "target": target}
-    if attempt == 1:
-        return EventDraft(
-            code=EventCode.STARTED, message=f"Exploration started by {where}, measuring {target}", data=data
-        )
-    stored = f"{num_trials} stored trial{'' if num_trials == 1 else 's'}"
-    data["num_trials"] = num_trials
-    return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)
 
 
 def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:

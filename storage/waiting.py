@@ -9,9 +9,10 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from explorer.records.event import EventCode, EventDraft
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.target import TRANSFORMERS
-from storage.changes import end_job
+from storage.changes import change_job, end_job, is_unowned
 from storage.database import Database
 from storage.jobs import JobState
 from storage.tables import jobs
@@ -40,6 +41,28 @@ def find_waiting(
     """
     found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in overdue]
     return [(job_id, new) for job_id, old, new in found if new != old]
+
+
+def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
+    """Append an event to each job that has been left alone for `grace`, whenever the reason why it waits changes."""
+    with database.read() as connection:
+        overdue = sa.or_(
+            (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < database.clock(-grace)),
+            (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
+        )
+        found = select_overdue(database, connection, overdue, live_within=live_within)
+    for job_id, reason in find_waiting(*found):
+        conditions = [
+            jobs.c.id == job_id,
+            is_unowned(database),
+            jobs.c.waiting_reason.is_distinct_from(reason),
+        ]
+        drafts = []
+        if reason is not None:
+            message = f"Waiting for a worker: {reason}"
+            drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
+        with database.begin() as connection:
+            change_job(database, connection, conditions, drafts, waiting_reason=reason)
 
 
 def end_overdue(database: Database, max_wait: timedelta) -> None:

@@ -25,8 +25,9 @@ from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
 from storage.leases import Claim, HardwareMismatchError, Lease, LeaseLostError
-from storage.queue import IdempotencyConflictError, Queue
+from storage.queue import Queue
 from storage.queue_settings import QueueSettings
+from storage.submission import IdempotencyConflictError
 from storage.tables import jobs, trials
 from storage.trials import read_trials
 from tests.contracts.samples import (
