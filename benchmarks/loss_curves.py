@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     text = standard_library()
+    _report(f"{len(text)} bytes of text")
     results: dict[str, Any] = {
         "environment": describe_environment(),
         "device": _device_name(),
@@ -83,14 +84,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def standard_library(limit: int = TEXT_BYTES) -> bytes:
     """The first bytes of the standard library's modules, in the order of their names."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path for path in folder.rglob("*.py") if "site-packages" not in path.parts)
     text = bytearray()
-    for path in paths:
+    for path in _modules(Path(sysconfig.get_paths()["stdlib"])):
         text += path.read_bytes()
         if len(text) >= limit:
             break
     return bytes(text[:limit])
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """Python files below a folder, in order. Installed packages are left out, and their folder is not even listed."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in ("site-packages", "dist-packages"):
+            yield from _modules(path)
+        elif path.suffix == ".py" and path.is_file():
+            yield path
 
 
 def compare(unpatched: Sequence[float], other_seed: Sequence[float], patched: Sequence[float]) -> dict[str, Any]:
@@ -155,6 +163,7 @@ def train(
         started = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - started
+    _report(f"{family}, seed {seed}, {'unpatched' if settings is None else 'patched'}: {seconds:.1f} s")
     result = {
         "seed": seed,
         "applied": applied,
@@ -248,6 +257,10 @@ def _windows(curve: Sequence[float]) -> list[float]:
 
 def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
+
+
+def _report(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
 
 
 def _device_name() -> str:

@@ -6,8 +6,10 @@
 
 For each configuration: an exploration with the target `transformers` through the service, a sweep by the Trainer of
 all micro-batch sizes with and without gradient checkpointing, and the recommended configuration, and the best stock
-one that the answer names, run by the Trainer after `bexp.apply`. `--set` sets fields of the request; an exploration of
-compiled layers is also held against the Trainer's own `torch_compile`, at the sweep's best size and the next two.
+one that the answer names, run by the Trainer after `bexp.apply`. The Trainer accumulates to the batch that the
+exploration was asked about. `--set` sets fields of the request; an exploration of compiled layers is also held against
+the Trainer's own `torch_compile`, at the sweep's best size and the next two.
+
 Each GPU has a model at a time. The file is written after each part of a row; a second start goes on where the first
 ended.
 """
@@ -81,7 +83,7 @@ class Table:
                 return
             run = ModelRun(path, row, environment, self.options)
             for part, measure in run.parts().items():
-                if part not in row:
+                if not run.has(part):
                     found = measure()
                     with self._lock:
                         row[part] = found
@@ -99,9 +101,9 @@ class Table:
             seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
             row = {"model": path.stem, "fields": fields, "padded": padded, "seq_length": seq_length}
             rows.append(row)
-        swept = next((other["sweep"] for other in alike if other["padded"] is padded and "sweep" in other), None)
-        if swept is not None:
-            row.setdefault("sweep", swept)
+        for other in alike:
+            if other["padded"] is padded and accumulates(other.get("sweep"), self.options.batch_size):
+                row["sweep"] = other["sweep"]
         return row
 
     @contextmanager
@@ -139,6 +141,12 @@ class ModelRun:
             parts["compiled_sweep"] = lambda: self._train(["--runs", json.dumps(compiled_runs(self._row["sweep"]))])
         return parts
 
+    def has(self, part: str) -> bool:
+        """Whether the row has a part. Runs of the Trainer at another batch than the exploration's are made again."""
+        if part == "exploration":
+            return part in self._row
+        return part in self._row and accumulates(self._row[part], self._options.batch_size)
+
     def _explore(self) -> dict[str, Any]:
         """Explore through the service; the document of `bexp best --json`, null if there is no answer."""
         asked = ["--target", "transformers", "--seq-length", str(self._seq_length)]
@@ -174,6 +182,7 @@ class ModelRun:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "runs.json"
             limits = ["--seq-length", str(self._seq_length), "--max-seconds", str(SWEEP_SECONDS), "--out", str(out)]
+            limits += ["--batch-size", str(self._options.batch_size)]
             subprocess.run(
                 [*command, *limits, *padding, *arguments], check=True, stdout=sys.stderr, env=dict(self._environment)
             )
@@ -186,6 +195,11 @@ class ModelRun:
         paths = os.pathsep.join(filter(None, [str(Path.cwd()), self._environment.get("PYTHONPATH")]))
         environment = {**self._environment, "BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", "PYTHONPATH": paths}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+def accumulates(runs: Sequence[dict[str, Any]] | None, batch_size: int) -> bool:
+    """Whether all these runs of the Trainer accumulate micro-batches to steps of this batch."""
+    return runs is not None and all(run.get("batch_size") == batch_size for run in runs)
 
 
 def reach(config: dict[str, Any]) -> int:

@@ -3,31 +3,45 @@
     python -m benchmarks.trainer_runs CONFIG.json --seq-length 2048 --runs '[{"micro_batch_size": 4}]' --out runs.json
     python -m benchmarks.trainer_runs CONFIG.json --seq-length 2048 --sweep --out sweep.json
 
-A run is one Trainer of 20 steps on random text in the model's own format, under the allocator's setting that the run
-names. `--sweep` tries every micro-batch size from 1 upwards without gradient checkpointing, and those that do not fit
-so, and the largest that does, with it: at a size that fits, checkpointing only adds work. Each half ends when memory
-runs out or throughput has fallen twice by more than 2%. A `recommendation` in a run is applied by `bexp.apply`.
+A run is one Trainer of 20 micro-steps on random text in the model's own format, under the allocator's setting that the
+run names. With `--batch-size`, micro-batches are accumulated, up to three of them a step, so that gradients exist when
+memory is at its peak. Throughput is then that of whole steps of the batch: micro-steps count as often as it takes them,
+the rest of the step once. Without it, each micro-batch is a step.
+
+`--sweep` tries every micro-batch size from 1 upwards without gradient checkpointing, and those that do not fit so, and
+the largest that does, with it: at a size that fits, checkpointing only adds work. Each half ends when memory runs out
+or throughput has fallen twice by more than 2%. A `recommendation` in a run is applied by `bexp.apply`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.environment import describe_environment, write_results
 
+if TYPE_CHECKING:
+    import torch
+
+    from bexp.measure.timestamps import Mark
+
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-STEPS = 20
-WARM_UP_STEPS = 5
-MIN_STEPS = 8
+MICRO_STEPS = 20
+WARM_UP = 5
+"""Micro-steps that no figure contains."""
+MIN_MICRO_STEPS = 8
+ACCUMULATED = 3
+"""Micro-steps of a step: the first writes gradients, the second adds to them, the last also updates the weights."""
 FALL = 0.98
 ALLOCATORS = {"default": "", "expandable_segments": "expandable_segments:True"}
 
@@ -41,9 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--allocator", choices=ALLOCATORS, default="default")
     parser.add_argument("--padding", action="store_true", help="texts of half the length to all of it")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch-size", type=int, help="sequences of a step; default: those of a micro-batch")
+    parser.add_argument("--steps", type=int, default=MICRO_STEPS, help="micro-steps of a run")
     parser.add_argument(
-        "--max-seconds", type=float, default=15.0, help="a run ends after so long, with 8 steps at least"
+        "--max-seconds", type=float, default=15.0, help="a run ends after so long, with 8 micro-steps at least"
     )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -52,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         "seq_length": options.seq_length,
         "allocator": options.allocator,
         "padding": options.padding,
+        "batch_size": options.batch_size,
         "steps": options.steps,
         "max_seconds": options.max_seconds,
     }
@@ -127,14 +143,16 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
         described["applied"] = str(bexp.apply(model, run["recommendation"]))
     texts = Texts(model.config.get_text_config(decoder=True).vocab_size, run["seq_length"], padding=run["padding"])
-    clock = Clock(run["max_seconds"])
+    accumulated = micro_steps_of(run["micro_batch_size"], run["batch_size"])
+    clock = Clock(torch.device("cuda" if cuda else "cpu"), run["max_seconds"])
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=run["micro_batch_size"],
             gradient_checkpointing=run.get("gradient_checkpointing", False),
             torch_compile=run.get("torch_compile", False),
-            max_steps=run["steps"],
+            gradient_accumulation_steps=accumulated,
+            max_steps=math.ceil(run["steps"] / accumulated),
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -144,18 +162,36 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         )
         trainer = Trainer(model=model, args=settings, train_dataset=texts, callbacks=[clock.callback()])
         training_loss = trainer.train().training_loss
-    seconds = clock.step_seconds[WARM_UP_STEPS:] or clock.step_seconds[-1:]
-    tokens = run["micro_batch_size"] * run["seq_length"]
+    sequences = run["batch_size"] or run["micro_batch_size"]
+    seconds = batch_seconds(clock.steps, run["micro_batch_size"], run["batch_size"])
     return {
         **described,
         "training_loss": training_loss,
-        "num_steps": len(clock.step_seconds),
-        "step_seconds": clock.step_seconds,
-        "tokens_per_second": tokens / statistics.median(seconds),
+        "micro_step_seconds": clock.steps,
+        "tokens_per_second": sequences * run["seq_length"] / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"] if cuda else None,
     }
+
+
+def micro_steps_of(micro_batch_size: int, batch_size: int | None) -> int:
+    """How many micro-steps a step of a run accumulates."""
+    return 1 if batch_size is None else max(1, min(ACCUMULATED, batch_size // micro_batch_size))
+
+
+def batch_seconds(steps: Sequence[Sequence[float]], micro_batch_size: int, batch_size: int | None) -> float:
+    """Seconds of a step of the whole batch, by the medians of those micro-steps that are past the warm-up.
+
+    The first micro-step of a step writes gradients, the last one also updates the weights; those in between are alike,
+    and occur as often as the batch takes them. That number may be a fraction, so that a batch which does not divide
+    favours no size.
+    """
+    length = len(steps[0])
+    warm = steps[min(math.ceil(WARM_UP / length), len(steps) - 1) :]
+    seconds = [statistics.median(step[i] for step in warm) for i in range(length)]
+    wanted = length if batch_size is None else batch_size / micro_batch_size
+    return sum(seconds) + (wanted - length) * (seconds[-2] if length > 1 else seconds[0])
 
 
 def build(config: dict[str, Any], device: str) -> Any:
@@ -197,39 +233,53 @@ class Texts:
 
 
 class Clock:
-    """Seconds of each step, the device's work included; ends a run that takes too long."""
+    """Seconds of each micro-step of each step, by the device's own clock; ends a run that takes too long."""
 
-    def __init__(self, max_seconds: float) -> None:
-        self.step_seconds: list[float] = []
+    def __init__(self, device: torch.device, max_seconds: float) -> None:
+        from bexp.measure.timestamps import mark_of  # noqa: PLC0415 - torch is imported once the allocator is set
+
+        self.steps: list[list[float]] = []
+        self._device = device
+        self._mark = mark_of(device)
         self._max_seconds = max_seconds
-        self._started = 0.0
+        self._marks: list[Mark] = []
 
     def callback(self) -> Any:
-        """What the Trainer calls after each step."""
-        import torch  # noqa: PLC0415
+        """What the Trainer calls after each micro-step and each step."""
         from transformers import TrainerCallback  # noqa: PLC0415
 
         clock = self
 
-        class StepClock(TrainerCallback):
-            """Waits for the device at the end of each step."""
+        class MicroStepClock(TrainerCallback):
+            """Marks the ends of micro-steps; waits for the device at the end of each step."""
 
             def on_train_begin(self, *_: Any, **__: Any) -> None:
-                """The first step begins."""
-                clock._started = time.perf_counter()
+                """The first micro-step begins."""
+                clock._marks = [clock._mark()]
+
+            def on_substep_end(self, *_: Any, **__: Any) -> None:
+                """A micro-step has ended that is not the last of its step."""
+                clock._marks.append(clock._mark())
 
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 """A step has ended, and the next begins."""
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                now = time.perf_counter()
-                clock.step_seconds.append(now - clock._started)
-                clock._started = now
-                done = len(clock.step_seconds)
-                if done >= MIN_STEPS and sum(clock.step_seconds) > clock._max_seconds:
+                if clock._end_step():
                     control.should_training_stop = True
 
-        return StepClock()
+        return MicroStepClock()
+
+    def _end_step(self) -> bool:
+        """Note the step's seconds, and return whether the run has taken long enough."""
+        import torch  # noqa: PLC0415
+
+        end = self._mark()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        marks = [*self._marks, end]
+        self.steps.append([earlier.seconds_until(later) for earlier, later in pairwise(marks)])
+        self._marks = [self._mark()]
+        seconds = [micro_step for step in self.steps for micro_step in step]
+        return len(seconds) >= MIN_MICRO_STEPS and sum(seconds) > self._max_seconds
 
 
 def _line(run: dict[str, Any]) -> str:

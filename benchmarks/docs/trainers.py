@@ -32,6 +32,7 @@ def trainers(result: Row) -> str:
         {
             "model": lambda row: row["model"],
             "sequence": lambda row: row["seq_length"],
+            "batch": _batch,
             "stock, its best": lambda row: _run(best_of(row.get("sweep", []))),
             "as recommended": lambda row: _run(best_of(row.get("recommended", []))),
             "over stock": lambda row: _over(row, "recommended", "sweep"),
@@ -50,6 +51,7 @@ def chosen_fields(result: Row) -> str:
         {
             "model": lambda row: row["model"],
             "fields": lambda row: " ".join(f"`{field}`" for field in row["fields"]),
+            "batch": _batch,
             "stock, its best": lambda row: _run(best_of(row.get("sweep", []))),
             "stock with `torch_compile`": lambda row: _run(best_of(row.get("compiled_sweep", []))),
             "as recommended": lambda row: _run(best_of(row.get("recommended", []))),
@@ -87,6 +89,14 @@ def _run(run: dict[str, Any] | None) -> str | None:
     return (
         f"m={run['micro_batch_size']}{checkpointed}: {run['tokens_per_second'] / 1e3:.1f}k tokens/s, "
         f"{run['peak_reserved_bytes'] / GIB:.1f} GiB"
+    )
+
+
+def _batch(row: Row) -> str:
+    """The sequences that the Trainer accumulated to; rows of earlier runs did not accumulate."""
+    sizes = {run.get("batch_size") for part in ("sweep", "recommended") for run in row.get(part, [])}
+    return ", ".join(
+        "one micro-batch" if size is None else str(size) for size in sorted(sizes, key=lambda size: size or 0)
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.real_trainers import compiled_runs, describe, ratio
-from benchmarks.trainer_runs import _sweep
+import pytest
+
+from benchmarks.real_trainers import accumulates, compiled_runs, describe, ratio
+from benchmarks.trainer_runs import _sweep, batch_seconds, micro_steps_of
 
 
 def run(size: int, speed: float | None, *, checkpointing: bool = False) -> dict[str, Any]:
@@ -44,3 +46,28 @@ def test_a_row_is_held_against_the_best_run_of_the_sweep() -> None:
     assert ratio({**row, "recommended": [run(4, None)]}) is None
     assert describe({**row, "recommended": [run(4, 15.0)]}) == "m: 1.200x the best of the sweep, answered after 61 s"
     assert "failed" in describe({**row, "recommended": []})
+
+
+def test_a_step_of_the_batch_counts_its_update_once() -> None:
+    cold, warm = [9.0, 9.0, 9.0], [1.0, 2.0, 5.0]
+    assert batch_seconds([cold, cold, warm, warm], 4, 64) == pytest.approx(1.0 + 2.0 * 14 + 5.0)
+    assert batch_seconds([cold, cold, warm, warm], 6, 64) == pytest.approx(1.0 + 2.0 * (64 / 6 - 2) + 5.0)
+
+
+def test_a_step_of_two_micro_steps_repeats_the_first() -> None:
+    assert batch_seconds([[9.0, 9.0]] * 3 + [[1.0, 3.0]], 24, 64) == pytest.approx(3.0 + 1.0 * 64 / 24 - 1.0)
+
+
+def test_a_run_without_a_batch_is_a_step_a_micro_batch() -> None:
+    assert micro_steps_of(4, None) == 1
+    assert batch_seconds([[9.0]] * 5 + [[2.0], [4.0]], 4, None) == 3.0
+
+
+def test_no_more_micro_steps_are_accumulated_than_the_batch_has() -> None:
+    assert [micro_steps_of(size, 64) for size in (1, 16, 24, 32, 48, 96)] == [3, 3, 2, 2, 1, 1]
+
+
+def test_runs_at_another_batch_are_made_again() -> None:
+    assert accumulates([{"batch_size": 64}], 64)
+    assert not accumulates([{"batch_size": 64}, {}], 64)
+    assert not accumulates(None, 64)
