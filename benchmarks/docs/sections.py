@@ -17,6 +17,7 @@ from benchmarks.docs import (
     mutation,
     results,
     search,
+    trainer_goals,
     trainers,
 )
 from benchmarks.docs.results import ROOT, Row
@@ -40,6 +41,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gains": partial(of_result, models.gains, "h200-gains"),
     "fidelity": partial(of_result, models.fidelity, "h200-fidelity"),
     "transformers": partial(of_result, models.transformers, "h200-transformers"),
+    "trainer-goals": partial(of_result, trainer_goals.goals, "h100-real-trainers"),
     "compositions": partial(of_result, trainers.compositions, "h100-real-trainers"),
     "real-trainers": partial(of_result, trainers.trainers, "h100-real-trainers"),
     "real-trainers-fields": partial(of_result, trainers.chosen_fields, "h100-real-trainers"),
