@@ -13,7 +13,7 @@ from workers.targets.transformers.config import ResolvedConfig, UnsupportedModel
 from workers.targets.transformers.layers import LayerPart
 from workers.targets.transformers.model import BuildSettings, build_model
 from workers.targets.transformers.shell import ShellPart
-from workers.targets.transformers.skeleton import LayerCall, Skeleton
+from workers.targets.transformers.skeleton import Skeleton
 
 
 class PartsBuilder:
@@ -44,7 +44,6 @@ class PartsBuilder:
         self._followed = followed_outputs or {}
         self._classes = classes
         self._skeleton: Skeleton | None = None
-        self._calls: dict[int, dict[int, LayerCall]] = {}
 
     def batch(self, micro_batch_size: int) -> dict[str, Tensor]:
         """Random token ids and labels on the device, and an attention mask if the builder pads."""
@@ -56,21 +55,19 @@ class PartsBuilder:
     def pad(self, padding: Padding) -> None:
         """Pad the batches of all parts that are handed out from now on."""
         self.padding = padding
-        self._calls.clear()
 
     def layer(self, kind: str, micro_batch_size: int) -> LayerPart:
         """One layer of `kind`, ready to run. KeyError if there is no such kind."""
         if kind not in self.kinds:
             raise KeyError(kind)
         index = self.kinds.index(kind)
-        call = self._calls_for(micro_batch_size)[index]
+        call = self.skeleton.call(self.batch(micro_batch_size), index)
         module = self.skeleton.layers[index]
-        return LayerPart(module, call.to(self.device), self.settings, self._followed.get(kind))
+        return LayerPart(module, call, self.settings, self._followed.get(kind))
 
     def shell(self, micro_batch_size: int) -> ShellPart:
         """Embedding, norm, head and loss, ready to run."""
-        calls = self._calls_for(micro_batch_size)
-        return ShellPart(self.skeleton, self.batch(micro_batch_size), calls)
+        return ShellPart(self.skeleton, self.batch(micro_batch_size))
 
     def whole(self) -> Any:
         """The whole model on the device. The parts are dropped first."""
@@ -90,7 +87,6 @@ class PartsBuilder:
     def release(self) -> None:
         """Frees what the builder holds on the device and on the host."""
         self._skeleton = None
-        self._calls.clear()
 
     @property
     def skeleton(self) -> Skeleton:
@@ -103,10 +99,3 @@ class PartsBuilder:
                     f"{len(self._skeleton.layers)} layers were built, {len(self.kinds)} expected"
                 )
         return self._skeleton
-
-    def _calls_for(self, micro_batch_size: int) -> dict[int, LayerCall]:
-        """The captured calls for one micro-batch; only the latest are kept, since their tensors are large."""
-        if micro_batch_size not in self._calls:
-            self._calls.clear()
-            self._calls[micro_batch_size] = self.skeleton.capture(self.batch(micro_batch_size))
-        return self._calls[micro_batch_size]

@@ -29,9 +29,10 @@ class _Gate(torch.autograd.Function):
 
 @dataclass
 class LayerRecord:
-    """What crossed a layer's border: its call, and the gradients of the floating-point tensors in and out."""
+    """What crossed a layer's border: its call and its output, and the floating-point tensors in and out."""
 
     call: LayerCall
+    output: Any
     inputs: list[Tensor]
     outputs: list[Tensor]
 
@@ -47,7 +48,7 @@ class LayerRecord:
 
     def stand_in(self) -> LayerStandIn:
         """What replaces this layer in the shell."""
-        return LayerStandIn(self.call.output, self.input_gradients)
+        return LayerStandIn(self.output, self.input_gradients)
 
 
 @dataclass
@@ -80,7 +81,7 @@ def run_reference(model: Any, layers: Sequence[nn.Module], batch: Mapping[str, T
             kept_output = map_tensors(output, lambda tensor: copied(tensor).detach())
             output = map_tensors(output, _gated)
             outputs = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-            records[index] = LayerRecord(LayerCall(kept_args, kept_kwargs, kept_output), inputs, outputs)
+            records[index] = LayerRecord(LayerCall(kept_args, kept_kwargs), kept_output, inputs, outputs)
             return output
 
         return forward

@@ -197,7 +197,7 @@ class _Check:
         part.clear_gradients()
         output = part.forward_all()
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-        known = [tensor for tensor in tensors_of(record.call.output) if tensor.is_floating_point()]
+        known = [tensor for tensor in tensors_of(record.output) if tensor.is_floating_point()]
         if len(floating) != len(known):
             raise DifferenceError(f"layer {index}: {len(floating)} outputs instead of {len(known)}")
         names = [f"layer {index}, output {place}" for place in range(len(known))]

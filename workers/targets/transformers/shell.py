@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states, passed_through
+from workers.targets.transformers.skeleton import Skeleton, hidden_states, passed_through
 from workers.targets.transformers.trees import map_tensors, tensors_of
 
 
@@ -56,12 +56,11 @@ class ShellPart:
     that is trained.
     """
 
-    def __init__(self, skeleton: Skeleton, batch: Mapping[str, Tensor], calls: Mapping[int, LayerCall]) -> None:
+    def __init__(self, skeleton: Skeleton, batch: Mapping[str, Tensor]) -> None:
         self.skeleton = skeleton
         self.batch = dict(batch)
-        self._outputs = {index: _outline(call, skeleton.device) for index, call in calls.items()}
-        last = calls[skeleton.representatives[-1]]
-        self._last_output = map_tensors(last.output, lambda tensor: tensor.to(skeleton.device))
+        self._outputs = skeleton.outputs(batch)
+        self._last_output = self._outputs[skeleton.representatives[-1]]
 
     @property
     def model(self) -> Any:
@@ -106,9 +105,3 @@ def bridged(output: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor | 
         gradients = None if gradients is None else [*gradients, None]
     made = iter(Bridge.apply(gradients, floating, *inputs))  # type: ignore[no-untyped-call]
     return map_tensors(output, lambda tensor: next(made) if tensor.is_floating_point() else tensor)
-
-
-def _outline(call: LayerCall, device: torch.device) -> Any:
-    """The output of `call` on `device`, without memory for the tensors that the hidden states will replace."""
-    shape = call.hidden.shape
-    return map_tensors(call.output, lambda tensor: tensor.to("meta" if tensor.shape == shape else device))

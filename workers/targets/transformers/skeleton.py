@@ -15,35 +15,24 @@ from workers.targets.transformers.kinds import find_layers
 from workers.targets.transformers.model import META, BuildSettings, Construction, build_model
 from workers.targets.transformers.trees import copied, map_tensors, signature, tensors_of
 
-HOST = torch.device("cpu")
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _EveryLayerCaptured(Exception):  # noqa: N818 - it ends a forward that has done its work
-    """Every layer's arguments are known, so that the head need not run."""
+class _Reached(Exception):  # noqa: N818 - it ends a forward that has done its work
+    """What was wanted of the layers is known, so that the rest of the model need not run."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How a model calls a layer of one kind: its arguments, and the shape of what comes back.
-
-    args, kwargs: as the model passes them, tensors copied at once
-    output:       the layer's output, detached
-    """
+    """How a model calls a layer: its arguments, as the model passes them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any
 
     @property
     def hidden(self) -> Tensor:
         """The hidden states that go in."""
         return hidden_states(self.args, self.kwargs)
-
-    def to(self, device: torch.device) -> LayerCall:
-        """The same call with copies of its tensors on `device`."""
-        args, kwargs, output = map_tensors((self.args, self.kwargs, self.output), lambda tensor: copied(tensor, device))
-        return LayerCall(args, kwargs, output)
 
 
 class Skeleton:
@@ -103,14 +92,43 @@ class Skeleton:
             raise UnsupportedModelError("the layers are copies of one another, not constructed one by one")
         return model, [places[id(layer)] for layer in layers]
 
-    def capture(self, batch: Mapping[str, Tensor], keep_on: torch.device = HOST) -> dict[int, LayerCall]:
-        """How the model calls each representative for `batch`, by its index; tensors lie on `keep_on`.
+    def call(self, batch: Mapping[str, Tensor], index: int) -> LayerCall:
+        """How the model calls a representative for `batch`. The forward ends there."""
+        found: list[LayerCall] = []
 
-        One forward runs up to the last layer, each representative once. UnsupportedModelError if a layer is called more
-        than once or never, or if two layers of a kind are called with arguments of different shapes.
+        def taken(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if at != index:
+                return self._outline(at, args, kwargs)
+            found.append(LayerCall(args, kwargs))
+            raise _Reached
+
+        self._walk(batch, taken)
+        return found[0]
+
+    def outputs(self, batch: Mapping[str, Tensor]) -> dict[int, Any]:
+        """What each representative returns for `batch`, by its index.
+
+        The one of the last layer has its values. In the others, tensors that the hidden states replace have none.
+        UnsupportedModelError if two layers of a kind are called with arguments of different shapes.
         """
-        calls: dict[int, LayerCall] = {}
+        found: dict[int, Any] = {}
+        last = self.representatives[-1]
+
+        def taken(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found[at] = self._output(at, args, kwargs) if at == last else self._outline(at, args, kwargs)
+            return found[at]
+
+        self._walk(batch, taken)
+        return found
+
+    def _walk(self, batch: Mapping[str, Tensor], taken: Handler) -> None:
+        """One forward up to the last layer, or until `taken` ends it; it is called once for each representative.
+
+        UnsupportedModelError if a layer is called more than once or never, or if two layers of a kind are called with
+        arguments of different shapes.
+        """
         signatures: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
 
         def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if index in signatures:
@@ -118,18 +136,18 @@ class Skeleton:
             signatures[index] = signature((args, kwargs))
             kind = self.representatives[index]
             if index == kind:
-                calls[kind] = self._captured(index, args, kwargs, keep_on)
+                outputs[kind] = taken(index, args, kwargs)
             elif signatures[index] != signatures[kind]:
                 raise UnsupportedModelError(f"layers {kind} and {index} look alike but get arguments of other shapes")
             if len(signatures) == len(self.layers):
-                raise _EveryLayerCaptured
-            return passed_through(calls[kind].output, hidden_states(args, kwargs))
+                raise _Reached
+            return passed_through(outputs[kind], hidden_states(args, kwargs))
 
         try:
             with self.stubbed(handle):
                 self.run(batch)
-        except _EveryLayerCaptured:
-            return calls
+        except _Reached:
+            return
         missing = sorted(set(range(len(self.layers))) - set(signatures))
         raise UnsupportedModelError(f"the model does not call its layer {missing[0]}")
 
@@ -149,12 +167,15 @@ class Skeleton:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
 
-    def _captured(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], keep_on: torch.device) -> LayerCall:
-        kept_args, kept_kwargs = map_tensors((args, kwargs), lambda tensor: copied(tensor, keep_on))
+    def _output(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]
-        output = type(layer).forward(layer, *args, **kwargs)
-        kept_output = map_tensors(output, lambda tensor: copied(tensor, keep_on))
-        return LayerCall(kept_args, kept_kwargs, kept_output)
+        return map_tensors(type(layer).forward(layer, *args, **kwargs), copied)
+
+    def _outline(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a layer, without memory for the tensors that the hidden states will replace."""
+        shape = hidden_states(args, kwargs).shape
+        output = self._output(index, args, kwargs)
+        return map_tensors(output, lambda tensor: tensor.to("meta") if tensor.shape == shape else tensor)
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
