@@ -29,6 +29,7 @@ from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.queue_settings import QueueSettings
+from storage.reuse import find_answer, offer_of, software_of
 from storage.run_reports import find_reported_runs
 from storage.steps import claim_event, step_values
 from storage.submission import insert_submission
@@ -80,7 +81,8 @@ class Queue:
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
         with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another
         target is left. `description` of the hardware goes into the event. If another version stored the job and this
-        one cannot read it, the job is ended and the next one is taken.
+        one cannot read it, the job is ended and the next one is taken. A job that a stored answer serves is ended
+        with that.
         """
         self._end_abandoned(jobs.c.cancel_requested | self._is_exhausted())
         conditions = (
@@ -110,6 +112,7 @@ class Queue:
                 owner=owner,
                 attempt=jobs.c.attempt + 1,
                 lease_expires_at=self.database.clock(self.settings.lease),
+                software=_software(targets),
                 started_at=sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
                 waiting_reason=None,
                 not_before=None,
@@ -131,7 +134,7 @@ class Queue:
                 draft = claim_event(row.attempt, owner, description, measured, len(documents))
                 insert_events(self.database, connection, row.id, row.last_seq, [draft])
             claim = self._open_claim(job_from_row(row), owner, documents)
-            if claim is not None:
+            if claim is not None and not self._answer_from_stored(claim, fingerprint, num_devices, targets):
                 return claim
 
     def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
@@ -338,6 +341,19 @@ class Queue:
             return None
         return Claim(job, job.request, lease, history)
 
+    def _answer_from_stored(self, claim: Claim, fingerprint: str, num_devices: int, targets: Mapping[str, str]) -> bool:
+        """End a claimed job that has measured nothing yet with a stored answer, if there is one; return whether."""
+        if claim.history:
+            return False
+        offer = offer_of(claim.request, fingerprint, num_devices, targets)
+        stored = find_answer(self.database, claim.request, [offer])
+        if stored is None:
+            return False
+        values = {**stored.values, **end_values(self.database, JobState.SUCCEEDED, None)}
+        with self.database.begin() as connection:
+            write_job(self.database, connection, claim.lease, stored.drafts, **values)
+        return True
+
     def _put_back(
         self,
         connection: sa.Connection,
@@ -378,3 +394,9 @@ def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:
     if cancel_requested is None:
         raise LeaseLostError(lease)
     return HeartbeatStatus(cancel_requested)
+
+
+def _software(targets: Mapping[str, str]) -> sa.ColumnElement[str | None]:
+    """Return what a job that is claimed has been measured with: null if an earlier claim had other versions."""
+    own = sa.case({target: software_of(target, targets) for target in targets}, value=jobs.c.target)
+    return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)

@@ -94,8 +94,25 @@ jobs = sa.Table(
     sa.Column("version", sa.Integer, nullable=False, doc="Grows with every visible change."),
     sa.Column("idempotency_key", sa.String(255), unique=True),
     sa.Column("body_hash", sa.String(64)),
+    sa.Column(
+        "request_key", sa.String(64), index=True, doc="Equal for requests that ask the same; null: never reused."
+    ),
+    sa.Column("software", sa.String(255), doc="What measured it, with versions; null if that changed on the way."),
+    sa.Column("serves_up_to", sa.Integer, doc="The highest confidence target of a request that the answer serves."),
+    sa.Column("reused_from", sa.String(32), doc="The job that measured the answer, which may be deleted by now."),
+    sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
+    sa.Index(None, "model_name", "created_at"),
+)
+
+labels = sa.Table(
+    f"{PREFIX}labels",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("key", sa.String(63), primary_key=True),
+    sa.Column("value", sa.String(128), nullable=False),
+    sa.Index(None, "key", "value", "job_id"),
 )
 
 events = sa.Table(
@@ -140,6 +157,8 @@ workers = sa.Table(
     sa.Column("device_name", sa.String(255), nullable=False),
     sa.Column("num_devices", sa.Integer, nullable=False),
     sa.Column("fingerprint", sa.String(64), nullable=False),
+    sa.Column("devices", sa.String(255), nullable=False, server_default=""),
+    sa.Column("versions", _JSON, nullable=False, server_default="{}", doc="Of what it measures with, by name."),
     sa.Column("targets", _JSON, nullable=False, server_default="{}", doc="The version of each target, by name."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
 
 import sqlalchemy as sa
 
 from storage.database import Database
-from storage.tables import workers
+from storage.jobs import JobState
+from storage.tables import jobs, workers
 
 LIVE_WITHIN = timedelta(seconds=15)
 """A worker that has not been seen for longer counts as gone."""
@@ -24,7 +27,9 @@ _KEEP = timedelta(days=1)
 class WorkerInfo:
     """What a worker reports about itself.
 
-    `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name.
+    `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
+    and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
+    that one and three more.
     """
 
     id: str
@@ -35,6 +40,16 @@ class WorkerInfo:
     num_devices: int
     fingerprint: str
     targets: Mapping[str, str] = field(default_factory=dict)
+    devices: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class WorkerState(StrEnum):
+    """What a worker does."""
+
+    IDLE = "idle"
+    MEASURING = "measuring"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,17 @@ class RegisteredWorker:
     """A worker and when it was last seen."""
 
     info: WorkerInfo
+    started_at: datetime
+    last_seen_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWorker:
+    """A worker that lives, or that was lost within a day. `job_id` is the job that it measures, or measured last."""
+
+    info: WorkerInfo
+    state: WorkerState
+    job_id: str | None
     started_at: datetime
     last_seen_at: datetime
 
@@ -77,14 +103,35 @@ def list_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) ->
 def select_workers(database: Database, connection: sa.Connection, *, live_within: timedelta) -> list[RegisteredWorker]:
     """`list_workers` within a transaction."""
     query = sa.select(workers).where(workers.c.last_seen_at >= database.clock(-live_within)).order_by(workers.c.id)
+    return [RegisteredWorker(_info_of(row), row.started_at, row.last_seen_at) for row in connection.execute(query)]
+
+
+def list_known_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) -> list[KnownWorker]:
+    """Return the workers that live, and those that were lost and not removed yet, ordered by id.
+
+    A worker that shuts down is removed. One that is killed stays for a day.
+    """
+    alive = (workers.c.last_seen_at >= database.clock(-live_within)).label("alive")
+    owned = sa.and_(jobs.c.owner == workers.c.id, jobs.c.state == JobState.RUNNING.value)
+    query = (
+        sa.select(workers, alive, jobs.c.id.label("job_id"))
+        .join(jobs, owned, isouter=True)
+        .where(workers.c.last_seen_at >= database.clock(-_KEEP))
+        .order_by(workers.c.id, jobs.c.lease_expires_at)  # of several, the last one holds: others await another owner
+    )
+    with database.read() as connection:
+        rows = {row.id: row for row in connection.execute(query)}
     return [
-        RegisteredWorker(
-            WorkerInfo(
-                *(row.id, row.host, row.pid, row.device_kind, row.device_name, row.num_devices, row.fingerprint),
-                targets=row.targets,
-            ),
-            row.started_at,
-            row.last_seen_at,
-        )
-        for row in connection.execute(query)
+        KnownWorker(_info_of(row), _state_of(row), row.job_id, row.started_at, row.last_seen_at)
+        for row in rows.values()
     ]
+
+
+def _state_of(row: sa.Row[Any]) -> WorkerState:
+    if not row.alive:
+        return WorkerState.LOST
+    return WorkerState.IDLE if row.job_id is None else WorkerState.MEASURING
+
+
+def _info_of(row: sa.Row[Any]) -> WorkerInfo:
+    return WorkerInfo(**{part.name: getattr(row, part.name) for part in fields(WorkerInfo)})

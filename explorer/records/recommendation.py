@@ -186,6 +186,11 @@ class VariantAnswer(Frozen):
     recommendation: Recommendation | None
     reason: str | None = None
     remedies: tuple[Relaxation, ...] = ()
+    completed_target: int | None = Field(
+        None,
+        description="The confidence target of a search that ended by its own rule; null if its budget or failing "
+        "trials ended it.",
+    )
 
     @classmethod
     def without_model(cls, reason: str) -> VariantAnswer:
@@ -203,3 +208,17 @@ class Answer(Frozen):
     def recommendation(self) -> Recommendation | None:
         """The recommendation of the main variant."""
         return self.variants[0].recommendation
+
+    @property
+    def serves_up_to(self) -> int | None:
+        """The highest confidence target of a request that this answers; null if a variant has no recommendation.
+
+        A search that ended by its own rule serves what asked for it, although whole models may have lowered the
+        confidence after it.
+        """
+        found = []
+        for variant in self.variants:
+            if variant.recommendation is None:
+                return None
+            found.append(max(variant.recommendation.confidence, variant.completed_target or 0))
+        return min(found)

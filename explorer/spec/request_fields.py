@@ -10,6 +10,7 @@ from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
 from explorer.spec.execution import Execution, Kernels
+from explorer.spec.labels import Labels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import (
     BackendName,
@@ -127,6 +128,9 @@ class RequestFields(Frozen):
         "bexp",
         description="The Optuna sampler that suggests trials: our own, or a stock one to compare with. Recommendation "
         "and confidence are computed alike for all.",
+    )
+    labels: Labels = Field(
+        default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."
     )
 
     notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(

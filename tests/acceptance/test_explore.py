@@ -12,7 +12,8 @@ import pytest
 
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
-from storage.jobs import JobState, get_job, list_jobs
+from storage.jobs import JobState, get_job
+from storage.listing import list_jobs
 from storage.queue import Queue
 from storage.schema import upgrade
 from tests.acceptance.conftest import TINY, Machine, await_gone, profilers_of, wait_for

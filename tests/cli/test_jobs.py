@@ -42,9 +42,9 @@ def config(tmp_path: Path) -> Path:
 def _empty(queue: Queue) -> Any:
     yield
     for state in (JobState.QUEUED, JobState.RUNNING):
-        from storage.jobs import list_jobs
+        from storage.listing import JobFilter, list_jobs
 
-        for job in list_jobs(queue.database, state=state)[0]:
+        for job in list_jobs(queue.database, JobFilter(state=state))[0]:
             queue.request_cancel(job.id)
 
 

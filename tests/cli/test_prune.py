@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from api.cli import app
 from api.cli.errors import ExitCode
 from storage.database import Database
-from storage.jobs import JobState, list_jobs
+from storage.jobs import JobState
+from storage.listing import list_jobs
 from storage.queue import Queue
 from tests.contracts.samples import make_request
 

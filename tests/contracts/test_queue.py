@@ -23,8 +23,9 @@ from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
+from storage.jobs import JobNotFoundError, JobState, get_job
 from storage.leases import Claim, HardwareMismatchError, Lease, LeaseLostError
+from storage.listing import JobFilter, list_jobs
 from storage.queue import Queue
 from storage.queue_settings import QueueSettings
 from storage.submission import IdempotencyConflictError
@@ -185,7 +186,7 @@ def test_jobs_are_listed_newest_first_by_page_and_state(database: Database) -> N
         seen += [job.id for job in page]
     assert cursor is None
     assert seen == ids[::-1]
-    running, _ = list_jobs(database, state=JobState.RUNNING)
+    running, _ = list_jobs(database, JobFilter(state=JobState.RUNNING))
     assert [job.id for job in running] == ids[:1]
     for wrong in ("nonsense", "é", "MjAyNC0wMS0wMX4"):
         with pytest.raises(ValueError, match="cursor"):

@@ -16,7 +16,8 @@ import storage.migrations
 from explorer.formats.request import parse_request
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import get_job, list_jobs
+from storage.jobs import get_job
+from storage.listing import list_jobs
 from storage.queue import Queue
 from storage.schema import VERSION_TABLE, include_name, is_current, upgrade
 from storage.tables import metadata

@@ -10,7 +10,8 @@ import sqlalchemy as sa
 from explorer.search.explore import explore
 from storage.compact import DEFLATED, PLAIN, pack, unpack
 from storage.database import Database
-from storage.jobs import JobState, list_jobs
+from storage.jobs import JobState
+from storage.listing import list_jobs
 from storage.queue import Queue
 from storage.trials import read_all_trials
 from tests.contracts.samples import make_trial

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from storage.database import Database
-from storage.jobs import JobState, get_job, list_jobs
+from storage.jobs import JobState, get_job
+from storage.listing import list_jobs
 from storage.queue import Queue
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore

@@ -55,6 +55,7 @@ class Worker:
         host = socket.gethostname()
         self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
         self._host = host
+        self._device = device
         self._queue = queue
         self._profiler = profiler
         self._explore = explore
@@ -81,6 +82,8 @@ class Worker:
                 num_devices=hardware.num_devices,
                 fingerprint=hardware.fingerprint,
                 targets=self._targets,
+                devices=self._device,
+                versions=hardware.versions.model_dump(exclude_none=True),
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
