@@ -12,6 +12,7 @@ from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, job_from_row, select_row
+from storage.notifications import QUEUED_JOBS, notify
 from storage.tables import jobs
 
 
@@ -60,6 +61,7 @@ def insert_submission(
                 )
             )
             insert_events(database, connection, job_id, 1 + len(drafts), [draft, *drafts])
+            notify(database, connection, QUEUED_JOBS)
             row = select_row(connection, job_id)
         return job_from_row(row), True
     except sa.exc.IntegrityError:
