@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from api.background import Beat, Supervisor
 from api.metrics import Metrics
 from api.settings import ServiceSettings
-from api.streams import EventFeed
+from api.streams import LISTENING_POLL_SECONDS, EventFeed
 from storage.database import Database, DatabaseLimits, open_database
 from storage.probe import try_write
 from storage.queue import Queue
@@ -66,7 +66,7 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
     feed = EventFeed(database, poll_seconds=settings.poll_seconds, keep_alive_seconds=settings.keep_alive_seconds)
     supervisor = Supervisor()
     service = Service(settings, database, Queue(database), feed, metrics, supervisor, WriteProbe(database))
-    supervisor.start("events", feed.run, interval_seconds=settings.poll_seconds)
+    supervisor.start("events", feed.run, interval_seconds=max(settings.poll_seconds, LISTENING_POLL_SECONDS))
     supervisor.start("waiting", partial(_note_waiting, service), interval_seconds=settings.waiting_check_seconds)
     try:
         yield service

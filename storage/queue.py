@@ -28,6 +28,7 @@ from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
+from storage.notifications import QUEUED_JOBS, notify
 from storage.queue_settings import QueueSettings
 from storage.reuse import find_answer, offer_of, software_of
 from storage.run_reports import find_reported_runs
@@ -371,6 +372,7 @@ class Queue:
             "not_before": None if wait is None else self.database.clock(wait),
         }
         write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
+        notify(self.database, connection, QUEUED_JOBS)
 
     def _is_exhausted(self) -> sa.ColumnElement[bool]:
         return jobs.c.attempt - jobs.c.num_releases >= self.settings.max_attempts

@@ -14,6 +14,7 @@ from explorer.spec.request_key import request_key
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, job_from_row, select_row
+from storage.notifications import QUEUED_JOBS, notify
 from storage.reuse import find_answer_of_live
 from storage.tables import jobs, labels
 
@@ -68,6 +69,8 @@ def insert_submission(
             connection.execute(sa.insert(jobs).values(**values, **times, last_seq=len(drafts)))
             _insert_labels(connection, job_id, request.labels)
             insert_events(database, connection, job_id, len(drafts), drafts)
+            if stored is None:
+                notify(database, connection, QUEUED_JOBS)
             row = select_row(connection, job_id)
         return job_from_row(row), True
     except sa.exc.IntegrityError:

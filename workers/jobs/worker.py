@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.hardware import HardwareSpec
-from storage.database import DATABASE_TROUBLE
+from storage.database import DATABASE_TROUBLE, Database
 from storage.leases import Claim
+from storage.notifications import Listener
 from storage.queue import Queue
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
@@ -23,6 +24,9 @@ from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInt
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
 """How long an idle worker waits before it asks for a job again, unless its settings say otherwise."""
+
+LISTENING_FACTOR = 4
+"""So much longer waits an idle worker that is told of queued jobs. A lease that runs out is not told."""
 
 START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
 """The pauses before a device that was usable is tried again."""
@@ -63,7 +67,9 @@ class Worker:
         self._targets = dict(installed_targets() if targets is None else targets)
         self._max_poll_seconds = max_poll_seconds
         self._start_pauses_seconds = tuple(start_pauses_seconds)
+        self._listener: Listener | None = None
         self._stopping = threading.Event()
+        self._noticed = threading.Event()
 
     def run(self, *, max_jobs: int | None = None) -> None:
         """Claim and run jobs until `stop` is called, or `max_jobs` have been run.
@@ -97,7 +103,21 @@ class Worker:
     def stop(self) -> None:
         """End soon. A running job is put back into the queue, and keeps its measurements."""
         self._stopping.set()
+        self._noticed.set()
         self._profiler.interrupt()
+
+    def rely_on(self, listener: Listener) -> None:
+        """Poll LISTENING_FACTOR times less often while `listener`, which calls `notice`, listens for queued jobs."""
+        self._listener = listener
+
+    def notice(self) -> None:
+        """Ask for a job soon, because one may have been queued. May be called from any thread."""
+        self._noticed.set()
+
+    @property
+    def database(self) -> Database:
+        """Where it looks for jobs."""
+        return self._queue.database
 
     def _find_hardware(self) -> HardwareSpec:
         """Return the device. A process that is killed as it starts is no fault of the device: another one is started.
@@ -137,10 +157,14 @@ class Worker:
         num_jobs = 0
         pause = MIN_POLL_SECONDS
         while not self._stopping.is_set() and num_jobs != max_jobs:
+            self._noticed.clear()  # before the claim, which then sees what was queued earlier
             claim = self._claim(hardware)
             if claim is None:
-                self._stopping.wait(pause)
-                pause = min(2 * pause, self._max_poll_seconds)
+                if self._stopping.is_set():  # since before the event was cleared
+                    break
+                self._noticed.wait(pause)
+                is_told = self._listener is not None and self._listener.is_listening
+                pause = min(2 * pause, self._max_poll_seconds * (LISTENING_FACTOR if is_told else 1))
                 continue
             pause = MIN_POLL_SECONDS
             num_jobs += 1
