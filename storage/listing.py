@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import sqlalchemy as sa
@@ -24,7 +23,7 @@ class JobFilter:
 
     state: JobState | None = None
     model: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: tuple[tuple[str, str], ...] = ()
 
     def conditions(self) -> list[sa.ColumnElement[bool]]:
         """Return what a row of `jobs` must meet."""
@@ -33,7 +32,7 @@ class JobFilter:
             found.append(jobs.c.state == self.state.value)
         if self.model is not None:
             found.append(jobs.c.model_name == self.model)
-        for key, value in self.labels.items():
+        for key, value in self.labels:
             labelled = sa.select(labels.c.job_id).where(labels.c.key == key, labels.c.value == value)
             found.append(jobs.c.id.in_(labelled))
         return found

@@ -10,27 +10,22 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from api import bodies, examples
 from api.negotiation import accepts_json
-from api.problems import invalid_parameter
+from api.problems import ProblemException, invalid_parameter
 from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from api.service import ServiceDep
 from explorer.formats.document import FormatError
 from explorer.formats.request import parse_request
+from explorer.spec.labels import MAX_LABELS, parse_label
 from explorer.spec.target import LOCAL
-from storage.jobs import (
-    InvalidCursorError,
-    Job,
-    JobNotFoundError,
-    JobState,
-    JobSummary,
-    get_job,
-    get_summary,
-    list_jobs,
-)
+from storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
+from storage.listing import InvalidCursorError, JobFilter, list_jobs
+from storage.pruning import JobNotFinishedError, delete_job
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
 
 _HERE = "/v1/explorations"
 _ONE = exploration_path(examples.JOB_ID)
+_LOCATION: dict[str, Any] = {"headers": {"Location": {"description": "The exploration.", "schema": {"type": "string"}}}}
 _ETAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
@@ -70,8 +65,10 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
     status_code=HTTPStatus.ACCEPTED,
     summary="Submit an exploration",
     responses={
-        202: examples.example(examples.QUEUED, description="Queued")
-        | {"headers": {"Location": {"description": "The exploration.", "schema": {"type": "string"}}}},
+        202: examples.example(examples.QUEUED, description="Queued") | _LOCATION,
+        201: examples.example(examples.ANSWERED, description="Answered at once from what is stored")
+        | _LOCATION
+        | {"model": Exploration},
         **examples.problems(
             _HERE,
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -105,7 +102,11 @@ def submit_exploration(
         ),
     ] = None,
 ) -> Exploration:
-    """Queue an exploration. A worker will run it."""
+    """Queue an exploration, which a worker will run.
+
+    If the same request has been measured on the hardware and with the versions of a live worker, the exploration has
+    that answer and ends at once: 201. `fresh: true` in the request measures again.
+    """
     if idempotency_key is not None and not re.fullmatch(
         r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?", idempotency_key
     ):
@@ -115,7 +116,9 @@ def submit_exploration(
         raise FormatError(
             [(("target",), f"'{LOCAL}' is a file on somebody's machine; `bexp explore` measures it there")]
         )
-    job, _ = service.queue.enqueue(request, idempotency_key=idempotency_key)
+    job, is_new = service.queue.enqueue(request, idempotency_key=idempotency_key)
+    if is_new and job.state.is_final:
+        response.status_code = HTTPStatus.CREATED
     response.headers["Location"] = exploration_path(job.id)
     return Exploration.of_job(job)
 
@@ -133,12 +136,32 @@ def list_explorations(
     state: Annotated[
         JobState | None, Query(description="List only explorations in this state.", examples=["running"])
     ] = None,
+    model: Annotated[
+        str | None, Query(max_length=128, description="List only explorations of this model.", examples=["tiny-moe"])
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        Query(
+            max_length=MAX_LABELS,
+            description="List only explorations with this label, `key=value`. Several must all be there.",
+            examples=[["team=search"]],
+        ),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
-    """One page of explorations."""
+    """One page of explorations.
+
+    A cursor is a place in the order of submission: no exploration comes twice or is missed because others are added or
+    deleted meanwhile.
+    """
     try:
-        jobs, next_cursor = list_jobs(service.database, state=state, limit=limit, cursor=cursor)
+        labels = [parse_label(text) for text in label or ()]
+    except ValueError as error:
+        raise invalid_parameter("label", str(error)) from None
+    wanted = JobFilter(state, model, tuple(labels))
+    try:
+        jobs, next_cursor = list_jobs(service.database, wanted=wanted, limit=limit, cursor=cursor)
     except InvalidCursorError:
         raise invalid_parameter("cursor", "is not one that this list gave out") from None
     return ExplorationPage(items=[ExplorationSummary.of(job) for job in jobs], next_cursor=next_cursor)
@@ -173,6 +196,31 @@ def get_exploration(
     response.headers["ETag"] = f'"{job.version}"'
     response.headers["Cache-Control"] = "no-cache"
     return Exploration.of_job(job)
+
+
+@router.delete(
+    "/{exploration_id}",
+    status_code=HTTPStatus.NO_CONTENT,
+    summary="Delete an exploration that has ended",
+    responses={
+        204: {"description": "Deleted"},
+        **examples.problems(_ONE, HTTPStatus.NOT_FOUND),
+        **examples.problems(_ONE, HTTPStatus.CONFLICT, shown=examples.NOT_FINISHED),
+    },
+)
+def delete_exploration(job_id: JobIdDep, service: ServiceDep) -> None:
+    """Delete an exploration with its log, trials, study and run reports. Streams of its log end.
+
+    409 for one that has not ended: cancel it first. Explorations that were answered from it keep their answers.
+    """
+    try:
+        delete_job(service.database, job_id)
+    except JobNotFinishedError as error:
+        raise ProblemException(
+            HTTPStatus.CONFLICT,
+            f"The exploration is {error.state}: end it first with POST {exploration_path(job_id)}/cancel.",
+            name="not-finished",
+        ) from None
 
 
 @router.post(

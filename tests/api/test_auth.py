@@ -17,6 +17,7 @@ PROTECTED = [
     ("GET", "/v1/explorations"),
     ("POST", "/v1/explorations"),
     ("GET", "/v1/explorations/0"),
+    ("DELETE", "/v1/explorations/0"),
     ("POST", "/v1/explorations/0/cancel"),
     ("GET", "/v1/explorations/0/events"),
     ("GET", "/v1/explorations/0/log"),
@@ -24,6 +25,7 @@ PROTECTED = [
     ("GET", "/v1/explorations/0/trials"),
     ("GET", "/v1/explorations/0/run-reports"),
     ("POST", "/v1/explorations/0/run-reports"),
+    ("GET", "/v1/workers"),
     ("GET", "/v1/schema"),
     ("GET", "/metrics"),
 ]

@@ -1,0 +1,19 @@
+"""The workers that measure explorations."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends
+
+from api import examples
+from api.negotiation import accepts_json
+from api.resources import WorkerList, WorkerResource
+from api.service import ServiceDep
+from storage.workers import list_known_workers
+
+router = APIRouter(prefix="/v1/workers", tags=["workers"], dependencies=[Depends(accepts_json)])
+
+
+@router.get("", summary="List the workers", responses={200: examples.example(examples.WORKERS)})
+def list_workers(service: ServiceDep) -> WorkerList:
+    """What each worker measures with, and what it does. One that shut down is not listed; a lost one is, for a day."""
+    return WorkerList(items=[WorkerResource.of(worker) for worker in list_known_workers(service.database)])
