@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
@@ -30,6 +30,7 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """What an id may be. A service is not trusted with more: the id becomes a part of a path, here and there."""
 
 NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
+NOT_FINISHED = "urn:bexp:problem:not-finished"
 NOTE_HEADER = "Bexp-Export-Note"
 """A header for each line that belongs to an export whose format has no comments."""
 _JSON = {"Accept": "application/json"}
@@ -58,6 +59,32 @@ class ProblemError(Exception):
         return [str(self), *listed]
 
 
+class Reused(BaseModel):
+    """The exploration that measured an answer, and when it finished."""
+
+    model_config = ConfigDict(frozen=True)
+
+    exploration: str
+    measured_at: datetime
+
+
+class Worker(BaseModel):
+    """A worker as the service reports it. Fields that are not named here are kept."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    id: str
+    state: str
+    exploration: str | None
+    host: str
+    devices: str
+    num_devices: int
+    device_name: str
+    versions: dict[str, str]
+    targets: dict[str, str]
+    last_heartbeat_at: datetime
+
+
 class Job(BaseModel):
     """An exploration as the service reports it. Fields that are not named here are kept."""
 
@@ -66,6 +93,7 @@ class Job(BaseModel):
     id: Annotated[str, Field(pattern=f"^{JOB_ID.pattern}$")]
     state: JobState
     model: str
+    labels: dict[str, str] = Field(default_factory=dict)
     micro_batch_size: int | None = None
     confidence: int | None = None
     error: str | None = None
@@ -74,6 +102,7 @@ class Job(BaseModel):
     started_at: datetime | None = None
     finished_at: datetime | None = None
     request: ExplorationRequest | None = Field(None, description="Left out in lists.")
+    reused: Reused | None = Field(None, description="Null if the exploration measures its own answer.")
 
     @property
     def is_final(self) -> bool:
@@ -182,9 +211,17 @@ class Client:
         """Return one exploration."""
         return self._parse(Job, self._request("GET", _path(job_id)))
 
-    def list(self, *, state: JobState | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
-        """Return a page of explorations."""
-        asked = {"state": state, "limit": limit, "cursor": cursor}
+    def list(
+        self,
+        *,
+        state: JobState | None = None,
+        model: str | None = None,
+        labels: Sequence[str] = (),
+        limit: int | None = None,
+        cursor: str | None = None,
+    ) -> JobPage:
+        """Return a page of explorations, of those that have each of `labels`, `key=value`."""
+        asked = {"state": state, "model": model, "label": [*labels] or None, "limit": limit, "cursor": cursor}
         params = {key: value for key, value in asked.items() if value is not None}
         page = self._page(self._request("GET", "/v1/explorations", params=params))
         return JobPage(tuple(self._parse(Job, item) for item in page["items"]), page.get("next_cursor"))
@@ -192,6 +229,15 @@ class Client:
     def cancel(self, job_id: str) -> Job:
         """Cancel an exploration; its worker stops within seconds."""
         return self._parse(Job, self._request("POST", _path(job_id, "cancel")))
+
+    def delete(self, job_id: str) -> None:
+        """Delete an exploration that has ended, and all that belongs to it."""
+        self._send("DELETE", _path(job_id))
+
+    def workers(self) -> tuple[Worker, ...]:
+        """Return the workers that live, and those that were lost within a day."""
+        page = self._page(self._request("GET", "/v1/workers"))
+        return tuple(self._parse(Worker, item) for item in page["items"])
 
     def recommendation(self, job_id: str) -> Result | None:
         """Return the best candidate so far and, at the end, the whole answer; null while nothing is known."""

@@ -126,7 +126,7 @@ def _stored_answer(job: Job, row: sa.Row[Any]) -> StoredAnswer | None:
     values = {name: getattr(row, name) for name in _COPIED}
     values |= {"reused_from": job.id, "measured_at": job.finished_at}
     said = EventDraft(
-        code=EventCode.REUSED,
+        code=EventCode.ANSWERED,
         message=f"Answered from exploration {job.id} of {job.finished_at.astimezone(UTC):%Y-%m-%d %H:%M} GMT: the same "
         "request on the same hardware and versions. Ask with fresh=true to measure again",
         data={"exploration": job.id, "measured_at": job.finished_at.isoformat()},

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli import administration, explore, jobs, report, service
+from api.cli import administration, deletion, explore, jobs, report, service, workers
 from api.cli.errors import ExitCode, GuardedGroup, say
 
 app = typer.Typer(
@@ -31,6 +31,8 @@ app.command("best")(jobs.best)
 app.command("list")(jobs.list_)
 app.command("report")(report.report)
 app.command("cancel")(jobs.cancel)
+app.command("delete")(deletion.delete)
+app.command("workers")(workers.workers)
 app.command("serve")(service.serve)
 app.command("worker")(service.worker)
 app.command("doctor")(service.doctor)

@@ -46,6 +46,8 @@ def explore(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
+    labels: options.Label = None,
+    fresh: options.Fresh = False,
     fields: options.Set = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -69,6 +71,8 @@ def explore(
             "max_trials": max_trials,
             "confidence_target": confidence_target,
             "seed": seed,
+            "labels": options.parse_labels(labels),
+            "fresh": fresh or None,
             **options.parse_fields(fields),
         },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.job_ids import find_job
-from api.cli.results import conclude, document, print_json
+from api.cli.results import conclude, document, print_json, print_table
 from api.client import Client, Job, JobState, Result
 from api.text import slower_text
 from explorer.exports.exploration import UnknownFormatError
@@ -43,6 +43,8 @@ def submit(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
+    labels: options.Label = None,
+    fresh: options.Fresh = False,
     fields: options.Set = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
@@ -66,6 +68,8 @@ def submit(
             "max_trials": max_trials,
             "confidence_target": confidence_target,
             "seed": seed,
+            "labels": options.parse_labels(labels),
+            "fresh": fresh or None,
             **options.parse_fields(fields),
         },
     )
@@ -146,6 +150,9 @@ def best(
         typer.echo(size)
         if result is not None and result.target_version is not None:
             say(f"measured: {result.measured}")
+        if job.reused is not None:
+            at = f"{job.reused.measured_at.astimezone():%Y-%m-%d %H:%M}"
+            say(f"measured by exploration {job.reused.exploration}, {at}; `--fresh` measures again")
         for report in reports:
             say(render_run_report(report, known))
     for warning in () if exported is not None else _warnings(job, known, chosen):
@@ -181,22 +188,32 @@ def _warnings(job: Job, known: Recommendation, chosen: Recommendation | Dividing
 
 def list_(
     state: Annotated[JobState | None, typer.Option(help="List only explorations in this state.")] = None,
+    model: Annotated[str | None, typer.Option(help="List only explorations of the model with this name.")] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=VALUE", help="List only explorations with this label; may be repeated."),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the newest first.")] = 20,
     as_json: options.AsJson = False,
 ) -> None:
-    """List explorations, the newest first."""
+    """List explorations, the newest first.
+
+    Example: bexp list --label team=search --state succeeded
+    """
+    options.parse_labels(labels)
     with connect_or_embed() as client:
-        jobs = _newest(client, state, limit)
+        jobs = _newest(client, limit, state=state, model=model, labels=labels or ())
     if as_json:
         print_json([job.model_dump(mode="json") for job in jobs])
         return
-    rows = [("ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED")]
+    labelled = any(job.labels for job in jobs)
+    names = ("ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED")
+    rows = [names + ("LABELS",) * labelled]
     for job in jobs:
         created = f"{job.created_at.astimezone():%Y-%m-%d %H:%M:%S}"
-        rows.append((job.id, job.state, job.model, _or_dash(job.micro_batch_size), _or_dash(job.confidence), created))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        row = (job.id, job.state, job.model, _or_dash(job.micro_batch_size), _or_dash(job.confidence), created)
+        rows.append(row + (" ".join(f"{key}={value}" for key, value in job.labels.items()),) * labelled)
+    print_table(rows)
 
 
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:
@@ -218,11 +235,11 @@ def _watch(client: Client, job: Job, *, as_json: bool) -> ExitCode:
     return conclude(client, job.id, last, as_json=as_json)
 
 
-def _newest(client: Client, state: JobState | None, limit: int) -> list[Job]:
+def _newest(client: Client, limit: int, **wanted: Any) -> list[Job]:
     jobs: list[Job] = []
     cursor: str | None = None
     while len(jobs) < limit:
-        page = client.list(state=state, limit=min(100, limit - len(jobs)), cursor=cursor)
+        page = client.list(**wanted, limit=min(100, limit - len(jobs)), cursor=cursor)
         jobs += page.jobs
         cursor = page.next_cursor
         if cursor is None:

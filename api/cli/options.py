@@ -11,6 +11,7 @@ import typer
 from api.cli.errors import CommandError, ExitCode
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
+from explorer.spec.labels import parse_label
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import LOCAL
 
@@ -84,6 +85,11 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Set any field of the request, such as padding=right."),
 ]
+Label = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="Find the exploration by this later; may be repeated."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is stored already.")]
 Seed = Annotated[int | None, typer.Option(help="Seed for everything that is random.")]
 
 FIELDS = {
@@ -127,6 +133,19 @@ def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
             raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
         fields[name] = load_document(f"value: {value}")["value"]
     return fields
+
+
+def parse_labels(given: list[str] | None) -> dict[str, str] | None:
+    """Return the field of a request that `--label` stands for; null without any.
+
+    Raises CommandError if one is no label.
+    """
+    if not given:
+        return None
+    try:
+        return dict(parse_label(text) for text in given)
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, f"--label: {error}") from None
 
 
 def split_target(target: str | None) -> tuple[str | None, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -58,6 +59,13 @@ def terminal_width() -> int:
 def print_json(value: Any) -> None:
     """Print `value` for a program to read."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows whose columns are aligned; the first row has the names."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _dump(part: BaseModel | None) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ class EventCode(IntEnum):
     RESUMED = 106
     VARIANT = 107
     REAL_RUNS = 108
-    REUSED = 110
+    ANSWERED = 110
     TRIAL = 201
     RECOMMENDATION = 202
     WHOLE_MODEL = 203

@@ -73,7 +73,7 @@ def test_the_same_request_is_answered_at_once_where_a_live_worker_would_measure_
     assert (again.finished_at, again.attempt) != (None, 1)
     events = read_events(database, again.id)
     assert [event.code for event in events] == [
-        *(EventCode.QUEUED, EventCode.REUSED, EventCode.RECOMMENDATION, EventCode.SUCCEEDED)
+        *(EventCode.QUEUED, EventCode.ANSWERED, EventCode.RECOMMENDATION, EventCode.SUCCEEDED)
     ]
     assert again.last_seq == len(events)
     assert first.id in events[1].message
@@ -134,7 +134,7 @@ def test_a_worker_that_takes_a_job_answers_it_from_what_is_stored(database: Data
     assert claim.job.id == other.id
     for job_id in waiting:
         codes = [event.code for event in read_events(database, job_id)]
-        assert codes[:3] == [EventCode.QUEUED, EventCode.STARTED, EventCode.REUSED]
+        assert codes[:3] == [EventCode.QUEUED, EventCode.STARTED, EventCode.ANSWERED]
         assert codes[-1] is EventCode.SUCCEEDED
     add_worker(database)
     assert source(queue) == first.id  # an answer that was reused is traced to what measured it
