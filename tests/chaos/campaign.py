@@ -147,7 +147,7 @@ class _Campaign:
             with suppress(httpx.HTTPError, KeyError, ValueError):
                 reply = httpx.post(
                     f"{self._service.url}/v1/explorations",
-                    json={**self._request, "seed": number % 3},
+                    json={**self._request, "seed": number % 3, "fresh": True},
                     headers={"Idempotency-Key": key},
                     timeout=5,
                 )

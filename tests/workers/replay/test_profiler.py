@@ -139,7 +139,7 @@ def limited(steps: Any, stop_after: int | None, stopping: threading.Event) -> An
 def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: Database, path: Path) -> None:
     queue, whole = enqueue(sqlite_database, request())
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
-    _, cut = enqueue(sqlite_database, request())
+    _, cut = enqueue(sqlite_database, request(fresh=True))
     assert replay_job(queue, path, stop_after=3) is JobEnd.RELEASED
     assert len(read_trials(sqlite_database, cut.id)) == 3
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
