@@ -99,7 +99,9 @@ jobs = sa.Table(
     ),
     sa.Column("software", sa.String(255), doc="What measured it, with versions; null if that changed on the way."),
     sa.Column("serves_up_to", sa.Integer, doc="The highest confidence target of a request that the answer serves."),
-    sa.Column("reused_from", sa.String(32), doc="The job that measured the answer, which may be deleted by now."),
+    sa.Column(
+        "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
+    ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),

@@ -20,7 +20,8 @@ LIVE_WITHIN = timedelta(seconds=15)
 REPLAYED = ", replayed"
 """The end of the device's name of a worker that replays a recorded table, and takes only what the table answers."""
 
-_KEEP = timedelta(days=1)
+KEEP = timedelta(days=1)
+"""How long a worker stays in the list that went silent and did not shut down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class KnownWorker:
 def register_worker(database: Database, worker: WorkerInfo) -> None:
     """Enter a worker, replacing an entry of the same id; entries that are long dead are dropped."""
     with database.begin() as connection:
-        dead = workers.c.last_seen_at < database.clock(-_KEEP)
+        dead = workers.c.last_seen_at < database.clock(-KEEP)
         connection.execute(sa.delete(workers).where(dead | (workers.c.id == worker.id)))
         now = database.now(connection)
         connection.execute(sa.insert(workers).values(**asdict(worker), started_at=now, last_seen_at=now))
@@ -116,7 +117,7 @@ def list_known_workers(database: Database, *, live_within: timedelta = LIVE_WITH
     query = (
         sa.select(workers, alive, jobs.c.id.label("job_id"))
         .join(jobs, owned, isouter=True)
-        .where(workers.c.last_seen_at >= database.clock(-_KEEP))
+        .where(workers.c.last_seen_at >= database.clock(-KEEP))
         .order_by(workers.c.id, jobs.c.lease_expires_at)  # of several, the last one holds: others await another owner
     )
     with database.read() as connection:

@@ -79,5 +79,7 @@ router.add_api_route("/readyz", readyz, methods=["HEAD"], include_in_schema=Fals
     },
 )
 def read_metrics(service: ServiceDep) -> Response:
-    """Explorations by state, the age of the oldest queued one, live workers, trials by outcome, request latency."""
-    return Response(service.metrics.render(service.database, service.feed.num_watchers), media_type=metrics.MEDIA_TYPE)
+    """Explorations by state, how long they wait and take, workers, trials by outcome, request latency."""
+    troubled = service.supervisor.find_trouble() is not None
+    text = service.metrics.render(service.database, service.feed.num_watchers, is_troubled=troubled)
+    return Response(text, media_type=metrics.MEDIA_TYPE)

@@ -25,6 +25,7 @@ def upgrade() -> None:
     for name, kind in JOB_COLUMNS:
         op.add_column("bexp_jobs", sa.Column(name, kind))
     op.create_index("ix_bexp_jobs_request_key", "bexp_jobs", ["request_key"])
+    op.create_index("ix_bexp_jobs_reused_from", "bexp_jobs", ["reused_from"])
     op.create_index("ix_bexp_jobs_model_name_created_at", "bexp_jobs", ["model_name", "created_at"])
     op.add_column("bexp_workers", sa.Column("devices", sa.String(255), nullable=False, server_default=""))
     op.add_column("bexp_workers", sa.Column("versions", sa.JSON(), nullable=False, server_default="{}"))
@@ -48,6 +49,7 @@ def downgrade() -> None:
     for name in ("versions", "devices"):
         op.drop_column("bexp_workers", name)
     op.drop_index("ix_bexp_jobs_model_name_created_at", "bexp_jobs")
+    op.drop_index("ix_bexp_jobs_reused_from", "bexp_jobs")
     op.drop_index("ix_bexp_jobs_request_key", "bexp_jobs")
     for name, _ in reversed(JOB_COLUMNS):
         op.drop_column("bexp_jobs", name)
