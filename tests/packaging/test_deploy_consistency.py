@@ -106,7 +106,7 @@ def test_a_command_that_does_not_parse_is_noticed() -> None:
     with pytest.raises(Exception, match="No such option"):
         parse(["worker", "--devices", "cuda:0"])
     with pytest.raises(Exception, match="No such command"):
-        parse(["workers"])
+        parse(["labourer"])
 
 
 def test_what_runs() -> None:
