@@ -85,20 +85,21 @@ def unknown_names(expression: str, exported: Exported) -> list[str]:
     selected = [part for part in tree if isinstance(part, promql_parser.VectorSelector)]
     known = set(OF_PROMETHEUS)
     for selector in selected:
-        labels = exported.get(selector.name)
+        name = selector.name or ""
+        labels = exported.get(name)
         if labels is None:
-            found.append(selector.name)
+            found.append(name)
             continue
         known |= set(labels)
         for matcher in selector.matchers.matchers:
             values = labels.get(matcher.name)
             if values is None and matcher.name not in OF_PROMETHEUS:
-                found.append(f"{selector.name}.{matcher.name}")
+                found.append(f"{name}.{matcher.name}")
             asked = (
                 set(matcher.value.split("|")) if matcher.value.replace("|", "").replace("_", "").isalpha() else set()
             )
             if values is not None and not asked <= values:
-                found.append(f"{selector.name}.{matcher.name}={matcher.value}")
+                found.append(f"{name}.{matcher.name}={matcher.value}")
     assert selected, expression
     for part in tree:
         modifier = getattr(part, "modifier", None)
