@@ -153,3 +153,11 @@ tokens = sa.Table(
     sa.Column("digest", sa.String(64), nullable=False, doc="SHA-256 of the secret, in hexadecimal."),
     sa.Column("created_at", UTCDateTime, nullable=False),
 )
+
+leaders = sa.Table(
+    f"{PREFIX}leaders",
+    metadata,
+    sa.Column("role", sa.String(32), primary_key=True),
+    sa.Column("holder", sa.String(128), nullable=False),
+    sa.Column("expires_at", UTCDateTime, nullable=False),
+)
