@@ -101,7 +101,10 @@ class Clients:
         try:
             while not self._ended.is_set():
                 self.note_finished()
-                self._submit()
+                with suppress(httpx.HTTPError):
+                    httpx.get(f"{self._service.url}/healthz", timeout=1)
+                    self._service.note_answer()
+                    self._submit()
                 self._ended.wait(PAUSE_SECONDS)
         except BaseException as error:  # noqa: BLE001 - `stop` raises it in the campaign's thread
             self._errors.append(error)

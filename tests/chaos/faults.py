@@ -14,6 +14,9 @@ from random import Random
 from tests.chaos.databases import ChaosDatabase
 from tests.chaos.processes import LEASE_SECONDS, Service
 
+API_LIFE_SECONDS = 3.0
+"""An API that is killed sooner after its first answer would hardly serve anybody."""
+
 
 class Faults:
     """Kills, freezes and outages. `hurt` begins one, `tend` ends what is over and starts what has died."""
@@ -72,6 +75,9 @@ class Faults:
         return True
 
     def _kill_api(self) -> bool:
+        answers_since = self._service.api_answers_since
+        if answers_since is None or time.monotonic() - answers_since < API_LIFE_SECONDS:
+            return False
         self._service.api.kill()
         self._service.api.wait()
         return True

@@ -47,6 +47,11 @@ class Service:
         """Where the API answers."""
         return f"http://127.0.0.1:{self.port}"
 
+    def note_answer(self) -> None:
+        """Take note that the API answers."""
+        if self.api_answers_since is None:
+            self.api_answers_since = time.monotonic()
+
     def tend(self) -> None:
         """Start what has ended by itself or by a fault."""
         if self.api.poll() is not None:
@@ -94,6 +99,7 @@ class Service:
         self.exits[key] = self.exits.get(key, 0) + 1
 
     def _start_api(self) -> subprocess.Popen[bytes]:
+        self.api_answers_since: float | None = None
         return self._start("-m", "api.cli", "serve", "--port", str(self.port))
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
