@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from types import CodeType
 from typing import Any
+from urllib.parse import unquote
 
 import psutil
 import sqlalchemy as sa
@@ -45,8 +46,8 @@ WARM_UP = 500
 CLEAN_UP = 1000
 """Requests after which the explorations that were accepted are deleted."""
 
-MAX_CORPUS = 4000
-LARGE_SAMPLE = 200_000
+MAX_CORPUS = 1000
+MAX_KEPT_BYTES = 4000
 OWN_FOLDERS = tuple(str(ROOT / name) for name in ("api", "explorer", "storage"))
 
 
@@ -70,13 +71,23 @@ class Lines:
 
     def __init__(self) -> None:
         self.num_new = 0
-        self.is_guiding = sys.version_info >= (3, 12)
-        if self.is_guiding:
-            monitoring: Any = sys.monitoring  # type: ignore[attr-defined]  # of Python 3.12
-            monitoring.use_tool_id(monitoring.COVERAGE_ID, "bexp-fuzz")
-            monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, self._note)
-            monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.LINE)
-            self._disable = monitoring.DISABLE
+        self._monitoring: Any = getattr(sys, "monitoring", None)
+        if self._monitoring is not None:
+            tool, lines = self._monitoring.COVERAGE_ID, self._monitoring.events.LINE
+            self._monitoring.use_tool_id(tool, "bexp-fuzz")
+            self._monitoring.register_callback(tool, lines, self._note)
+            self._monitoring.set_events(tool, lines)
+
+    @property
+    def is_guiding(self) -> bool:
+        """Whether this Python reports lines."""
+        return self._monitoring is not None
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._monitoring is not None:
+            self._monitoring.set_events(self._monitoring.COVERAGE_ID, 0)
+            self._monitoring.free_tool_id(self._monitoring.COVERAGE_ID)
 
     def take(self) -> int:
         """Return the number of new lines since the last call."""
@@ -85,7 +96,7 @@ class Lines:
 
     def _note(self, code: CodeType, _: int) -> Any:
         self.num_new += code.co_filename.startswith(OWN_FOLDERS)
-        return self._disable
+        return self._monitoring.DISABLE
 
 
 async def call(app: Any, request: Request) -> int:
@@ -112,17 +123,23 @@ async def call(app: Any, request: Request) -> int:
     headers = [(b"host", b"127.0.0.1"), (b"content-length", str(len(request.body)).encode())]
     headers += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in request.headers]
     scope = {
-        **{
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": request.method,
-            "scheme": "http",
-        },
-        **{"path": _unquote(request.path), "raw_path": request.path.encode(), "query_string": request.query.encode()},
-        **{"root_path": "", "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)},
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": unquote(request.path, errors="replace"),
+        "raw_path": request.path.encode(),
+        "query_string": request.query.encode(),
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
     }
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:  # noqa: BLE001 - Starlette raises what it has answered with a 500 once more
+        status = status or 500
     return status
 
 
@@ -151,13 +168,14 @@ async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
             found.requests += 1
             statuses[status] += 1
             _judge(found, sent, status, taken)
-            if lines.take() and number >= 100 and len(corpus) < MAX_CORPUS:
+            if lines.take() and number >= 100 and len(corpus) < MAX_CORPUS and len(request.body) <= MAX_KEPT_BYTES:
                 corpus.append(request)
             if found.requests % CLEAN_UP == 0:
                 with database.begin() as connection:
                     connection.execute(sa.delete(jobs).where(jobs.c.id != known))
             if found.requests == WARM_UP:
                 first_bytes = process.memory_info().rss
+    lines.close()
     if first_bytes:
         found.growth_bytes = process.memory_info().rss - first_bytes
     found.corpus = len(corpus)
@@ -207,12 +225,6 @@ async def _running(app: Any) -> AsyncIterator[None]:
 
 def _rest(request: Request) -> tuple[str, tuple[tuple[str, str], ...], bytes]:
     return request.query, request.headers, request.body
-
-
-def _unquote(path: str) -> str:
-    from urllib.parse import unquote
-
-    return unquote(path, errors="replace")
 
 
 def _run(arguments: tuple[int, int, str, float]) -> Found:
