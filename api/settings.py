@@ -35,7 +35,8 @@ class ServiceSettings:
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
     `takes_local_target` is for a command that serves itself alone: its worker has a target that is named by its file.
     `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
-    start of a response may take. A job that no live worker can run fails after `max_wait_seconds`.
+    start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
+    deleted after `keep_days`, and the oldest beyond `keep_jobs`; null: all stay.
     """
 
     database_url: str
@@ -47,9 +48,16 @@ class ServiceSettings:
     body_seconds: float = 10.0
     answer_seconds: float = 4.5
     max_wait_seconds: float = 3600 * MAX_WAIT_HOURS
+    keep_days: float | None = None
+    keep_jobs: int | None = None
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
     waiting_check_seconds: float = 2.0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether finished jobs stay until somebody deletes them."""
+        return self.keep_days is None and self.keep_jobs is None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:

@@ -1,4 +1,4 @@
-"""Streams of a job's events. One query finds the jobs that have new ones, and one reads them for all clients of a job."""
+"""Streams of a job's events. One query finds the jobs with new events; one for each such job serves all its clients."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Listener:
     """A thread that listens to a channel of PostgreSQL, over one of the database's pooled connections.
 
     `receive` gets each message, in that thread. After each connect it gets null: messages may have been missed, so the
-    receiver should read what it waits for. A lost connection is opened again after a pause of at most 4 s. On SQLite nothing
-    happens, and `is_listening` stays false.
+    receiver should read what it waits for. A lost connection is opened again after a pause of at most 4 s. On SQLite
+    nothing happens, and `is_listening` stays false.
     """
 
     def __init__(self, database: Database, channel: str, receive: Callable[[str | None], None]) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 from sqlalchemy.types import TypeDecorator
 
-from storage.compact import CompactJSON, CompactText
+from storage.compact import CompactJSON, PackedJSON, PackedText
 
 PREFIX = "bexp_"
 
@@ -61,7 +61,7 @@ jobs = sa.Table(
     metadata,
     sa.Column("id", sa.String(32), primary_key=True),
     sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("request", _JSON, nullable=False),
+    sa.Column("request", CompactJSON, nullable=False),
     sa.Column("model_name", sa.String(128), nullable=False, server_default="unknown", doc="Of the request."),
     sa.Column("device_kind", sa.String(16)),
     sa.Column("target", sa.String(64), nullable=False, server_default="bexp", doc="A worker must have it."),
@@ -117,6 +117,7 @@ labels = sa.Table(
     sa.Index(None, "key", "value", "job_id"),
 )
 
+# A rowid would make SQLite store each primary key twice.
 events = sa.Table(
     f"{PREFIX}events",
     metadata,
@@ -124,8 +125,9 @@ events = sa.Table(
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("code", sa.Integer, nullable=False),
-    sa.Column("message", CompactText, nullable=False),
-    sa.Column("data", CompactJSON, nullable=False),
+    sa.Column("message", PackedText, nullable=False),
+    sa.Column("data", PackedJSON, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 trials = sa.Table(
@@ -138,6 +140,7 @@ trials = sa.Table(
     sa.Column("outcome", sa.String(16), nullable=False),
     sa.Column("trial", CompactJSON, nullable=False),
     sa.UniqueConstraint("job_id", "seq"),
+    sqlite_with_rowid=False,
 )
 
 run_reports = sa.Table(
@@ -173,4 +176,12 @@ tokens = sa.Table(
     sa.Column("prefix", sa.String(16), nullable=False, index=True),
     sa.Column("digest", sa.String(64), nullable=False, doc="SHA-256 of the secret, in hexadecimal."),
     sa.Column("created_at", UTCDateTime, nullable=False),
+)
+
+leaders = sa.Table(
+    f"{PREFIX}leaders",
+    metadata,
+    sa.Column("role", sa.String(32), primary_key=True),
+    sa.Column("holder", sa.String(128), nullable=False),
+    sa.Column("expires_at", UTCDateTime, nullable=False),
 )

@@ -35,6 +35,12 @@ def serve(
             min=0.001, help="Fail an exploration that no running worker can run after so many hours in the queue."
         ),
     ] = MAX_WAIT_HOURS,
+    keep_days: Annotated[
+        float | None, typer.Option(min=0.0, help="Delete finished explorations that are older. Default: never.")
+    ] = None,
+    keep_jobs: Annotated[
+        int | None, typer.Option(min=0, help="Keep so many finished explorations, the newest ones. Default: all.")
+    ] = None,
 ) -> None:
     """Serve the REST API."""
     from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
@@ -44,7 +50,13 @@ def serve(
     try:
         with database_errors():
             serve_api(
-                ServiceSettings(told.database_url, require_token=require_token, max_wait_seconds=3600 * max_wait_hours),
+                ServiceSettings(
+                    told.database_url,
+                    require_token=require_token,
+                    max_wait_seconds=3600 * max_wait_hours,
+                    keep_days=keep_days,
+                    keep_jobs=keep_jobs,
+                ),
                 host if host is not None else told.host,
                 port if port is not None else told.port,
                 on_ready=lambda url: say(f"serving {url}"),

@@ -14,6 +14,7 @@ from alembic.runtime.migration import MigrationContext
 
 import storage.migrations
 from explorer.formats.request import parse_request
+from explorer.records.event import EventCode, EventDraft, Progress
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import get_job
@@ -105,12 +106,15 @@ def test_an_upgrade_keeps_the_cursors_of_stored_trials_and_takes_more(
     assert read_trials(database, "old", after=4) == [StoredTrial(5, make_trial(3)), StoredTrial(6, make_trial(2))]
 
 
-def test_a_downgrade_keeps_the_trials(database: Database) -> None:
+def test_a_downgrade_keeps_the_trials_and_the_log(database: Database) -> None:
     queue = Queue(database)
     queue.enqueue(make_request())
     claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
     assert claim is not None
     queue.record(claim.lease, make_progress(1))
+    line = EventDraft(code=EventCode.RECOMMENDATION, message="a line", data={"confidence": 1})
+    queue.record(claim.lease, Progress(events=(line, line)))
+    log = read_events(database, claim.job.id)
     migrate(database, command.downgrade, "0001")
     with database.read() as connection:
         assert [column["name"] for column in sa.inspect(connection).get_columns("bexp_trials")] == [
@@ -118,6 +122,8 @@ def test_a_downgrade_keeps_the_trials(database: Database) -> None:
         ]
     upgrade(database)
     assert read_trials(database, claim.job.id) == [StoredTrial(1, make_trial(1))]
+    assert read_events(database, claim.job.id) == log
+    assert get_job(database, claim.job.id).request == make_request()
 
 
 def test_an_upgrade_fills_in_what_a_list_shows_of_stored_explorations(database: Database) -> None:
