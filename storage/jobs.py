@@ -53,6 +53,8 @@ class JobSummary:
 
     id: str
     state: JobState
+    owned_by: str
+    priority: int
     model_name: str
     micro_batch_size: int | None
     confidence: int | None
@@ -79,6 +81,8 @@ class Job:
 
     id: str
     state: JobState
+    owned_by: str
+    priority: int
     request: ExplorationRequest | None
     model_name: str
     created_at: datetime
@@ -99,34 +103,41 @@ class Job:
     unreadable: str | None
 
 
-def get_job(database: Database, job_id: str) -> Job:
-    """Read one job.
+def get_job(database: Database, job_id: str, *, owner: str | None = None) -> Job:
+    """Read one job; with `owner`, only if it belongs to that owner.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        row = select_row(connection, job_id)
+        row = select_row(connection, job_id, owner=owner)
     return job_from_row(row)
 
 
-def get_summary(database: Database, job_id: str) -> JobSummary:
-    """Read the summary of one job.
+def get_summary(database: Database, job_id: str, *, owner: str | None = None) -> JobSummary:
+    """Read the summary of one job; with `owner`, only if it belongs to that owner.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        row = connection.execute(sa.select(*_SUMMARY).where(jobs.c.id == job_id)).one_or_none()
+        row = connection.execute(sa.select(*_SUMMARY).where(*_is(job_id, owner))).one_or_none()
     if row is None:
         raise JobNotFoundError(job_id)
     return _summary_of(row)
 
 
 def list_jobs(
-    database: Database, *, state: JobState | None = None, limit: int = 50, cursor: str | None = None
+    database: Database,
+    *,
+    state: JobState | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+    owner: str | None = None,
 ) -> tuple[list[JobSummary], str | None]:
     """Return a page of jobs, newest first, and the cursor of the next page (null at the end).
+
+    With `owner`, only the jobs of that owner.
 
     Raises:
         InvalidCursorError: `cursor` is not one that this function gave out.
@@ -134,6 +145,8 @@ def list_jobs(
     query = sa.select(*_SUMMARY).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit + 1)
     if state is not None:
         query = query.where(jobs.c.state == state.value)
+    if owner is not None:
+        query = query.where(jobs.c.owned_by == owner)
     if cursor is not None:
         created_at, job_id = _parse_cursor(cursor)
         older = jobs.c.created_at < created_at
@@ -144,13 +157,15 @@ def list_jobs(
     return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
 
 
-def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
+def select_row(
+    connection: sa.Connection, job_id: str, *, lock: bool = False, owner: str | None = None
+) -> sa.Row[Any]:
     """Return the row of a job for `job_from_row`, which then parses it after the transaction.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
-    query = sa.select(jobs).where(jobs.c.id == job_id)
+    query = sa.select(jobs).where(*_is(job_id, owner))
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
         raise JobNotFoundError(job_id)
@@ -175,6 +190,8 @@ def job_from_row(row: sa.Row[Any]) -> Job:
     return Job(
         id=row.id,
         state=JobState(row.state),
+        owned_by=row.owned_by,
+        priority=row.priority,
         request=parse(ExplorationRequest, "request"),
         model_name=row.model_name,
         created_at=row.created_at,
@@ -201,6 +218,10 @@ def describe_unreadable(name: str, error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
     return f"another version stored what this one cannot read: {field}: {first['msg']}"
+
+
+def _is(job_id: str, owner: str | None) -> list[sa.ColumnElement[bool]]:
+    return [jobs.c.id == job_id, *([] if owner is None else [jobs.c.owned_by == owner])]
 
 
 def _summary_of(row: sa.Row[Any]) -> JobSummary:

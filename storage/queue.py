@@ -23,17 +23,20 @@ from explorer.records.trial import Trial
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP, describe_target
+from storage.audit import Action, note_action
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
+from storage.owners import LOCAL, Caller
 from storage.queue_settings import QueueSettings
 from storage.run_reports import find_reported_runs
 from storage.steps import claim_event, step_values
-from storage.submission import insert_submission
+from storage.submission import Submission, insert_submission
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
+from storage.turns import held_since, select_next, take_turn
 from storage.waiting import MAX_WAIT, end_overdue, note_reasons
 from storage.workers import LIVE_WITHIN
 
@@ -50,19 +53,30 @@ class Queue:
         self.settings = settings or QueueSettings()
 
     def enqueue(
-        self, request: ExplorationRequest, *, idempotency_key: str | None = None, body_hash: str | None = None
+        self,
+        request: ExplorationRequest,
+        *,
+        idempotency_key: str | None = None,
+        body_hash: str | None = None,
+        priority: int = 0,
+        by: Caller = LOCAL,
     ) -> tuple[Job, bool]:
         """Store a job and its first event; return it, and whether it is new.
 
         Args:
             request: what to explore.
-            idempotency_key: at most 255 characters; the same key with the same request gives the same job.
+            idempotency_key: at most 255 characters; the same key of the same owner with the same request gives the
+                same job for KEY_LIFETIME, unless that job failed or was cancelled.
             body_hash: two requests are the same if it is equal; default: a hash of the validated content.
+            priority: among the jobs of the owner, the highest is first.
+            by: who submits it; the job belongs to its owner.
 
         Raises:
             IdempotencyConflictError: the key was used for another request.
+            QueuedQuotaError: the owner has as many jobs in the queue as its quota allows.
         """
-        return insert_submission(self.database, request, idempotency_key, body_hash)
+        submission = Submission(request, by, idempotency_key, body_hash, priority)
+        return insert_submission(self.database, submission)
 
     def claim(
         self,
@@ -75,7 +89,9 @@ class Queue:
         description: str | None = None,
         among: Collection[str] | None = None,
     ) -> Claim | None:
-        """Take the oldest job that this worker can run; return null if there is none.
+        """Take the next job that this worker can run; return null if there is none.
+
+        Owners take turns, as `storage.turns` says; within an owner, the highest priority and then the oldest is next.
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
         with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another
@@ -94,23 +110,17 @@ class Queue:
             sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= self.database.clock()),
             *([jobs.c.id.in_(among)] if among is not None else []),
         )
-        oldest = (
-            sa.select(jobs.c.id)
-            .where(*conditions)
-            .order_by(jobs.c.created_at, jobs.c.id)
-            .limit(1)
-            .with_for_update(skip_locked=True)
-            .scalar_subquery()
-        )
+        next_job = select_next(self.database, conditions)
         take = (
             sa.update(jobs)
-            .where(jobs.c.id == oldest)
+            .where(jobs.c.id == next_job.scalar_subquery())
             .values(
                 state=JobState.RUNNING.value,
                 owner=owner,
                 attempt=jobs.c.attempt + 1,
                 lease_expires_at=self.database.clock(self.settings.lease),
                 started_at=sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
+                claimed_at=self.database.clock(),
                 waiting_reason=None,
                 not_before=None,
                 last_seq=jobs.c.last_seq + 1,
@@ -120,12 +130,15 @@ class Queue:
         )
         while True:
             with self.database.read() as connection:  # an idle worker takes no write lock
-                if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
+                if connection.execute(next_job).first() is None:
                     return None
             with self.database.begin() as connection:
                 row = connection.execute(take).one_or_none()
                 if row is None:
                     return None
+                if not take_turn(self.database, connection, row.owned_by):
+                    connection.rollback()
+                    continue
                 documents = select_trial_documents(connection, row.id)
                 measured = describe_target(row.target, targets[row.target])
                 draft = claim_event(row.attempt, owner, description, measured, len(documents))
@@ -283,16 +296,18 @@ class Queue:
             self._put_back(connection, lease, draft, wait=wait, num_releases=jobs.c.num_releases + 1)
             return JobState.QUEUED
 
-    def request_cancel(self, job_id: str) -> Job:
+    def request_cancel(self, job_id: str, *, by: Caller = LOCAL) -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as its worker sees this. A finished job stays.
 
         Raises:
-            JobNotFoundError: there is no such job.
+            JobNotFoundError: there is no such job that `by` sees.
         """
         with self.database.begin() as connection:
-            row = select_row(connection, job_id, lock=True)
+            row = select_row(connection, job_id, lock=True, owner=by.sees)
             here = jobs.c.id == job_id
             if not JobState(row.state).is_final:
+                if not row.cancel_requested:
+                    note_action(self.database, connection, by, Action.CANCEL, job_id)
                 if row.lease_expires_at is None or row.lease_expires_at <= self.database.now(connection):
                     end_job(self.database, connection, [here], JobState.CANCELLED)
                 elif not row.cancel_requested:
@@ -353,6 +368,7 @@ class Queue:
             "lease_expires_at": None,
             "queued_at": self.database.clock(),
             "not_before": None if wait is None else self.database.clock(wait),
+            "claimed_at": held_since(self.database),
         }
         write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
 
