@@ -45,6 +45,8 @@ class ExplorationSummary(BaseModel):
 
     id: str
     state: JobState
+    owner: Annotated[str, Field(description="The owner of the token that submitted it; `local` without a token.")]
+    priority: Annotated[int, Field(description="Among the explorations of its owner, the highest is next.")]
     model: Annotated[str, Field(description="The model's name.")]
     micro_batch_size: Annotated[int | None, Field(description="The one recommended so far.")]
     confidence: int | None
@@ -66,6 +68,8 @@ def _shared_fields(job: Job | JobSummary) -> dict[str, Any]:
     return {
         "id": job.id,
         "state": job.state,
+        "owner": job.owned_by,
+        "priority": job.priority,
         "model": job.model_name,
         "created_at": job.created_at,
         "started_at": job.started_at,

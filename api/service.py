@@ -20,8 +20,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api.background import Beat, Supervisor
 from api.metrics import Metrics
+from api.rate_limits import RateLimiter
 from api.settings import ServiceSettings
 from api.streams import EventFeed
+from api.tokens import Tokens
 from storage.database import Database, DatabaseLimits, open_database
 from storage.probe import try_write
 from storage.queue import Queue
@@ -40,6 +42,9 @@ class Service:
     metrics: Metrics
     supervisor: Supervisor
     write_probe: WriteProbe
+    tokens: Tokens
+    token_limiter: RateLimiter
+    address_limiter: RateLimiter
 
 
 class WriteProbe:
@@ -65,8 +70,21 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
     database = open_database(settings.database_url, DatabaseLimits())
     feed = EventFeed(database, poll_seconds=settings.poll_seconds, keep_alive_seconds=settings.keep_alive_seconds)
     supervisor = Supervisor()
-    service = Service(settings, database, Queue(database), feed, metrics, supervisor, WriteProbe(database))
+    tokens = Tokens(database, feed, check_seconds=settings.token_check_seconds)
+    service = Service(
+        settings,
+        database,
+        Queue(database),
+        feed,
+        metrics,
+        supervisor,
+        WriteProbe(database),
+        tokens,
+        token_limiter=RateLimiter(settings.token_rate),
+        address_limiter=RateLimiter(settings.address_rate),
+    )
     supervisor.start("events", feed.run, interval_seconds=settings.poll_seconds)
+    supervisor.start("tokens", tokens.run, interval_seconds=settings.token_check_seconds)
     supervisor.start("waiting", partial(_note_waiting, service), interval_seconds=settings.waiting_check_seconds)
     try:
         yield service

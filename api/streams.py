@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 from anyio.to_thread import run_sync
@@ -60,9 +60,7 @@ class EventFeed:
             except SQLAlchemyError as error:
                 logger.warning("the database does not answer: %s", getattr(error, "orig", error))
                 grown = list(asked)  # each stream then gets the error itself, and ends
-            for job_id in grown:
-                if (watch := self._watches.pop(job_id, None)) is not None:
-                    watch.changed.set()
+            self.wake(grown)
 
     def close(self) -> None:
         """End every stream, so that a shutdown does not wait for them."""
@@ -70,13 +68,21 @@ class EventFeed:
         for watch in self._watches.values():
             watch.changed.set()
 
-    async def follow(self, job_id: str, after: int) -> AsyncIterator[list[Event]]:
+    def wake(self, job_ids: Collection[str]) -> None:
+        """Make the streams of these jobs look again whether they may continue."""
+        for job_id in job_ids:
+            if (watch := self._watches.pop(job_id, None)) is not None:
+                watch.changed.set()
+
+    async def follow(
+        self, job_id: str, after: int, may_continue: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[list[Event]]:
         """Yield the events with seq > `after`, page by page, to the one that ends the job.
 
-        An empty page means that nothing happened for a while. Ends early on `close`, and when the database does not
-        answer.
+        An empty page means that nothing happened for a while. Ends early on `close`, when the database does not
+        answer, and when it may not continue.
         """
-        while not self._closing:
+        while not self._closing and may_continue():
             try:
                 events = await self.read(job_id, after)
             except SQLAlchemyError:

@@ -12,9 +12,6 @@ from storage.database import Database
 from storage.owners import Caller
 from storage.tables import audit
 
-KEPT = timedelta(days=365)
-"""How long `bexp prune` keeps the record, unless it is told otherwise."""
-
 
 class Action(StrEnum):
     """What was done to a job, a token, or the quota of an owner."""
@@ -58,7 +55,7 @@ def read_audit(database: Database, *, owner: str | None = None, limit: int = 100
     return [AuditRecord(row.at, Action(row.action), row.subject, row.owner, row.token, row.origin) for row in rows]
 
 
-def prune_audit(database: Database, older_than: timedelta = KEPT) -> int:
+def prune_audit(database: Database, older_than: timedelta) -> int:
     """Delete the records that are older; return how many there were."""
     with database.begin() as connection:
         found = connection.execute(sa.delete(audit).where(audit.c.at < database.clock(-older_than)))

@@ -157,9 +157,7 @@ def list_jobs(
     return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
 
 
-def select_row(
-    connection: sa.Connection, job_id: str, *, lock: bool = False, owner: str | None = None
-) -> sa.Row[Any]:
+def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False, owner: str | None = None) -> sa.Row[Any]:
     """Return the row of a job for `job_from_row`, which then parses it after the transaction.
 
     Raises:

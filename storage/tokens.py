@@ -56,7 +56,7 @@ def create_token(
     """Create a token and return its secret, which cannot be read again.
 
     Raises:
-        ValueError: `name` or `owner` is not 1 to 64 letters, digits, dots, underscores or hyphens, or there is no scope.
+        ValueError: `name` or `owner` is not a name as `check_name` defines it, or there is no scope.
         TokenExistsError: the name is taken.
     """
     if not scopes:

@@ -86,9 +86,7 @@ def book(database: Database, connection: sa.Connection, owner: str, claimed_at: 
     seconds = max(0.0, (now - claimed_at).total_seconds()) * num_devices
     today = now.astimezone(UTC).date()
     kept = sa.case((usage.c.day == today, usage.c.device_seconds), else_=0.0)
-    connection.execute(
-        sa.update(usage).where(usage.c.owner == owner).values(day=today, device_seconds=kept + seconds)
-    )
+    connection.execute(sa.update(usage).where(usage.c.owner == owner).values(day=today, device_seconds=kept + seconds))
 
 
 def held_since(database: Database) -> sa.ColumnElement[datetime]:
@@ -125,7 +123,7 @@ def _is_held(database: Database) -> sa.ColumnElement[bool]:
 def _select_held(database: Database) -> sa.Select[Any]:
     """Return the query for what the jobs of each owner hold now: their number, devices, and device seconds so far."""
     if database.is_postgresql:
-        seconds = sa.extract("epoch", database.clock() - jobs.c.claimed_at)
+        seconds: sa.ColumnElement[float] = sa.extract("epoch", database.clock() - jobs.c.claimed_at)
     else:
         seconds = (sa.func.julianday(database.clock()) - sa.func.julianday(jobs.c.claimed_at)) * 86_400
     device_seconds = sa.func.coalesce(sa.cast(seconds, sa.Float), 0.0) * jobs.c.devices_needed

@@ -29,7 +29,15 @@ def select_overdue(
 ) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
     """Return the live workers and the `overdue` jobs, within a transaction."""
     live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
-    columns = (jobs.c.id, jobs.c.owned_by, jobs.c.device_kind, jobs.c.target, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
+    columns = (
+        jobs.c.id,
+        jobs.c.owned_by,
+        jobs.c.device_kind,
+        jobs.c.target,
+        jobs.c.devices_needed,
+        jobs.c.fingerprint,
+        jobs.c.report,
+    )
     query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
     return live, list(connection.execute(query))
 

@@ -14,7 +14,7 @@ from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.job_ids import find_job
-from api.cli.results import conclude, document, print_json
+from api.cli.results import conclude, document, print_json, print_table
 from api.client import Client, Job, JobState, Result
 from api.text import slower_text
 from explorer.exports.exploration import UnknownFormatError
@@ -44,6 +44,9 @@ def submit(
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
     fields: options.Set = None,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Among the explorations of its owner, the highest is next.")
+    ] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -70,7 +73,7 @@ def submit(
         },
     )
     with connect() as client:
-        job = client.submit(request)
+        job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():
             say(notice)
         if watch:
@@ -190,13 +193,11 @@ def list_(
     if as_json:
         print_json([job.model_dump(mode="json") for job in jobs])
         return
-    rows = [("ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED")]
+    rows = []
     for job in jobs:
         created = f"{job.created_at.astimezone():%Y-%m-%d %H:%M:%S}"
         rows.append((job.id, job.state, job.model, _or_dash(job.micro_batch_size), _or_dash(job.confidence), created))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_table(("ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED"), rows)
 
 
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -58,6 +59,13 @@ def terminal_width() -> int:
 def print_json(value: Any) -> None:
     """Print `value` for a program to read."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in columns under their names."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _dump(part: BaseModel | None) -> dict[str, Any] | None:

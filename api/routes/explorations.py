@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from api import bodies, examples
+from api.auth import Canceller, Reader, Submitter
 from api.negotiation import accepts_json
 from api.problems import invalid_parameter
 from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
@@ -48,12 +49,12 @@ def job_id_of(exploration_id: str) -> str:
 JobIdDep = Annotated[str, Depends(job_id_of)]
 
 
-def _job_of(job_id: JobIdDep, service: ServiceDep) -> Job:
-    return get_job(service.database, job_id)
+def _job_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> Job:
+    return get_job(service.database, job_id, owner=caller.sees)
 
 
-def _summary_of(job_id: JobIdDep, service: ServiceDep) -> JobSummary:
-    return get_summary(service.database, job_id)
+def _summary_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> JobSummary:
+    return get_summary(service.database, job_id, owner=caller.sees)
 
 
 JobDep = Annotated[Job, Depends(_job_of)]
@@ -77,6 +78,7 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             HTTPStatus.UNPROCESSABLE_ENTITY,
+            HTTPStatus.TOO_MANY_REQUESTS,
         ),
     },
     openapi_extra={
@@ -94,16 +96,21 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
     },
 )
 def submit_exploration(
+    caller: Submitter,
     document: Annotated[dict[str, Any], Depends(_document_of)],
     service: ServiceDep,
     response: Response,
     idempotency_key: Annotated[
         str | None,
         Header(
-            description="The same key with the same request gives the same exploration; with another request, a 422.",
+            description="For 24 hours, the same key of an owner with the same request gives the same exploration; "
+            "with another request, a 422. The key of an exploration that failed or was cancelled is free again.",
             examples=["run-7"],
         ),
     ] = None,
+    priority: Annotated[
+        int, Query(ge=-100, le=100, description="Among the explorations of its owner, the highest is next.")
+    ] = 0,
 ) -> Exploration:
     """Queue an exploration. A worker will run it."""
     if idempotency_key is not None and not re.fullmatch(
@@ -115,7 +122,7 @@ def submit_exploration(
         raise FormatError(
             [(("target",), f"'{LOCAL}' is a file on somebody's machine; `bexp explore` measures it there")]
         )
-    job, _ = service.queue.enqueue(request, idempotency_key=idempotency_key)
+    job, _ = service.queue.enqueue(request, idempotency_key=idempotency_key, priority=priority, by=caller)
     response.headers["Location"] = exploration_path(job.id)
     return Exploration.of_job(job)
 
@@ -130,15 +137,16 @@ def submit_exploration(
 )
 def list_explorations(
     service: ServiceDep,
+    caller: Reader,
     state: Annotated[
         JobState | None, Query(description="List only explorations in this state.", examples=["running"])
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
-    """One page of explorations."""
+    """One page of the explorations of the token's owner; with the scope `admin`, of all owners."""
     try:
-        jobs, next_cursor = list_jobs(service.database, state=state, limit=limit, cursor=cursor)
+        jobs, next_cursor = list_jobs(service.database, state=state, limit=limit, cursor=cursor, owner=caller.sees)
     except InvalidCursorError:
         raise invalid_parameter("cursor", "is not one that this list gave out") from None
     return ExplorationPage(items=[ExplorationSummary.of(job) for job in jobs], next_cursor=next_cursor)
@@ -186,8 +194,8 @@ def get_exploration(
         **examples.problems(f"{_ONE}/cancel", HTTPStatus.NOT_FOUND),
     },
 )
-def cancel_exploration(job_id: JobIdDep, service: ServiceDep, response: Response) -> Exploration:
+def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller, response: Response) -> Exploration:
     """End an exploration. One that has ended stays as it is, so the call can be repeated."""
-    job = service.queue.request_cancel(job_id)
+    job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
     return Exploration.of_job(job)

@@ -24,7 +24,9 @@ from tests.contracts.samples import make_report, make_request
 
 @pytest.fixture
 def settings(sqlite_url: str) -> ServiceSettings:
-    return ServiceSettings(sqlite_url, poll_seconds=0.02, waiting_check_seconds=60.0)
+    return ServiceSettings(
+        sqlite_url, poll_seconds=0.02, waiting_check_seconds=60.0, token_check_seconds=0.02
+    )
 
 
 @pytest.fixture
