@@ -58,9 +58,11 @@ def prune(
         bool, typer.Option("--studies", help="Drop the Optuna studies of all finished ones; `bexp study` rewrites one.")
     ] = False,
     audit_older_than_days: Annotated[
-        float,
-        typer.Option(min=0, max=36_500, metavar="DAYS", help="Delete what `bexp audit` shows and is older."),
-    ] = AUDIT_DAYS,
+        float | None,
+        typer.Option(
+            min=0, max=36_500, metavar="DAYS", help="Delete older records of `bexp audit`; each run deletes after 365."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would be deleted.")] = False,
 ) -> None:
     """Delete finished explorations, with their logs, trials, run reports and studies, and old records of the audit."""
@@ -68,8 +70,10 @@ def prune(
     from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
-    if older_than_days is None and keep is None and not studies:
-        raise CommandError(ExitCode.USAGE, "say what to delete: --older-than-days DAYS, --keep NEWEST, or --studies")
+    if older_than_days is None and keep is None and audit_older_than_days is None and not studies:
+        what = "--older-than-days DAYS, --keep NEWEST, --studies, or --audit-older-than-days DAYS"
+        raise CommandError(ExitCode.USAGE, f"say what to delete: {what}")
+    kept = timedelta(days=AUDIT_DAYS if audit_older_than_days is None else audit_older_than_days)
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
     with open_storage() as database:
         found = find_prunable(database, older_than=older_than, keep=keep)
@@ -78,7 +82,7 @@ def prune(
             return
         prune_jobs(database, found)
         say(f"deleted {_explorations(len(found))}")
-        if num_records := prune_audit(database, timedelta(days=audit_older_than_days)):
+        if num_records := prune_audit(database, kept):
             say(f"records of the audit deleted: {num_records}")
         if studies:
             say(f"Optuna studies dropped: {drop_finished_studies(database)}")
