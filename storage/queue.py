@@ -36,7 +36,7 @@ from storage.steps import claim_event, step_values
 from storage.submission import Submission, insert_submission
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
-from storage.turns import held_since, select_next, take_turn
+from storage.turns import find_next, held_since, take_turn
 from storage.waiting import MAX_WAIT, end_overdue, note_reasons
 from storage.workers import LIVE_WITHIN
 
@@ -110,28 +110,24 @@ class Queue:
             sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= self.database.clock()),
             *([jobs.c.id.in_(among)] if among is not None else []),
         )
-        next_job = select_next(self.database, conditions)
-        take = (
-            sa.update(jobs)
-            .where(jobs.c.id == next_job.scalar_subquery())
-            .values(
-                state=JobState.RUNNING.value,
-                owner=owner,
-                attempt=jobs.c.attempt + 1,
-                lease_expires_at=self.database.clock(self.settings.lease),
-                started_at=sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
-                claimed_at=self.database.clock(),
-                waiting_reason=None,
-                not_before=None,
-                last_seq=jobs.c.last_seq + 1,
-                version=jobs.c.version + 1,
-            )
-            .returning(*jobs.c)
-        )
+        values = {
+            "state": JobState.RUNNING.value,
+            "owner": owner,
+            "attempt": jobs.c.attempt + 1,
+            "lease_expires_at": self.database.clock(self.settings.lease),
+            "started_at": sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
+            "claimed_at": self.database.clock(),
+            "waiting_reason": None,
+            "not_before": None,
+            "last_seq": jobs.c.last_seq + 1,
+            "version": jobs.c.version + 1,
+        }
         while True:
             with self.database.read() as connection:  # an idle worker takes no write lock
-                if connection.execute(next_job).first() is None:
-                    return None
+                found = find_next(self.database, connection, conditions)
+            if found is None:
+                return None
+            take = sa.update(jobs).where(jobs.c.id == found.scalar_subquery()).values(values).returning(*jobs.c)
             with self.database.begin() as connection:
                 row = connection.execute(take).one_or_none()
                 if row is None:

@@ -6,47 +6,47 @@ with a thousand queued jobs thus delays another by one claim at most.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from storage.database import Database
 from storage.jobs import JobState
-from storage.quotas import EVERYBODY, quota_of, select_quotas
-from storage.tables import jobs, quotas, usage
+from storage.quotas import quota_of, select_quotas
+from storage.tables import jobs, usage
 
 HELD_BACK = "the quota of owner "
 """How a reason for waiting begins that no worker can change."""
 
 
-def select_next(database: Database, conditions: Sequence[sa.ColumnElement[bool]]) -> sa.Select[tuple[str]]:
-    """Return the query for the id of the next job among those that meet `conditions`; it locks the job's row."""
-    held = _select_held(database).cte("held")
-    own, other = quotas.alias("own"), quotas.alias("other")
+Conditions = Sequence[sa.ColumnElement[bool]]
 
-    def limit(name: str) -> sa.ColumnElement[int]:
-        return sa.case((own.c.owner.is_not(None), own.c[name]), else_=other.c[name])
 
-    booked = sa.case((usage.c.day == _today(database), usage.c.device_seconds), else_=0.0)
-    used = booked + sa.func.coalesce(held.c.device_seconds, 0.0)
-    running = sa.func.coalesce(held.c.num_jobs, 0)
-    sources = (
-        jobs.outerjoin(held, held.c.owned_by == jobs.c.owned_by)
-        .outerjoin(usage, usage.c.owner == jobs.c.owned_by)
-        .outerjoin(own, own.c.owner == jobs.c.owned_by)
-        .outerjoin(other, other.c.owner == EVERYBODY)
+def find_next(database: Database, connection: sa.Connection, conditions: Conditions) -> sa.Select[tuple[str]] | None:
+    """Return the query for the id of the next job among those that meet `conditions`; it locks the job's row.
+
+    Returns null if there is none. `connection` only reads, so that an idle worker takes no lock.
+    """
+    held_back = [owner for owner, (_, holds) in find_held_back(database, connection).items() if holds]
+    if held_back:
+        conditions = (*conditions, jobs.c.owned_by.not_in(held_back))
+    if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
+        return None
+    held = (
+        sa.select(jobs.c.owned_by, sa.func.sum(jobs.c.devices_needed).label("num_devices"))
+        .where(_is_held(database))
+        .group_by(jobs.c.owned_by)
+        .subquery("held")
     )
     return (
         sa.select(jobs.c.id)
-        .select_from(sources)
-        .where(
-            *conditions,
-            sa.func.coalesce(running < limit("max_running"), sa.true()),
-            sa.func.coalesce(used < limit("max_device_seconds"), sa.true()),
+        .select_from(
+            jobs.outerjoin(held, held.c.owned_by == jobs.c.owned_by).outerjoin(usage, usage.c.owner == jobs.c.owned_by)
         )
+        .where(*conditions)
         .order_by(
             sa.func.coalesce(held.c.num_devices, 0),
             usage.c.claimed_at.nulls_first(),
@@ -83,7 +83,7 @@ def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool
 def book(database: Database, connection: sa.Connection, owner: str, claimed_at: datetime, num_devices: int) -> None:
     """Book the device seconds of a lease that ends now on this day."""
     now = database.now(connection)
-    seconds = max(0.0, (now - claimed_at).total_seconds()) * num_devices
+    seconds = _device_seconds(now, claimed_at, num_devices)
     today = now.astimezone(UTC).date()
     kept = sa.case((usage.c.day == today, usage.c.device_seconds), else_=0.0)
     connection.execute(sa.update(usage).where(usage.c.owner == owner).values(day=today, device_seconds=kept + seconds))
@@ -99,44 +99,38 @@ def find_held_back(database: Database, connection: sa.Connection) -> dict[str, t
     found = select_quotas(connection)
     if all(quota.max_running is None and quota.max_device_seconds is None for quota in found.values()):
         return {}
-    today = database.now(connection).astimezone(UTC).date()
-    held = {row.owned_by: row for row in connection.execute(_select_held(database))}
-    booked = {row.owner: row.device_seconds for row in connection.execute(sa.select(usage).where(usage.c.day == today))}
-    waiting = sa.select(jobs.c.owned_by).where(jobs.c.state == JobState.QUEUED.value).distinct()
+    now = database.now(connection)
+    today = now.astimezone(UTC).date()
+    query = sa.select(usage.c.owner, usage.c.device_seconds).where(usage.c.day == today)
+    used: defaultdict[str, float] = defaultdict(
+        float, {row.owner: row.device_seconds for row in connection.execute(query)}
+    )
+    running: Counter[str] = Counter()
+    for job in connection.execute(
+        sa.select(jobs.c.owned_by, jobs.c.claimed_at, jobs.c.devices_needed).where(_is_held(database))
+    ):
+        running[job.owned_by] += 1
+        used[job.owned_by] += _device_seconds(now, job.claimed_at, job.devices_needed)
+    active = jobs.c.state.in_((JobState.QUEUED.value, JobState.RUNNING.value))
     reasons = {}
-    for owner in connection.scalars(waiting):
-        quota, now = quota_of(found, owner), held.get(owner)
-        used = booked.get(owner, 0.0) + (now.device_seconds if now else 0.0)
-        if quota.max_device_seconds is not None and used >= quota.max_device_seconds:
+    for owner in connection.scalars(sa.select(jobs.c.owned_by).where(active).distinct()):
+        quota = quota_of(found, owner)
+        if quota.max_device_seconds is not None and used[owner] >= quota.max_device_seconds:
             limit = f"{quota.max_device_seconds} device seconds a day, all used on {today} (UTC)"
             reasons[owner] = (f"{HELD_BACK}'{owner}': {limit}", True)
         elif quota.max_running is not None:
             limit = f"{quota.max_running} running at a time"
-            reasons[owner] = (f"{HELD_BACK}'{owner}': {limit}", (now.num_jobs if now else 0) >= quota.max_running)
+            reasons[owner] = (f"{HELD_BACK}'{owner}': {limit}", running[owner] >= quota.max_running)
     return reasons
+
+
+def _device_seconds(now: datetime, claimed_at: datetime | None, num_devices: int) -> float:
+    """Return the device seconds since a claim; 0 for a claim of an earlier version, which did not store its time."""
+    return 0.0 if claimed_at is None else max(0.0, (now - claimed_at).total_seconds()) * num_devices
 
 
 def _is_held(database: Database) -> sa.ColumnElement[bool]:
     return (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at > database.clock())
-
-
-def _select_held(database: Database) -> sa.Select[Any]:
-    """Return the query for what the jobs of each owner hold now: their number, devices, and device seconds so far."""
-    if database.is_postgresql:
-        seconds: sa.ColumnElement[float] = sa.extract("epoch", database.clock() - jobs.c.claimed_at)
-    else:
-        seconds = (sa.func.julianday(database.clock()) - sa.func.julianday(jobs.c.claimed_at)) * 86_400
-    device_seconds = sa.func.coalesce(sa.cast(seconds, sa.Float), 0.0) * jobs.c.devices_needed
-    return (
-        sa.select(
-            jobs.c.owned_by,
-            sa.func.count().label("num_jobs"),
-            sa.func.sum(jobs.c.devices_needed).label("num_devices"),
-            sa.func.sum(device_seconds).label("device_seconds"),
-        )
-        .where(_is_held(database))
-        .group_by(jobs.c.owned_by)
-    )
 
 
 def _today(database: Database) -> sa.ColumnElement[date]:

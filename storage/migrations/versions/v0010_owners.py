@@ -5,12 +5,11 @@ What earlier versions stored belongs to the owner `local`. Their tokens keep wha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import sqlalchemy as sa
 from alembic import op
-
-from storage.submission import stored_key
 
 revision: str = "0010"
 down_revision: str | None = "0007"
@@ -62,7 +61,7 @@ def upgrade() -> None:
     connection = op.get_bind()
     query = sa.select(jobs.c.id, jobs.c.idempotency_key).where(jobs.c.idempotency_key.is_not(None))
     for job in connection.execute(query).all():
-        hashed = stored_key("local", job.idempotency_key)
+        hashed = hashlib.sha256(f"local\0{job.idempotency_key}".encode()).hexdigest()
         connection.execute(sa.update(jobs).where(jobs.c.id == job.id).values(idempotency_key=hashed))
 
 
