@@ -34,7 +34,7 @@ def test_a_token_is_created_with_an_owner_scopes_and_an_end(sqlite_database: Dat
     assert token is not None
     assert token.name.startswith("team-a-")
     assert token.name in made.stderr
-    assert (token.owner, token.scopes) == ("team-a", {Scope.SUBMIT, Scope.READ})
+    assert (token.owner, token.scopes) == ("team-a", frozenset({Scope.SUBMIT, Scope.READ}))
     assert token.expires_at is not None
     assert timedelta(days=89.9) < token.expires_at - datetime.now(UTC) < timedelta(days=90.1)
     (listed,) = json.loads(bexp("token", "list", "--json").stdout)
