@@ -6,8 +6,7 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from api.cli import app
 from api.cli.errors import ExitCode
