@@ -29,7 +29,11 @@ Every error is a problem document (RFC 9457).
 """
 
 COMMON_PROBLEMS = examples.problems(
-    "/v1/explorations", HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.SERVICE_UNAVAILABLE
+    "/v1/explorations",
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
 )
 
 

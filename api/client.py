@@ -201,11 +201,19 @@ class Client:
         except (httpx.HTTPError, ValueError):
             return False
 
-    def submit(self, request: ExplorationRequest | dict[str, Any], *, idempotency_key: str | None = None) -> Job:
-        """Submit an exploration."""
+    def submit(
+        self,
+        request: ExplorationRequest | dict[str, Any],
+        *,
+        idempotency_key: str | None = None,
+        priority: int = 0,
+    ) -> Job:
+        """Submit an exploration; among those of its owner, the highest `priority` is next."""
         body = request.model_dump(mode="json") if isinstance(request, ExplorationRequest) else request
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
-        return self._parse(Job, self._request("POST", "/v1/explorations", json=body, headers=headers))
+        params = {"priority": priority} if priority else {}
+        document = self._request("POST", "/v1/explorations", json=body, headers=headers, params=params)
+        return self._parse(Job, document)
 
     def get(self, job_id: str) -> Job:
         """Return one exploration."""

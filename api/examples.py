@@ -92,6 +92,8 @@ _TRIAL = Trial(
 SUMMARY: dict[str, Any] = {
     "id": JOB_ID,
     "state": "running",
+    "owner": "local",
+    "priority": 0,
     "model": "tiny-moe",
     "labels": {"team": "search"},
     "micro_batch_size": 2,
@@ -217,6 +219,10 @@ _DETAILS: dict[HTTPStatus, dict[str, Any]] = {
                 "message": "bta.max_tile (5) must divide batch_size (64)",
             }
         ],
+    },
+    HTTPStatus.TOO_MANY_REQUESTS: {
+        "type": "urn:bexp:problem:quota-exceeded",
+        "detail": "The quota 'queued' of owner 'team-a' is 100 explorations in the queue.",
     },
     HTTPStatus.SERVICE_UNAVAILABLE: {
         "type": "urn:bexp:problem:database-unavailable",

@@ -18,11 +18,13 @@ from starlette.requests import ClientDisconnect
 
 from explorer.formats.document import FormatError
 from storage.jobs import JobNotFoundError
+from storage.quotas import QueuedQuotaError
 from storage.submission import IdempotencyConflictError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 100
 MAX_MESSAGE = 500
+QUEUED_RETRY_SECONDS = 30
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +173,16 @@ def install_problem_handlers(app: FastAPI) -> None:
             "This Idempotency-Key was used before with a different request.",
             name="idempotency-conflict",
             errors=[conflict],
+        )
+
+    @app.exception_handler(QueuedQuotaError)
+    async def too_many_queued(request: Request, error: QueuedQuotaError) -> JSONResponse:
+        return problem_response(
+            request,
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"The quota 'queued' of owner '{error.owner}' is {error.limit} explorations in the queue.",
+            name="quota-exceeded",
+            headers={"Retry-After": str(QUEUED_RETRY_SECONDS)},
         )
 
     @app.exception_handler(OperationalError)

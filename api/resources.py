@@ -61,6 +61,8 @@ class ExplorationSummary(BaseModel):
 
     id: str
     state: JobState
+    owner: Annotated[str, Field(description="The owner of the token that submitted it; `local` without a token.")]
+    priority: Annotated[int, Field(description="Among the explorations of its owner, the highest is next.")]
     model: Annotated[str, Field(description="The model's name.")]
     labels: Annotated[dict[str, str], Field(description="Those of the request.")]
     micro_batch_size: Annotated[int | None, Field(description="The one recommended so far.")]
@@ -86,6 +88,8 @@ def _shared_fields(job: Job | JobSummary) -> dict[str, Any]:
     return {
         "id": job.id,
         "state": job.state,
+        "owner": job.owned_by,
+        "priority": job.priority,
         "model": job.model_name,
         "labels": dict(job.labels),
         "created_at": job.created_at,

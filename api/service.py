@@ -15,8 +15,10 @@ from fastapi import Depends, Request
 from api.background import Supervisor
 from api.housekeeping import Housekeeper
 from api.metrics import Metrics
+from api.rate_limits import RateLimiter
 from api.settings import ServiceSettings
 from api.streams import LISTENING_POLL_SECONDS, EventFeed
+from api.tokens import Tokens
 from storage.database import Database, DatabaseLimits, open_database
 from storage.probe import try_write
 from storage.queue import Queue
@@ -33,6 +35,9 @@ class Service:
     metrics: Metrics
     supervisor: Supervisor
     write_probe: WriteProbe
+    tokens: Tokens
+    token_limiter: RateLimiter
+    address_limiter: RateLimiter
 
 
 class WriteProbe:
@@ -59,8 +64,21 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
     feed = EventFeed(database, poll_seconds=settings.poll_seconds, keep_alive_seconds=settings.keep_alive_seconds)
     supervisor = Supervisor()
     queue = Queue(database)
-    service = Service(settings, database, queue, feed, metrics, supervisor, WriteProbe(database))
+    tokens = Tokens(database, feed, check_seconds=settings.token_check_seconds)
+    service = Service(
+        settings,
+        database,
+        queue,
+        feed,
+        metrics,
+        supervisor,
+        WriteProbe(database),
+        tokens,
+        token_limiter=RateLimiter(settings.token_rate),
+        address_limiter=RateLimiter(settings.address_rate),
+    )
     supervisor.start("events", feed.run, interval_seconds=max(settings.poll_seconds, LISTENING_POLL_SECONDS))
+    supervisor.start("tokens", tokens.run, interval_seconds=settings.token_check_seconds)
     keeper = Housekeeper(queue, settings)
     supervisor.start("housekeeping", keeper.run, interval_seconds=settings.waiting_check_seconds)
     try:

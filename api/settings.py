@@ -13,6 +13,8 @@ from storage.location import default_database_url
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
 MAX_WAIT_HOURS = 7 * 24.0
+DEFAULT_TOKEN_RATE = 50.0
+DEFAULT_ADDRESS_RATE = 100.0
 DEFAULT_API_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
@@ -36,7 +38,9 @@ class ServiceSettings:
     `takes_local_target` is for a command that serves itself alone: its worker has a target that is named by its file.
     `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
     start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
-    deleted after `keep_days`, and the oldest beyond `keep_jobs`; null: all stay.
+    deleted after `keep_days`, and the oldest beyond `keep_jobs`; null: all stay. A token is looked up again after
+    `token_check_seconds`, so a revoked one works no longer than that. `token_rate` and `address_rate` limit the
+    requests a second where tokens are required; 0 is no limit.
     """
 
     database_url: str
@@ -52,6 +56,9 @@ class ServiceSettings:
     keep_jobs: int | None = None
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
+    token_check_seconds: float = 2.0
+    token_rate: float = DEFAULT_TOKEN_RATE
+    address_rate: float = DEFAULT_ADDRESS_RATE
     waiting_check_seconds: float = 2.0
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 from anyio.to_thread import run_sync
@@ -94,16 +94,24 @@ class EventFeed:
         for watch in self._watches.values():
             watch.wake()
 
-    async def follow(self, job_id: str, after: int) -> AsyncIterator[list[Event]]:
+    def wake(self, job_ids: Collection[str]) -> None:
+        """Make the streams of these jobs look again whether they may continue."""
+        for job_id in job_ids:
+            if (watch := self._watches.get(job_id)) is not None:
+                watch.wake()
+
+    async def follow(
+        self, job_id: str, after: int, may_continue: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[list[Event]]:
         """Yield the events with seq > `after`, page by page, to the one that ends the job.
 
-        An empty page means that nothing happened for a while. Ends early on `close`, when the job is deleted, and when
-        the database does not answer.
+        An empty page means that nothing happened for a while. Ends early on `close`, when the job is deleted, when
+        the database does not answer, and when it may not continue.
         """
         watch = self._watches.setdefault(job_id, _Watch())
         watch.num_streams += 1
         try:
-            while not (self._closing or watch.is_lost):
+            while may_continue() and not (self._closing or watch.is_lost):
                 known = watch.last_seq  # before the read, which then sees at least these events
                 try:
                     events = await self._read_together(watch, job_id, after)
@@ -116,7 +124,7 @@ class EventFeed:
                         return
                 elif known > after:
                     return  # the job was deleted
-                elif not await self._wait(watch, after):
+                elif not await self._wait(watch, after, may_continue):
                     yield []
         finally:
             watch.num_streams -= 1
@@ -140,12 +148,12 @@ class EventFeed:
             watch.reads[page].add_done_callback(forget)
         return await asyncio.shield(watch.reads[page])
 
-    async def _wait(self, watch: _Watch, after: int) -> bool:
+    async def _wait(self, watch: _Watch, after: int, may_continue: Callable[[], bool]) -> bool:
         """Wait until the job may have an event with seq > `after`; return false if a keep-alive is due first."""
         watch.num_waiting += 1
         try:
             async with asyncio.timeout(self._keep_alive_seconds):
-                while not (watch.last_seq > after or watch.is_lost or self._closing):
+                while may_continue() and not (watch.last_seq > after or watch.is_lost or self._closing):
                     await watch.changed.wait()
         except TimeoutError:
             return False

@@ -49,6 +49,8 @@ class JobSummary:
 
     id: str
     state: JobState
+    owned_by: str
+    priority: int
     model_name: str
     micro_batch_size: int | None
     confidence: int | None
@@ -80,6 +82,8 @@ class Job:
 
     id: str
     state: JobState
+    owned_by: str
+    priority: int
     request: ExplorationRequest | None
     model_name: str
     created_at: datetime
@@ -107,37 +111,37 @@ class Job:
         return self.request.labels if self.request is not None else {}
 
 
-def get_job(database: Database, job_id: str) -> Job:
-    """Read one job.
+def get_job(database: Database, job_id: str, *, owner: str | None = None) -> Job:
+    """Read one job; with `owner`, only if it belongs to that owner.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        row = select_row(connection, job_id)
+        row = select_row(connection, job_id, owner=owner)
     return job_from_row(row)
 
 
-def get_summary(database: Database, job_id: str) -> JobSummary:
-    """Read the summary of one job.
+def get_summary(database: Database, job_id: str, *, owner: str | None = None) -> JobSummary:
+    """Read the summary of one job; with `owner`, only if it belongs to that owner.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        rows = connection.execute(sa.select(*SUMMARY_COLUMNS).where(jobs.c.id == job_id)).all()
+        rows = connection.execute(sa.select(*SUMMARY_COLUMNS).where(*_is(job_id, owner))).all()
         if not rows:
             raise JobNotFoundError(job_id)
         return summaries_of(connection, rows)[0]
 
 
-def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
+def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False, owner: str | None = None) -> sa.Row[Any]:
     """Return the row of a job for `job_from_row`, which then parses it after the transaction.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
-    query = sa.select(jobs).where(jobs.c.id == job_id)
+    query = sa.select(jobs).where(*_is(job_id, owner))
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
         raise JobNotFoundError(job_id)
@@ -162,6 +166,8 @@ def job_from_row(row: sa.Row[Any]) -> Job:
     return Job(
         id=row.id,
         state=JobState(row.state),
+        owned_by=row.owned_by,
+        priority=row.priority,
         request=parse(ExplorationRequest, "request"),
         model_name=row.model_name,
         created_at=row.created_at,
@@ -199,3 +205,7 @@ def summaries_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list
     for label in connection.execute(query) if found else ():
         found[label.job_id][label.key] = label.value
     return [JobSummary(**row._asdict() | {"state": JobState(row.state), "labels": found[row.id]}) for row in rows]
+
+
+def _is(job_id: str, owner: str | None) -> list[sa.ColumnElement[bool]]:
+    return [jobs.c.id == job_id, *([] if owner is None else [jobs.c.owned_by == owner])]

@@ -24,6 +24,7 @@ class JobFilter:
     state: JobState | None = None
     model: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
+    owner: str | None = None
 
     def conditions(self) -> list[sa.ColumnElement[bool]]:
         """Return what a row of `jobs` must meet."""
@@ -32,6 +33,8 @@ class JobFilter:
             found.append(jobs.c.state == self.state.value)
         if self.model is not None:
             found.append(jobs.c.model_name == self.model)
+        if self.owner is not None:
+            found.append(jobs.c.owned_by == self.owner)
         for key, value in self.labels:
             labelled = sa.select(labels.c.job_id).where(labels.c.key == key, labels.c.value == value)
             found.append(jobs.c.id.in_(labelled))

@@ -7,8 +7,10 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
+from storage.audit import Action, note_action
 from storage.database import Database
 from storage.jobs import JobState, get_summary
+from storage.owners import LOCAL, Caller
 from storage.tables import jobs
 
 _BATCH = 20
@@ -54,17 +56,21 @@ def prune(database: Database, job_ids: list[str]) -> None:
             connection.execute(sa.delete(jobs).where(jobs.c.id.in_(batch), jobs.c.state.in_(final)))
 
 
-def delete_job(database: Database, job_id: str) -> None:
+def delete_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> None:
     """Delete a finished job and all that belongs to it.
 
     Raises:
-        JobNotFoundError: there is no such job.
+        JobNotFoundError: there is no such job that the caller sees.
         JobNotFinishedError: it has not ended.
     """
-    state = get_summary(database, job_id).state
+    state = get_summary(database, job_id, owner=by.sees).state
     if not state.is_final:
         raise JobNotFinishedError(job_id, state)
-    prune(database, [job_id])
+    _drop_studies(database, [job_id])
+    with database.begin() as connection:
+        final = [state.value for state in JobState if state.is_final]
+        connection.execute(sa.delete(jobs).where(jobs.c.id == job_id, jobs.c.state.in_(final)))
+        note_action(database, connection, by, Action.DELETE, job_id)
 
 
 def drop_finished_studies(database: Database) -> int:

@@ -57,8 +57,8 @@ def offer_of(request: ExplorationRequest, fingerprint: str, num_devices: int, ta
     return Offer(fingerprint, software_of(request.target_name, targets), request.devices_needed(num_devices))
 
 
-def find_answer_of_live(database: Database, request: ExplorationRequest) -> StoredAnswer | None:
-    """Return a stored answer to a request, measured with what a live worker has; null if there is none."""
+def find_answer_of_live(database: Database, request: ExplorationRequest, owner: str) -> StoredAnswer | None:
+    """Return a stored answer to an owner's request, measured with what a live worker has; null if there is none."""
     if request.fresh:
         return None
     with database.read() as connection:
@@ -70,11 +70,15 @@ def find_answer_of_live(database: Database, request: ExplorationRequest) -> Stor
         and request.device_kind in {None, worker.device_kind}
         and worker.num_devices >= request.devices_needed()
     }
-    return find_answer(database, request, offers)
+    return find_answer(database, request, owner, offers)
 
 
-def find_answer(database: Database, request: ExplorationRequest, offers: Iterable[Offer]) -> StoredAnswer | None:
+def find_answer(
+    database: Database, request: ExplorationRequest, owner: str, offers: Iterable[Offer]
+) -> StoredAnswer | None:
     """Return the newest stored answer to a request that one of the offers would measure alike; null if there is none.
+
+    It must belong to the `owner` of the request, because nobody learns what others have measured.
 
     An exploration answers if it measured, if it succeeded, and if its confidence is at least what the request's budget
     asks for, or its search for as much ended by its own rule. A report of a real run that arrived later says more than
@@ -102,6 +106,7 @@ def find_answer(database: Database, request: ExplorationRequest, offers: Iterabl
         sa.select(jobs)
         .where(
             jobs.c.request_key == key,
+            jobs.c.owned_by == owner,
             jobs.c.state == JobState.SUCCEEDED.value,
             jobs.c.reused_from.is_(None),
             jobs.c.serves_up_to >= request.budget.confidence_target,

@@ -92,7 +92,7 @@ jobs = sa.Table(
     sa.Column("waiting_reason", PlainText),
     sa.Column("last_seq", sa.Integer, nullable=False),
     sa.Column("version", sa.Integer, nullable=False, doc="Grows with every visible change."),
-    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("idempotency_key", sa.String(255), unique=True, doc="A hash of the owner and its key."),
     sa.Column("body_hash", sa.String(64)),
     sa.Column(
         "request_key", sa.String(64), index=True, doc="Equal for requests that ask the same; null: never reused."
@@ -103,8 +103,12 @@ jobs = sa.Table(
         "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
     ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
+    sa.Column("owned_by", sa.String(64), nullable=False, server_default="local", doc="`owner` is its worker."),
+    sa.Column("priority", sa.Integer, nullable=False, server_default="0", doc="Among the jobs of its owner."),
+    sa.Column("claimed_at", UTCDateTime, doc="The last claim; null if the time since then is not to be booked."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
+    sa.Index(None, "owned_by", "created_at"),
     sa.Index(None, "model_name", "created_at"),
 )
 
@@ -176,6 +180,39 @@ tokens = sa.Table(
     sa.Column("prefix", sa.String(16), nullable=False, index=True),
     sa.Column("digest", sa.String(64), nullable=False, doc="SHA-256 of the secret, in hexadecimal."),
     sa.Column("created_at", UTCDateTime, nullable=False),
+    sa.Column("owner", sa.String(64), nullable=False, server_default="local"),
+    sa.Column("scopes", sa.String(64), nullable=False, server_default="admin cancel read submit"),
+    sa.Column("expires_at", UTCDateTime),
+)
+
+quotas = sa.Table(
+    f"{PREFIX}quotas",
+    metadata,
+    sa.Column("owner", sa.String(64), primary_key=True, doc="`*`: of each owner without a row of its own."),
+    sa.Column("max_queued", sa.Integer),
+    sa.Column("max_running", sa.Integer),
+    sa.Column("max_device_seconds", sa.Integer, doc="A day, in UTC."),
+)
+
+usage = sa.Table(
+    f"{PREFIX}usage",
+    metadata,
+    sa.Column("owner", sa.String(64), primary_key=True),
+    sa.Column("claimed_at", UTCDateTime, nullable=False, doc="When a worker last took a job of this owner."),
+    sa.Column("day", sa.Date, nullable=False, doc="In UTC."),
+    sa.Column("device_seconds", sa.Float, nullable=False, doc="Booked on that day."),
+)
+
+audit = sa.Table(
+    f"{PREFIX}audit",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at", UTCDateTime, nullable=False, index=True),
+    sa.Column("action", sa.String(32), nullable=False),
+    sa.Column("subject", sa.String(64), nullable=False, doc="The id of a job, or the name of a token or an owner."),
+    sa.Column("owner", sa.String(64), nullable=False, doc="Who did it."),
+    sa.Column("token", sa.String(64)),
+    sa.Column("origin", sa.String(255)),
 )
 
 leaders = sa.Table(

@@ -107,15 +107,18 @@ def select_workers(database: Database, connection: sa.Connection, *, live_within
     return [RegisteredWorker(_info_of(row), row.started_at, row.last_seen_at) for row in connection.execute(query)]
 
 
-def list_known_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) -> list[KnownWorker]:
+def list_known_workers(
+    database: Database, *, live_within: timedelta = LIVE_WITHIN, owner: str | None = None
+) -> list[KnownWorker]:
     """Return the workers that live, and those that were lost and not removed yet, ordered by id.
 
-    A worker that shuts down is removed. One that is killed stays for a day.
+    A worker that shuts down is removed. One that is killed stays for a day. With `owner`, the jobs of other owners are
+    not named.
     """
     alive = (workers.c.last_seen_at >= database.clock(-live_within)).label("alive")
     owned = sa.and_(jobs.c.owner == workers.c.id, jobs.c.state == JobState.RUNNING.value)
     query = (
-        sa.select(workers, alive, jobs.c.id.label("job_id"))
+        sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owned_by)
         .join(jobs, owned, isouter=True)
         .where(workers.c.last_seen_at >= database.clock(-KEEP))
         .order_by(workers.c.id, jobs.c.lease_expires_at)  # of several, the last one holds: others await another owner
@@ -123,7 +126,11 @@ def list_known_workers(database: Database, *, live_within: timedelta = LIVE_WITH
     with database.read() as connection:
         rows = {row.id: row for row in connection.execute(query)}
     return [
-        KnownWorker(_info_of(row), _state_of(row), row.job_id, row.started_at, row.last_seen_at)
+        KnownWorker(
+            *(_info_of(row), _state_of(row)),
+            row.job_id if owner in {None, row.owned_by} else None,
+            *(row.started_at, row.last_seen_at),
+        )
         for row in rows.values()
     ]
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli import administration, deletion, explore, jobs, report, service, workers
+from api.cli import access, administration, deletion, explore, jobs, report, service, workers
 from api.cli.errors import ExitCode, GuardedGroup, say
 
 app = typer.Typer(
@@ -38,7 +38,9 @@ app.command("worker")(service.worker)
 app.command("doctor")(service.doctor)
 app.command("study")(administration.study)
 app.command("prune")(administration.prune)
-app.add_typer(administration.token_commands, name="token")
+app.command("audit")(access.audit)
+app.add_typer(access.token_commands, name="token")
+app.add_typer(access.quota_commands, name="quota")
 app.add_typer(administration.database_commands, name="db")
 
 

@@ -1,4 +1,4 @@
-"""`bexp token`, `bexp db`, `bexp study` and `bexp prune`: commands on the database itself, without a service."""
+"""`bexp db`, `bexp study` and `bexp prune`: commands on the database itself, without a service."""
 
 from __future__ import annotations
 
@@ -17,51 +17,9 @@ from api.cli.results import print_json
 if TYPE_CHECKING:
     from storage.database import Database
 
-token_commands = typer.Typer(help="Create, list and revoke the bearer tokens of the service.", no_args_is_help=True)
+AUDIT_DAYS = 365.0
+
 database_commands = typer.Typer(help="Maintain the database.", no_args_is_help=True)
-
-TokenName = Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")]
-
-
-@token_commands.command("create")
-def create(name: TokenName, as_json: options.AsJson = False) -> None:
-    """Create a token and print its secret, which is shown only once."""
-    from storage.tokens import create_token  # noqa: PLC0415 - the database layer takes long to import
-
-    with open_storage() as database:
-        secret = create_token(database, name)
-    if as_json:
-        print_json({"name": name, "token": secret})
-    else:
-        say("keep it, because it is not shown again")
-        typer.echo(secret)
-
-
-@token_commands.command("list")
-def list_(as_json: options.AsJson = False) -> None:
-    """List the tokens, without their secrets."""
-    from storage.tokens import list_tokens  # noqa: PLC0415 - for this command alone
-
-    with open_storage() as database:
-        tokens = list_tokens(database)
-    if as_json:
-        print_json([{"name": t.name, "prefix": t.prefix, "created_at": t.created_at.isoformat()} for t in tokens])
-        return
-    width = max((len(token.name) for token in tokens), default=0)
-    for token in tokens:
-        typer.echo(f"{token.name:<{width}}  {token.prefix}...  {token.created_at.astimezone():%Y-%m-%d %H:%M:%S}")
-
-
-@token_commands.command("revoke")
-def revoke(name: TokenName) -> None:
-    """Revoke a token."""
-    from storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
-
-    with open_storage() as database:
-        found = revoke_token(database, name)
-    if not found:
-        raise CommandError(ExitCode.USAGE, f"there is no token named {name!r}")
-    say(f"token {name} is revoked")
 
 
 @database_commands.command("upgrade")
@@ -99,14 +57,23 @@ def prune(
     studies: Annotated[
         bool, typer.Option("--studies", help="Drop the Optuna studies of all finished ones; `bexp study` rewrites one.")
     ] = False,
+    audit_older_than_days: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=36_500, metavar="DAYS", help="Delete older records of `bexp audit`; each run deletes after 365."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would be deleted.")] = False,
 ) -> None:
-    """Delete finished explorations, with their logs, trials, run reports and studies."""
+    """Delete finished explorations, with their logs, trials, run reports and studies, and old records of the audit."""
+    from storage.audit import prune_audit  # noqa: PLC0415 - for this command alone
     from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
-    if older_than_days is None and keep is None and not studies:
-        raise CommandError(ExitCode.USAGE, "say what to delete: --older-than-days DAYS, --keep NEWEST, or --studies")
+    if older_than_days is None and keep is None and audit_older_than_days is None and not studies:
+        what = "--older-than-days DAYS, --keep NEWEST, --studies, or --audit-older-than-days DAYS"
+        raise CommandError(ExitCode.USAGE, f"say what to delete: {what}")
+    kept = timedelta(days=AUDIT_DAYS if audit_older_than_days is None else audit_older_than_days)
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
     with open_storage() as database:
         found = find_prunable(database, older_than=older_than, keep=keep)
@@ -115,6 +82,8 @@ def prune(
             return
         prune_jobs(database, found)
         say(f"deleted {_explorations(len(found))}")
+        if num_records := prune_audit(database, kept):
+            say(f"records of the audit deleted: {num_records}")
         if studies:
             say(f"Optuna studies dropped: {drop_finished_studies(database)}")
 

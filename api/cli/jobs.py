@@ -46,6 +46,9 @@ def submit(
     labels: options.Label = None,
     fresh: options.Fresh = False,
     fields: options.Set = None,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Among the explorations of its owner, the highest is next.")
+    ] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -74,7 +77,7 @@ def submit(
         },
     )
     with connect() as client:
-        job = client.submit(request)
+        job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():
             say(notice)
         if watch:
@@ -208,12 +211,12 @@ def list_(
         return
     labelled = any(job.labels for job in jobs)
     names = ("ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED")
-    rows = [names + ("LABELS",) * labelled]
+    rows: list[tuple[str, ...]] = []
     for job in jobs:
         created = f"{job.created_at.astimezone():%Y-%m-%d %H:%M:%S}"
         row = (job.id, job.state, job.model, _or_dash(job.micro_batch_size), _or_dash(job.confidence), created)
         rows.append(row + (" ".join(f"{key}={value}" for key, value in job.labels.items()),) * labelled)
-    print_table(rows)
+    print_table(names + ("LABELS",) * labelled, rows)
 
 
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:

@@ -13,7 +13,7 @@ from api.cli.administration import database_errors
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
 from api.embedded import child_environment
-from api.settings import MAX_WAIT_HOURS, ServiceSettings
+from api.settings import DEFAULT_ADDRESS_RATE, DEFAULT_TOKEN_RATE, MAX_WAIT_HOURS, ServiceSettings
 from bexp.child_process import module_command
 
 
@@ -35,6 +35,12 @@ def serve(
             min=0.001, help="Fail an exploration that no running worker can run after so many hours in the queue."
         ),
     ] = MAX_WAIT_HOURS,
+    token_rate: Annotated[
+        float, typer.Option(min=0, help="Requests a second of a token, where tokens are required; 0: no limit.")
+    ] = DEFAULT_TOKEN_RATE,
+    address_rate: Annotated[
+        float, typer.Option(min=0, help="The same of an address, with and without a valid token.")
+    ] = DEFAULT_ADDRESS_RATE,
     keep_days: Annotated[
         float | None, typer.Option(min=0.0, help="Delete finished explorations that are older. Default: never.")
     ] = None,
@@ -54,6 +60,8 @@ def serve(
                     told.database_url,
                     require_token=require_token,
                     max_wait_seconds=3600 * max_wait_hours,
+                    token_rate=token_rate,
+                    address_rate=address_rate,
                     keep_days=keep_days,
                     keep_jobs=keep_jobs,
                 ),

@@ -23,14 +23,14 @@ def workers(as_json: options.AsJson = False) -> None:
     if not found:
         say("no worker is running; start one with `bexp worker`")
         return
-    rows = [("ID", "STATE", "DEVICES", "HARDWARE", "TORCH", "TARGETS", "LAST_HEARTBEAT")]
+    rows = []
     for worker in found:
         targets = ", ".join(describe_target(*item) for item in worker.targets.items())
         seen = f"{worker.last_heartbeat_at.astimezone():%Y-%m-%d %H:%M:%S}"
         hardware = f"{worker.num_devices} x {worker.device_name}" if worker.num_devices > 1 else worker.device_name
         torch = worker.versions.get("torch", "-")
         rows.append((worker.id, _state(worker), worker.devices, hardware, torch, targets, seen))
-    print_table(rows)
+    print_table(("ID", "STATE", "DEVICES", "HARDWARE", "TORCH", "TARGETS", "LAST_HEARTBEAT"), rows)
 
 
 def _state(worker: Worker) -> str:

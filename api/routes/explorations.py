@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from api import bodies, examples
+from api.auth import Canceller, Reader, Submitter
 from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_parameter
 from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
@@ -43,12 +44,12 @@ def job_id_of(exploration_id: str) -> str:
 JobIdDep = Annotated[str, Depends(job_id_of)]
 
 
-def _job_of(job_id: JobIdDep, service: ServiceDep) -> Job:
-    return get_job(service.database, job_id)
+def _job_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> Job:
+    return get_job(service.database, job_id, owner=caller.sees)
 
 
-def _summary_of(job_id: JobIdDep, service: ServiceDep) -> JobSummary:
-    return get_summary(service.database, job_id)
+def _summary_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> JobSummary:
+    return get_summary(service.database, job_id, owner=caller.sees)
 
 
 JobDep = Annotated[Job, Depends(_job_of)]
@@ -74,6 +75,7 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             HTTPStatus.UNPROCESSABLE_ENTITY,
+            HTTPStatus.TOO_MANY_REQUESTS,
         ),
     },
     openapi_extra={
@@ -91,16 +93,21 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
     },
 )
 def submit_exploration(
+    caller: Submitter,
     document: Annotated[dict[str, Any], Depends(_document_of)],
     service: ServiceDep,
     response: Response,
     idempotency_key: Annotated[
         str | None,
         Header(
-            description="The same key with the same request gives the same exploration; with another request, a 422.",
+            description="For 24 hours, the same key of an owner with the same request gives the same exploration; "
+            "with another request, a 422. The key of an exploration that failed or was cancelled is free again.",
             examples=["run-7"],
         ),
     ] = None,
+    priority: Annotated[
+        int, Query(ge=-100, le=100, description="Among the explorations of its owner, the highest is next.")
+    ] = 0,
 ) -> Exploration:
     """Queue an exploration, which a worker will run.
 
@@ -116,7 +123,7 @@ def submit_exploration(
         raise FormatError(
             [(("target",), f"'{LOCAL}' is a file on somebody's machine; `bexp explore` measures it there")]
         )
-    job, is_new = service.queue.enqueue(request, idempotency_key=idempotency_key)
+    job, is_new = service.queue.enqueue(request, idempotency_key=idempotency_key, priority=priority, by=caller)
     if is_new and job.state.is_final:
         response.status_code = HTTPStatus.CREATED
     response.headers["Location"] = exploration_path(job.id)
@@ -133,6 +140,7 @@ def submit_exploration(
 )
 def list_explorations(
     service: ServiceDep,
+    caller: Reader,
     state: Annotated[
         JobState | None, Query(description="List only explorations in this state.", examples=["running"])
     ] = None,
@@ -150,7 +158,7 @@ def list_explorations(
     limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
-    """One page of explorations.
+    """One page of the explorations of the token's owner; with the scope `admin`, of all owners.
 
     A cursor is a place in the order of submission: no exploration comes twice or is missed because others are added or
     deleted meanwhile.
@@ -159,7 +167,7 @@ def list_explorations(
         labels = [parse_label(text) for text in label or ()]
     except ValueError as error:
         raise invalid_parameter("label", str(error)) from None
-    wanted = JobFilter(state, model, tuple(labels))
+    wanted = JobFilter(state, model, tuple(labels), owner=caller.sees)
     try:
         jobs, next_cursor = list_jobs(service.database, wanted=wanted, limit=limit, cursor=cursor)
     except InvalidCursorError:
@@ -208,13 +216,13 @@ def get_exploration(
         **examples.problems(_ONE, HTTPStatus.CONFLICT, shown=examples.NOT_FINISHED),
     },
 )
-def delete_exploration(job_id: JobIdDep, service: ServiceDep) -> None:
+def delete_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller) -> None:
     """Delete an exploration with its log, trials, study and run reports. Streams of its log end.
 
     409 for one that has not ended: cancel it first. Explorations that were answered from it keep their answers.
     """
     try:
-        delete_job(service.database, job_id)
+        delete_job(service.database, job_id, by=caller)
     except JobNotFinishedError as error:
         raise ProblemException(
             HTTPStatus.CONFLICT,
@@ -234,8 +242,8 @@ def delete_exploration(job_id: JobIdDep, service: ServiceDep) -> None:
         **examples.problems(f"{_ONE}/cancel", HTTPStatus.NOT_FOUND),
     },
 )
-def cancel_exploration(job_id: JobIdDep, service: ServiceDep, response: Response) -> Exploration:
+def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller, response: Response) -> Exploration:
     """End an exploration. One that has ended stays as it is, so the call can be repeated."""
-    job = service.queue.request_cancel(job_id)
+    job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
     return Exploration.of_job(job)

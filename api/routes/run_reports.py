@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import ValidationError
 
 from api import bodies, examples
+from api.auth import Submitter
 from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_body
 from api.resources import RunReportPage, RunReportResource, exploration_path
@@ -57,7 +58,11 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
     },
 )
 def report_run(
-    job: SummaryDep, document: Annotated[dict[str, Any], Depends(_document_of)], service: ServiceDep, response: Response
+    _caller: Submitter,
+    job: SummaryDep,
+    document: Annotated[dict[str, Any], Depends(_document_of)],
+    service: ServiceDep,
+    response: Response,
 ) -> RunReportResource:
     """Store what a training run with the recommendation reached. 409 while there is no recommendation."""
     try:

@@ -16,8 +16,9 @@ from api.settings import ServiceSettings
 from explorer.records.event import EventCode
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import JobState, list_jobs
+from storage.jobs import JobState
 from storage.leaders import HOUSEKEEPER, hold_role
+from storage.listing import JobFilter, list_jobs
 from storage.queue import Queue
 from storage.tables import jobs, leaders
 from tests.contracts.samples import make_request
@@ -60,4 +61,4 @@ def test_retention_deletes_in_small_rounds_what_is_old_or_too_much(
         keeper.work()
         counts.append(len(list_jobs(queue.database)[0]))
     assert counts == [4, 3, 3]
-    assert len(list_jobs(queue.database, state=JobState.QUEUED)[0]) == 1
+    assert len(list_jobs(queue.database, JobFilter(state=JobState.QUEUED))[0]) == 1

@@ -131,6 +131,26 @@ def test_a_revoked_token_is_asked_for_again_once(browser: Chromium, service: Ser
     browser.wait_for("document.querySelector('.headline')")
 
 
+def test_a_token_that_is_revoked_while_an_exploration_is_followed_is_asked_for_once(
+    browser: Chromium, service: Service
+) -> None:
+    token = create_token(service.database, "leaving")
+    service.profiler.gate.clear()
+    job_id = service.queue.enqueue(request(seed=5))[0].id
+    log_in(browser, service, token, at=f"#/explorations/{job_id}")
+    try:
+        browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
+        revoke_token(service.database, "leaving")
+        browser.wait_for("document.getElementById('login').open")
+        assert "revoked" in browser.evaluate("document.getElementById('login-reason').textContent")
+        asked = len(browser.requests)
+        time.sleep(0.7)
+        browser.evaluate("1")
+        assert len(browser.requests) == asked, "it asks again with no token"
+    finally:
+        service.profiler.gate.set()
+
+
 def test_columns_of_trials_sort_by_keyboard(browser: Chromium, service: Service) -> None:
     open_exploration(browser, service, service.finished)
     browser.wait_for("document.querySelector('[data-column=\"tokens/s\"]')")

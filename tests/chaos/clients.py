@@ -136,4 +136,8 @@ class Clients:
         budget = self._request.budget.model_copy(
             update={"max_trials": num_trials, "confidence_target": 99, "max_seconds": 40_000.0}
         )
-        return {**self._request.model_copy(update={"budget": budget}).model_dump(mode="json"), "seed": seed, "fresh": True}
+        return {
+            **self._request.model_copy(update={"budget": budget}).model_dump(mode="json"),
+            "seed": seed,
+            "fresh": True,
+        }
