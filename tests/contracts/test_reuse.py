@@ -11,14 +11,16 @@ from explorer.records.event import EventCode, Progress
 from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.run_report import RunReport
 from explorer.spec.request_key import request_key
+from storage.audit import Action, read_audit
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import Job, JobState
+from storage.jobs import Job, JobNotFoundError, JobState
 from storage.leases import Claim
-from storage.pruning import prune
+from storage.owners import USUAL_SCOPES, Caller
+from storage.pruning import delete_job, prune
 from storage.queue import Queue
 from storage.run_reports import insert_run_report
-from storage.workers import WorkerInfo, register_worker
+from storage.workers import WorkerInfo, WorkerState, list_known_workers, register_worker
 from tests.contracts.samples import make_recommendation, make_report, make_request
 
 FINGERPRINT = make_report().hardware.fingerprint
@@ -201,3 +203,22 @@ def test_an_idempotency_key_still_means_one_exploration(database: Database) -> N
     one, is_new = queue.enqueue(make_request(), idempotency_key="k")
     two, is_new_again = queue.enqueue(make_request(), idempotency_key="k")
     assert (one.id, is_new, is_new_again) == (two.id, True, False)
+
+
+def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) -> None:
+    queue = Queue(database)
+    add_worker(database)
+    first = measure(queue)
+    other = Caller("other", USUAL_SCOPES)
+    theirs, _ = queue.enqueue(make_request(), by=other)
+    assert theirs.state is JobState.QUEUED
+    claim = queue.claim("live", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=TARGETS)
+    assert claim is not None
+    assert claim.job.id == theirs.id
+    shown = {owner: list_known_workers(database, owner=owner)[0] for owner in (None, "other", "local")}
+    assert {worker.state for worker in shown.values()} == {WorkerState.MEASURING}
+    assert [worker.job_id for worker in shown.values()] == [theirs.id, theirs.id, None]
+    with pytest.raises(JobNotFoundError):
+        delete_job(database, first.id, by=other)
+    delete_job(database, first.id)
+    assert [(record.action, record.subject) for record in read_audit(database, limit=1)] == [(Action.DELETE, first.id)]
