@@ -116,6 +116,11 @@ class RequestFields(Frozen):
         "are expected to be within the tolerance of it.",
     )
     budget: Budget = Budget()
+    fresh: bool = Field(
+        False,
+        description="Measure everything again. False: measurements of earlier explorations on the same hardware and "
+        "versions may be used.",
+    )
     verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
     sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
