@@ -93,20 +93,27 @@ def study(
 def prune(
     older_than_days: Annotated[
         float | None,
-        typer.Option(min=0, max=36_500, metavar="DAYS", help="Delete explorations that finished longer ago."),
+        typer.Option(
+            min=0, max=36_500, metavar="DAYS", help="Delete what is older: finished explorations, measured components."
+        ),
     ] = None,
     keep: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep only the N newest finished ones.")] = None,
     studies: Annotated[
         bool, typer.Option("--studies", help="Drop the Optuna studies of all finished ones; `bexp study` rewrites one.")
     ] = False,
+    components: Annotated[
+        bool, typer.Option("--components", help="Forget all measured components, which later explorations would reuse.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would be deleted.")] = False,
 ) -> None:
-    """Delete finished explorations, with their logs, trials, run reports and studies."""
+    """Delete finished explorations with their logs, trials, run reports and studies, and measured components."""
+    from storage.components import prune_components  # noqa: PLC0415 - for this command alone
     from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
-    if older_than_days is None and keep is None and not studies:
-        raise CommandError(ExitCode.USAGE, "say what to delete: --older-than-days DAYS, --keep NEWEST, or --studies")
+    if older_than_days is None and keep is None and not studies and not components:
+        options_there = "--older-than-days DAYS, --keep NEWEST, --studies, or --components"
+        raise CommandError(ExitCode.USAGE, f"say what to delete: {options_there}")
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
     with open_storage() as database:
         found = find_prunable(database, older_than=older_than, keep=keep)
@@ -115,6 +122,9 @@ def prune(
             return
         prune_jobs(database, found)
         say(f"deleted {_explorations(len(found))}")
+        if components or older_than is not None:
+            num_components = prune_components(database, older_than=None if components else older_than)
+            say(f"measured components deleted: {num_components}")
         if studies:
             say(f"Optuna studies dropped: {drop_finished_studies(database)}")
 

@@ -1,9 +1,9 @@
 """Whether a component of one request is the same as a component of another, so that its time can be reused.
 
-A subject is a hash of what the time of a component depends on beyond the component itself and the hardware: the shapes,
-number formats and code of its part of the model, the training, the routing, the padding and the allocator. Names of
-people and models are no part of it. Fields that are not known to be irrelevant count, so a new field of a model or of a
-request keeps components apart until it is listed here.
+A subject is a hash of what the time of a component depends on beyond the component itself, the hardware and the
+versions of libraries: the shapes, number formats and code of its part of the model, the training, the routing, the
+padding and the allocator. Names of people and models are no part of it. Fields that are not known to be irrelevant
+count, so a new field of a model or of a request keeps components apart until it is listed here.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _describe_parts(
     kind: ComponentKind, name: str | None, parts: ModelParts, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     known = {name: value for name, value in config.items() if name not in _CONFIG_NAMES}
-    document: dict[str, Any] = {"version": parts.target_version, "class": parts.class_name, "dtype": parts.dtype.value}
+    document: dict[str, Any] = {"class": parts.class_name, "dtype": parts.dtype.value}
     if kind is ComponentKind.OPTIMIZER:
         return document | {"config": known}
     if "#" not in (name or ""):  # a kind with a number is known by its place in this very model
