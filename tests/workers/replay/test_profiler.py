@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated_tables import write
-from explorer.records.event import Progress
+from explorer.records.event import EventCode, Progress
 from explorer.search.explore import explore
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
+from storage.events import read_events
 from storage.jobs import Job, JobState, get_job
 from storage.queue import Queue
 from storage.trials import read_trials
@@ -139,7 +140,7 @@ def limited(steps: Any, stop_after: int | None, stopping: threading.Event) -> An
 def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: Database, path: Path) -> None:
     queue, whole = enqueue(sqlite_database, request())
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
-    _, cut = enqueue(sqlite_database, request())
+    _, cut = enqueue(sqlite_database, request(fresh=True))
     assert replay_job(queue, path, stop_after=3) is JobEnd.RELEASED
     assert len(read_trials(sqlite_database, cut.id)) == 3
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
@@ -148,6 +149,24 @@ def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: D
     answers = [get_job(sqlite_database, job.id).answer for job in (whole, cut)]
     assert answers[0] is not None and answers[1] is not None
     assert answers[0].recommendation == answers[1].recommendation
+
+
+def test_the_next_job_starts_from_what_the_first_has_measured_also_when_it_is_put_back(
+    sqlite_database: Database, path: Path
+) -> None:
+    queue, first = enqueue(sqlite_database, request())
+    assert replay_job(queue, path) is JobEnd.SUCCEEDED
+    _, second = enqueue(sqlite_database, request(batch_size=256))
+    assert replay_job(queue, path, stop_after=1) is JobEnd.RELEASED
+    assert replay_job(queue, path) is JobEnd.SUCCEEDED
+    done = get_job(sqlite_database, second.id)
+    assert done.answer is not None and done.answer.recommendation is not None
+    assert done.answer.recommendation.reused is not None
+    assert done.answer.recommendation.reused.num_explorations == 1
+    number = {job.id: len(read_trials(sqlite_database, job.id)) for job in (first, second)}
+    assert number[second.id] < number[first.id]
+    told = [event.code for event in read_events(sqlite_database, second.id)]
+    assert told.count(EventCode.REUSED) == 1
 
 
 def test_a_worker_leaves_what_its_table_cannot_answer_to_others(sqlite_database: Database, path: Path) -> None:
