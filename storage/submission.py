@@ -11,6 +11,7 @@ from explorer.records.event import EventCode, EventDraft
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import insert_events
+from storage.idempotency import asks_the_same
 from storage.jobs import Job, JobState, job_from_row, select_row
 from storage.tables import jobs
 
@@ -67,6 +68,6 @@ def insert_submission(
             raise
     with database.read() as connection:
         first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == idempotency_key)).one()
-    if first.body_hash != body_hash:
+    if not asks_the_same(first, request, body_hash):
         raise IdempotencyConflictError(str(idempotency_key), first.id)
     return job_from_row(first), False
