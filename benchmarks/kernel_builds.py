@@ -94,7 +94,11 @@ def _run_all(device: torch.device, sizes: Sequence[int] = TOKENS) -> list[float]
         weights = torch.full_like(routes, 1 / TOP_K, dtype=torch.bfloat16)
         out = fused_ffn(x, routes, weights, w_in, w_out, "silu")
         out.backward(torch.ones_like(out))
-        sums += [float(tensor.detach().double().sum()) for tensor in (out, x.grad, w_in.grad, w_out.grad) if tensor is not None]
+        sums += [
+            float(tensor.detach().double().sum())
+            for tensor in (out, x.grad, w_in.grad, w_out.grad)
+            if tensor is not None
+        ]
     return sums
 
 
