@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
@@ -28,9 +28,9 @@ MAX_AGE = timedelta(days=90)
 """Older rows are deleted; too much on a machine changes in that time."""
 MAX_ROWS = 50_000
 """The most rows that are kept, the newest; a row takes about half a KiB."""
-MAX_RUNS = 3
+MAX_RUNS = 2
 """The newest runs of a component that an exploration reuses."""
-MAX_REUSED = 2000
+MAX_REUSED = 500
 """The most runs of all components that an exploration reuses."""
 MAX_VERSIONS_NAMED = 3
 
@@ -64,16 +64,23 @@ def keep_components(
             found[key] = {**values, "subject": subject, "component": key[1], "measurement": document}
     if not found:
         return 0
-    with database.begin() as connection:
-        now = database.now(connection)
-        connection.execute(sa.delete(components).where(components.c.source == source))
-        connection.execute(sa.insert(components), [{**row, "at": now} for row in found.values()])
-        connection.execute(sa.delete(components).where(components.c.at < now - MAX_AGE))
-        newest = sa.select(components.c.at).order_by(components.c.at.desc()).offset(MAX_ROWS).limit(1)
-        too_old = connection.scalar(newest)
-        if too_old is not None:
-            connection.execute(sa.delete(components).where(components.c.at <= too_old))
+    try:
+        with database.begin() as connection:
+            now = database.now(connection)
+            connection.execute(sa.delete(components).where(components.c.source == source))
+            connection.execute(sa.insert(components), [{**row, "at": now} for row in found.values()])
+            _drop_old(connection, now)
+    except sa.exc.IntegrityError:  # a worker that has lost this job keeps the same at this moment
+        return 0
     return len(found)
+
+
+def _drop_old(connection: sa.Connection, now: datetime) -> None:
+    connection.execute(sa.delete(components).where(components.c.at < now - MAX_AGE))
+    newest = sa.select(components.c.at).order_by(components.c.at.desc()).offset(MAX_ROWS).limit(1)
+    too_old = connection.scalar(newest)
+    if too_old is not None:
+        connection.execute(sa.delete(components).where(components.c.at <= too_old))
 
 
 def find_earlier_runs(
@@ -118,7 +125,7 @@ def prune_components(database: Database, *, older_than: timedelta | None = None)
         return connection.execute(delete).rowcount
 
 
-def _read(rows: Sequence[sa.Row[Any]], now: Any) -> tuple[list[EarlierRun], set[str]]:
+def _read(rows: Sequence[sa.Row[Any]], now: datetime) -> tuple[list[EarlierRun], set[str]]:
     """Return the newest runs of each component, oldest first, and their sources; unreadable rows are left out."""
     counts: dict[tuple[str, str], int] = {}
     runs: list[EarlierRun] = []
