@@ -97,7 +97,8 @@ def parts(**changes: Any) -> ModelParts:
 
 
 def subjects_of_parts(config: dict[str, Any], **changes: Any) -> dict[str, str]:
-    request = ExplorationRequest(hf_config=CONFIG | config, hf_seq_length=512, **changes)
+    asked = {"hf_config": CONFIG | config, "hf_seq_length": 512, **changes}
+    request = ExplorationRequest.model_validate(asked)
     found = component_subjects(request, report().model_copy(update={"parts": parts()}))
     return {f"{kind}{name or ''}": subject for (kind, name), subject in found.items()}
 
@@ -112,7 +113,7 @@ def test_the_layers_of_a_deeper_model_are_the_same() -> None:
 
 
 def test_code_that_somebody_has_written_is_never_the_same() -> None:
-    request = ExplorationRequest(target="mine", target_config={"width": 4})
+    request = ExplorationRequest.model_validate({"target": "mine", "target_config": {"width": 4}})
     with_parts: DeviceReport = report().model_copy(update={"parts": parts()})
     assert component_subjects(request, with_parts) == {}
 
