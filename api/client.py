@@ -59,7 +59,7 @@ class ProblemError(Exception):
         return [str(self), *listed]
 
 
-class Reused(BaseModel):
+class AnswerSource(BaseModel):
     """The exploration that measured an answer, and when it finished."""
 
     model_config = ConfigDict(frozen=True)
@@ -102,7 +102,7 @@ class Job(BaseModel):
     started_at: datetime | None = None
     finished_at: datetime | None = None
     request: ExplorationRequest | None = Field(None, description="Left out in lists.")
-    reused: Reused | None = Field(None, description="Null if the exploration measures its own answer.")
+    answered_from: AnswerSource | None = Field(None, description="Null if the exploration measures its own answer.")
 
     @property
     def is_final(self) -> bool:

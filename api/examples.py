@@ -104,7 +104,7 @@ SUMMARY: dict[str, Any] = {
     "cancel_requested": False,
     "waiting_reason": None,
     "error": None,
-    "reused": None,
+    "answered_from": None,
     "links": Links.of(JOB_ID).model_dump(),
 }
 EXPLORATION: dict[str, Any] = {
@@ -135,7 +135,7 @@ ANSWERED: dict[str, Any] = {
     "finished_at": CREATED_AT,
     "attempt": 0,
     "last_seq": 4,
-    "reused": {"exploration": "0a1b2c3d4e5f6071", "measured_at": "2026-01-14T08:02:55Z"},
+    "answered_from": {"exploration": "0a1b2c3d4e5f6071", "measured_at": "2026-01-14T08:02:55Z"},
 }
 RECOMMENDATION: dict[str, Any] = {
     "id": JOB_ID,

@@ -42,7 +42,7 @@ class Links(BaseModel):
         return cls(self=here, run_reports=f"{here}/run-reports", **parts)
 
 
-class Reused(BaseModel):
+class AnswerSource(BaseModel):
     """Where an answer comes from that was not measured for this exploration."""
 
     exploration: Annotated[str, Field(description="The exploration that measured it; it may have been deleted.")]
@@ -73,8 +73,8 @@ class ExplorationSummary(BaseModel):
     cancel_requested: bool
     waiting_reason: str | None
     error: str | None
-    reused: Annotated[
-        Reused | None, Field(description="Null if the exploration measures, or has measured, its own answer.")
+    answered_from: Annotated[
+        AnswerSource | None, Field(description="Null if the exploration measures, or has measured, its own answer.")
     ]
     links: Links
 
@@ -98,7 +98,7 @@ def _shared_fields(job: Job | JobSummary) -> dict[str, Any]:
         "cancel_requested": job.cancel_requested,
         "waiting_reason": job.waiting_reason,
         "error": job.error,
-        "reused": Reused.of(job),
+        "answered_from": AnswerSource.of(job),
         "links": Links.of(job.id),
     }
 

@@ -25,6 +25,7 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP, describe_target
 from storage.audit import Action, note_action
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
+from storage.components import find_earlier_runs
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
@@ -149,10 +150,13 @@ class Queue:
             ):
                 return claim
 
-    def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
+    def pin(
+        self, lease: Lease, report: DeviceReport, *, software: Mapping[str, str] = MappingProxyType({})
+    ) -> DeviceReport:
         """Bind the job to the hardware of its first claim; return the report of that hardware.
 
-        What real runs with the same model on such hardware have reached by then becomes a part of the report.
+        What real runs with the same model on such hardware have reached by then becomes a part of the report. So do
+        components that were measured on such hardware with the same versions of torch and of `software`.
 
         The job then needs as many devices as it uses there, to share sequences or to train together.
 
@@ -164,7 +168,10 @@ class Queue:
         fingerprint = report.hardware.fingerprint
         values: dict[str, Any] = {}
         if not job.report:
-            report = report.model_copy(update={"reported_runs": find_reported_runs(self.database, job, report)})
+            found: dict[str, Any] = {"reported_runs": find_reported_runs(self.database, job, report)}
+            if job.request is not None:
+                found["earlier"] = find_earlier_runs(self.database, job.request, report, software)
+            report = report.model_copy(update=found)
             values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
             if job.request is not None:
                 values["devices_needed"] = job.request.devices_needed(report.hardware.num_devices)

@@ -17,6 +17,7 @@ from explorer.spec.request_key import request_key
 from storage.audit import Action, note_action
 from storage.database import Database
 from storage.events import insert_events
+from storage.idempotency import asks_the_same
 from storage.jobs import Job, JobState, job_from_row, select_row
 from storage.notifications import QUEUED_JOBS, notify
 from storage.owners import Caller
@@ -103,7 +104,7 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
             first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == hashed)).one()
     if first is None:
         return job_from_row(row), True
-    if first.body_hash != body_hash:
+    if not asks_the_same(first, request, body_hash):
         raise IdempotencyConflictError(str(key), first.id)
     return job_from_row(first), False
 

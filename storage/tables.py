@@ -156,6 +156,22 @@ run_reports = sa.Table(
     sa.Column("report", _JSON, nullable=False),
 )
 
+components = sa.Table(
+    f"{PREFIX}components",
+    metadata,
+    sa.Column("environment", sa.String(16), primary_key=True, doc="A hash of hardware and versions."),
+    sa.Column("subject", sa.String(32), primary_key=True, doc="A hash of what the component is a part of."),
+    sa.Column("component", sa.String(32), primary_key=True, doc="A hash of the component's key."),
+    sa.Column("source", sa.String(16), primary_key=True, doc="Tells explorations apart without naming one."),
+    sa.Column("device", sa.String(255), nullable=False),
+    sa.Column("versions", sa.String(255), nullable=False, doc="For people."),
+    sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("measurement", CompactJSON, nullable=False),
+    sa.Index(None, "subject"),
+    sa.Index(None, "source"),
+    sa.Index(None, "at"),
+)
+
 workers = sa.Table(
     f"{PREFIX}workers",
     metadata,

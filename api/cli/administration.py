@@ -51,7 +51,9 @@ def study(
 def prune(
     older_than_days: Annotated[
         float | None,
-        typer.Option(min=0, max=36_500, metavar="DAYS", help="Delete explorations that finished longer ago."),
+        typer.Option(
+            min=0, max=36_500, metavar="DAYS", help="Delete what is older: finished explorations, measured components."
+        ),
     ] = None,
     keep: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep only the N newest finished ones.")] = None,
     studies: Annotated[
@@ -63,15 +65,21 @@ def prune(
             min=0, max=36_500, metavar="DAYS", help="Delete older records of `bexp audit`; each run deletes after 365."
         ),
     ] = None,
+    components: Annotated[
+        bool, typer.Option("--components", help="Forget all measured components, which later explorations would reuse.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would be deleted.")] = False,
 ) -> None:
-    """Delete finished explorations, with their logs, trials, run reports and studies, and old records of the audit."""
+    """Delete finished explorations with their logs, trials, run reports and studies, old records of the audit, and
+    measured components.
+    """
     from storage.audit import prune_audit  # noqa: PLC0415 - for this command alone
+    from storage.components import prune_components  # noqa: PLC0415 - for this command alone
     from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
-    if older_than_days is None and keep is None and audit_older_than_days is None and not studies:
-        what = "--older-than-days DAYS, --keep NEWEST, --studies, or --audit-older-than-days DAYS"
+    if older_than_days is None and keep is None and audit_older_than_days is None and not (studies or components):
+        what = "--older-than-days DAYS, --keep NEWEST, --studies, --components, or --audit-older-than-days DAYS"
         raise CommandError(ExitCode.USAGE, f"say what to delete: {what}")
     kept = timedelta(days=AUDIT_DAYS if audit_older_than_days is None else audit_older_than_days)
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
@@ -84,6 +92,9 @@ def prune(
         say(f"deleted {_explorations(len(found))}")
         if num_records := prune_audit(database, kept):
             say(f"records of the audit deleted: {num_records}")
+        if components or older_than is not None:
+            num_components = prune_components(database, older_than=None if components else older_than)
+            say(f"measured components deleted: {num_components}")
         if studies:
             say(f"Optuna studies dropped: {drop_finished_studies(database)}")
 

@@ -153,9 +153,9 @@ def best(
         typer.echo(size)
         if result is not None and result.target_version is not None:
             say(f"measured: {result.measured}")
-        if job.reused is not None:
-            at = f"{job.reused.measured_at.astimezone():%Y-%m-%d %H:%M}"
-            say(f"measured by exploration {job.reused.exploration}, {at}; `--fresh` measures again")
+        if job.answered_from is not None:
+            at = f"{job.answered_from.measured_at.astimezone():%Y-%m-%d %H:%M}"
+            say(f"measured by exploration {job.answered_from.exploration}, {at}; `--fresh` measures again")
         for report in reports:
             say(render_run_report(report, known))
     for warning in () if exported is not None else _warnings(job, known, chosen):

@@ -78,7 +78,7 @@ function row(exploration, find) {
     "tr",
     {},
     el("th", { scope: "row" }, el("a", { href: `#/explorations/${exploration.id}` }, exploration.model), labels),
-    el("td", {}, el("span", { class: `badge ${exploration.state}`, title: trouble }, exploration.state), exploration.reused && el("span", { class: "quiet" }, " reused")),
+    el("td", {}, el("span", { class: `badge ${exploration.state}`, title: trouble }, exploration.state), exploration.answered_from && el("span", { class: "quiet" }, " reused")),
     el("td", { class: "figure" }, exploration.micro_batch_size ?? "–"),
     el("td", { class: "figure" }, exploration.confidence ?? "–"),
     el("td", {}, el("time", { datetime: exploration.created_at }, format.moment(exploration.created_at))),

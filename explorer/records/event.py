@@ -25,6 +25,7 @@ class EventCode(IntEnum):
     RESUMED = 106
     VARIANT = 107
     REAL_RUNS = 108
+    REUSED = 109
     ANSWERED = 110
     TRIAL = 201
     RECOMMENDATION = 202

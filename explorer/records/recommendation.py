@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from explorer.cost_model.step import MemoryParts
+from explorer.records.earlier_runs import ReusedComponents
 from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
@@ -71,6 +72,9 @@ class DividingCandidate(Frozen):
     whole_model: WholeModelCheck | None = Field(None, description="Null if it was not run as a whole model.")
     composed_tokens_per_second: float | None = Field(
         None, description="Composed of the measured components alone; null in an answer of an earlier version."
+    )
+    reused: ReusedComponents | None = Field(
+        None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
 
 
@@ -143,6 +147,9 @@ class Recommendation(Frozen):
     )
     composed_tokens_per_second: float | None = Field(
         None, description="Composed of the measured components alone; null in an answer of an earlier version."
+    )
+    reused: ReusedComponents | None = Field(
+        None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
 
     @property

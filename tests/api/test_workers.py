@@ -63,7 +63,7 @@ def test_the_same_request_is_answered_at_once(client: TestClient, queue: Queue, 
     body = make_request().model_dump(mode="json")
     assert client.post(EXPLORATIONS, json=body | {"fresh": True}).status_code == 202
     queued = client.post(EXPLORATIONS, json=body)
-    assert (queued.status_code, queued.json()["reused"]) == (202, None)
+    assert (queued.status_code, queued.json()["answered_from"]) == (202, None)
     add_worker(queue, "worker-1")
     headers = {"Idempotency-Key": "k"}
     response = client.post(EXPLORATIONS, json=body | {"labels": {"run": "2"}}, headers=headers)
@@ -73,7 +73,7 @@ def test_the_same_request_is_answered_at_once(client: TestClient, queue: Queue, 
     assert found["id"] != measured
     assert (found["state"], found["confidence"], found["labels"]) == ("succeeded", 97, {"run": "2"})
     first = client.get(f"{EXPLORATIONS}/{measured}").json()
-    assert found["reused"] == {"exploration": measured, "measured_at": first["finished_at"]}
+    assert found["answered_from"] == {"exploration": measured, "measured_at": first["finished_at"]}
     assert found["answer"] == first["answer"]
     here = found["links"]["self"]
     log = client.get(f"{here}/log?follow=true").text.splitlines()
@@ -84,4 +84,4 @@ def test_the_same_request_is_answered_at_once(client: TestClient, queue: Queue, 
     again = client.post(EXPLORATIONS, json=body | {"labels": {"run": "2"}}, headers=headers)
     assert again.json()["id"] == found["id"]
     newest = client.get(EXPLORATIONS).json()["items"][0]
-    assert (newest["id"], newest["reused"]["exploration"]) == (found["id"], measured)
+    assert (newest["id"], newest["answered_from"]["exploration"]) == (found["id"], measured)

@@ -246,15 +246,15 @@ def test_a_report_is_one_file_that_loads_nothing(
 def test_a_reused_answer_is_found_by_its_label_and_deleted(browser: Chromium, service: Service) -> None:
     document = request(labels={"team": "<b>search</b>"}).model_dump(mode="json")
     job = service.client.submit(document)
-    assert job.reused is not None
+    assert job.answered_from is not None
     log_in(browser, service)
     browser.wait_for("document.querySelector('.list button.label')")
     browser.evaluate("document.querySelector('.list button.label').click()")
     browser.wait_for("document.querySelectorAll('.list tbody tr').length === 1")
     assert browser.evaluate("document.getElementById('wanted').value") == "team=<b>search</b>"
     browser.evaluate("document.querySelector('.list tbody a').click()")
-    browser.wait_for("document.querySelector('.reused a') && document.querySelector('.headline strong')")
-    assert browser.evaluate("document.querySelector('.reused a').hash") == f"#/explorations/{service.finished}"
+    browser.wait_for("document.querySelector('.source a') && document.querySelector('.headline strong')")
+    assert browser.evaluate("document.querySelector('.source a').hash") == f"#/explorations/{service.finished}"
     assert browser.evaluate("document.querySelector('.labels').textContent") == "team=<b>search</b>"
     browser.evaluate("(window.confirm = () => true, document.querySelectorAll('.actions > button')[1].click())")
     browser.wait_for("location.hash === '#/' && document.querySelector('.list tbody a')")

@@ -215,6 +215,23 @@ def test_the_same_key_and_request_give_the_same_job(database: Database) -> None:
     assert codes(database, first.id) == [101]
 
 
+def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(database: Database) -> None:
+    queue = Queue(database)
+    first, _ = queue.enqueue(make_request(notices=("noted by an earlier version",)), idempotency_key="k")
+    earlier = make_request().model_dump(mode="json")
+    del earlier["fresh"]  # a field that version did not have
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(request=earlier, body_hash="of fewer fields"))
+    again, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    assert (again.id, is_new) == (first.id, False)
+    with pytest.raises(IdempotencyConflictError):
+        queue.enqueue(make_request(fresh=True), idempotency_key="k")
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(request={"model": 1}))
+    with pytest.raises(IdempotencyConflictError):
+        queue.enqueue(make_request(), idempotency_key="k")
+
+
 def test_a_key_makes_one_job_when_used_at_once(database: Database) -> None:
     queue = Queue(database)
     with ThreadPoolExecutor(8) as pool:

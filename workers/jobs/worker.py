@@ -19,6 +19,7 @@ from storage.queue import Queue
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
 from workers.jobs.runner import Explore, JobEnd, run_job
+from workers.jobs.software import installed_software
 from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
 
 MIN_POLL_SECONDS = 0.05
@@ -40,7 +41,8 @@ class Worker:
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
     started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those
     jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
-    target by name; the default is what is installed here. An idle worker polls at intervals that grow to
+    target by name, and `software` that of each package that the speed of a component depends on; the default is what is
+    installed here. An idle worker polls at intervals that grow to
     `max_poll_seconds`.
     """
 
@@ -53,6 +55,7 @@ class Worker:
         explore: Explore = explore,
         job_ids: Iterable[str] | None = None,
         targets: Mapping[str, str] | None = None,
+        software: Mapping[str, str] | None = None,
         max_poll_seconds: float = MAX_POLL_SECONDS,
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
     ) -> None:
@@ -65,6 +68,7 @@ class Worker:
         self._explore = explore
         self._job_ids = job_ids
         self._targets = dict(installed_targets() if targets is None else targets)
+        self._software = dict(installed_software() if software is None else software)
         self._max_poll_seconds = max_poll_seconds
         self._start_pauses_seconds = tuple(start_pauses_seconds)
         self._listener: Listener | None = None
@@ -189,7 +193,9 @@ class Worker:
 
     def _run(self, claim: Claim) -> None:
         _log.info("exploration %s begins (attempt %d)", claim.job.id, claim.lease.attempt)
-        end = run_job(claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore)
+        end = run_job(
+            claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore, software=self._software
+        )
         _log.info("exploration %s: %s", claim.job.id, end)
         if end in {JobEnd.SUCCEEDED, JobEnd.FAILED}:
             self._profiler.finish_job()
