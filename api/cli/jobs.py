@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from api.answer import render_run_report
+from api.answer import is_provisional, render_run_report
 from api.answer_choices import no_dividing_text
 from api.cli import options
 from api.cli.connection import connect, connect_or_embed
@@ -166,6 +166,9 @@ def _check_format(name: str, *, as_json: bool) -> None:
 def _warnings(job: Job, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
     """Yield what a script that reads the printed number alone would not know."""
     other = known.dividing
+    if job.is_final and job.request is not None and is_provisional(chosen.confidence, job.request):
+        target = job.request.budget.confidence_target
+        yield f"provisional: confidence {chosen.confidence} is below {target}, which was asked for"
     if isinstance(chosen, DividingCandidate):
         if chosen.predicted:
             yield "predicted in part; an exploration with `--micro-batch-size auto` measures what divides the batch"

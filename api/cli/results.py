@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from api.answer import render_answer, render_recommendation
 from api.cli.errors import ExitCode, say
 from api.client import Client, Job
-from api.text import WIDTH
+from api.text import WIDTH, row, wrap
+from explorer.exports.registry import FORMATS
 from explorer.records.event import Event, EventCode
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
@@ -30,12 +31,23 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
     result = client.recommendation(job_id)
     if result is not None and result.answer is not None:
         typer.echo("\n" + render_answer(result.answer, job.request, result.measured, terminal_width()))
+        if result.recommendation is not None:
+            typer.echo("\n".join(["", *wrap(usage_rows(job.id), terminal_width())]))
     elif result is not None and result.recommendation is not None:
         lines = render_recommendation(result.recommendation, job.request, result.measured, terminal_width())
         typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
     if code is not ExitCode.ANSWER and (result is None or result.answer is None):
         say(f"bexp: {last.message}")
     return code
+
+
+def usage_rows(job_id: str) -> list[str]:
+    """Return the commands that use an answer."""
+    return [
+        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(FORMATS)}"),
+        row("for bexp.apply", f"bexp best {job_id} --json > best.json"),
+        row("as a page", f"bexp report {job_id} --out report.html"),
+    ]
 
 
 def document(client: Client, job: Job) -> dict[str, Any]:
