@@ -73,7 +73,9 @@ class Job(BaseModel):
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
+    attempt: int = Field(0, description="Left out in lists.")
     request: ExplorationRequest | None = Field(None, description="Left out in lists.")
+    report: dict[str, Any] | None = Field(None, description="The device that it runs on. Left out in lists.")
 
     @property
     def is_final(self) -> bool:
@@ -193,6 +195,10 @@ class Client:
         """Cancel an exploration; its worker stops within seconds."""
         return self._parse(Job, self._request("POST", _path(job_id, "cancel")))
 
+    def resume(self, job_id: str) -> Job:
+        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is."""
+        return self._parse(Job, self._request("POST", _path(job_id, "resume")))
+
     def recommendation(self, job_id: str) -> Result | None:
         """Return the best candidate so far and, at the end, the whole answer; null while nothing is known."""
         try:
@@ -235,8 +241,10 @@ class Client:
 
         After a dropped connection it continues where the connection broke. It yields nothing if `after` is the last
         event of a job that has ended. Raises ServiceError if the service cannot be reached for `patience_seconds`.
+
+        A job that was cancelled and resumed has events after the one that ended it first.
         """
-        seq, waited, delay = after, 0.0, 0.2
+        seq, waited, delay, has_ended = after, 0.0, 0.2, False
         while True:
             reason: str
             try:
@@ -246,9 +254,10 @@ class Client:
                     if event.seq > seq + 1:
                         raise ServiceError(f"the service skipped events {seq + 1} to {event.seq - 1}")
                     seq, waited, delay = event.seq, 0.0, 0.2
+                    has_ended = event.code.ends_job
                     yield event
-                    if event.code.ends_job:
-                        return
+                if has_ended:
+                    return
                 reason = "the service closed the event stream"
             except _CompleteError:
                 return

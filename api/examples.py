@@ -192,8 +192,8 @@ _DETAILS: dict[HTTPStatus, dict[str, Any]] = {
 }
 
 
-def problems(instance: str, *statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for the problems that a route may answer with."""
+def problems(instance: str, *statuses: HTTPStatus, **details: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for the problems that a route may answer with; `details` replace those of a status."""
     return {
         int(status): {
             "description": status.phrase,
@@ -201,7 +201,7 @@ def problems(instance: str, *statuses: HTTPStatus) -> dict[int | str, dict[str, 
                 MEDIA_TYPE: {
                     "schema": {"$ref": "#/components/schemas/Problem"},
                     "example": Problem(
-                        title=status.phrase, status=status, instance=instance, **_DETAILS[status]
+                        title=status.phrase, status=status, instance=instance, **(_DETAILS[status] | details)
                     ).model_dump(exclude_none=True),
                 }
             },

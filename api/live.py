@@ -60,7 +60,7 @@ class LiveView:
         """Update the state with an event."""
         match event.code:
             case EventCode.STARTED | EventCode.RESUMED:
-                self._started_at, self._ended_at = self._started_at or event.at, None
+                self._start(event.at)
             case EventCode.RECOMMENDATION if isinstance(event.data.get("recommendation"), dict):
                 self._best = Recommendation.model_validate(event.data["recommendation"])
                 self._chart.note_best(self._best)
@@ -92,6 +92,14 @@ class LiveView:
         if self._best is not None:
             parts += [Text(), *self._memory(self._best, width)]
         yield Group(*parts)
+
+    def _start(self, at: datetime) -> None:
+        """Start the clock; that of a job that had ended goes on where it stopped."""
+        if self._started_at is None:
+            self._started_at = at
+        elif self._ended_at is not None:
+            self._started_at += at - self._ended_at
+        self._ended_at = None
 
     def _take_trial(self, event: Event) -> None:
         if event.code is EventCode.TRIAL:

@@ -76,6 +76,7 @@ class EventFeed:
         An empty page means that nothing happened for a while. Ends early on `close`, and when the database does not
         answer.
         """
+        has_ended = False
         while not self._closing:
             try:
                 events = await self.read(job_id, after)
@@ -83,9 +84,9 @@ class EventFeed:
                 return
             if events:
                 yield events
-                after = events[-1].seq
-                if events[-1].code.ends_job:
-                    return
+                after, has_ended = events[-1].seq, events[-1].code.ends_job
+            elif has_ended:  # nothing follows, so the job was not resumed
+                return
             elif not await self._wait(job_id, after):
                 yield []
 

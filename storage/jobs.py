@@ -31,7 +31,7 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the state never changes again."""
+        """Whether nothing runs or waits. A cancelled or failed job can be resumed; a succeeded one never changes."""
         return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
 

@@ -29,6 +29,7 @@ from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.queue_settings import QueueSettings
+from storage.resuming import resume_job
 from storage.run_reports import find_reported_runs
 from storage.steps import claim_event, step_values
 from storage.submission import insert_submission
@@ -299,6 +300,10 @@ class Queue:
                     change_job(self.database, connection, [here], cancel_requested=True)
                 row = select_row(connection, job_id)
         return job_from_row(row)
+
+    def resume(self, job_id: str) -> Job:
+        """Queue a job again that was cancelled or has failed, as `resume_job` does."""
+        return resume_job(self.database, job_id)
 
     def confirm_cancel(self, lease: Lease) -> None:
         """Record that a running job has been stopped because it was cancelled.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated
 
@@ -13,7 +15,8 @@ from api.cli import options
 from api.cli.connection import environment, shown_url
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
-from api.cli.results import conclude
+from api.cli.results import conclude, say_best
+from api.cli.watchdog import Watchdog
 from api.client import Client, Job, ProblemError, ServiceError
 from api.embedded import EmbeddedService
 from bexp.target_registry import installed_targets
@@ -22,7 +25,6 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
-START_SECONDS = 10.0
 
 WorkerDevice = Annotated[
     str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to explore on.")
@@ -50,7 +52,6 @@ def explore(
     as_json: options.AsJson = False,
 ) -> None:
     """Explore a model on this machine and print the best micro_batch_size."""
-    target, local_target = options.split_target(target)
     request = options.read_request(
         config,
         {
@@ -64,7 +65,7 @@ def explore(
             "prefer": prefer,
             "mode": mode,
             "execution": execution,
-            "target": target,
+            "target": options.split_target(target)[0],
             "max_seconds": max_seconds,
             "max_trials": max_trials,
             "confidence_target": confidence_target,
@@ -72,7 +73,7 @@ def explore(
             **options.parse_fields(fields),
         },
     )
-    raise typer.Exit(_explore(request, device, local_target, as_json=as_json))
+    raise typer.Exit(_explore(request, device, target, as_json=as_json))
 
 
 def check_target(request: ExplorationRequest, device: str | None) -> None:
@@ -89,30 +90,44 @@ def check_target(request: ExplorationRequest, device: str | None) -> None:
     )
 
 
-def _explore(request: ExplorationRequest, device: str | None, local_target: str | None, *, as_json: bool) -> ExitCode:
+def _explore(request: ExplorationRequest, device: str | None, target: str | None, *, as_json: bool) -> ExitCode:
+    _, local_target = options.split_target(target)
     if local_target is None:
         check_target(request, device)
+    return run_embedded(request, lambda client: client.submit(request), device, target, as_json=as_json)
+
+
+def run_embedded(
+    request: ExplorationRequest,
+    start: Callable[[Client], Job],
+    device: str | None,
+    target: str | None,
+    *,
+    as_json: bool,
+) -> ExitCode:
+    """Start a service with one worker, `start` an exploration there, follow it to its end and print the answer.
+
+    `device` and `target` are the options of the command, if they were given.
+    """
     database_url = environment().database_url
     counts = usable_device_counts(request)
     group = counts[-1] > 1
     _check_number_of_devices(device, counts[0])
-    if device is None and (request.device_kind == "cpu" or not group):
-        device = request.device_kind
+    owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
+    local_target = options.split_target(target)[1]
     with (
         EmbeddedService(
-            database_url,
-            with_worker=True,
-            device=device,
-            group=group,
-            num_devices=counts,
-            local_target=local_target,
+            database_url, with_worker=True, device=owned, group=group, num_devices=counts, local_target=local_target
         ) as service,
         Client(service.url) as client,
     ):
-        job = client.submit(request)
+        job = start(client)
         service.adopt(job.id)
         say(f"exploration {job.id}, kept in {shown_url(database_url)}")
-        last = _follow_or_cancel(client, job, service, counts[0], as_json=as_json)
+        given = {"--device": device, "--target": target if local_target is not None else None}
+        again = shlex.join(["bexp", "resume", job.id, *(part for item in given.items() if item[1] for part in item)])
+        watchdog = Watchdog(client, job, service, counts[0])
+        last = _follow_or_cancel(client, job, watchdog, again, as_json=as_json)
         return conclude(client, job.id, last, as_json=as_json)
 
 
@@ -142,35 +157,17 @@ def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
     return tuple(sorted({request.devices_needed(available) for available in steps}))
 
 
-def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, needed: int, *, as_json: bool) -> Event:
+def _follow_or_cancel(client: Client, job: Job, watchdog: Watchdog, again: str, *, as_json: bool) -> Event:
     try:
-        return follow(client, job, to_stderr=as_json, check=Watchdog(client, job, service, needed))
-    except BaseException:
+        return follow(client, job, to_stderr=as_json, check=watchdog)
+    except BaseException as error:
         # No other worker will run the exploration, so what stopped the command stops it, too.
         with suppress(ProblemError, ServiceError):
             _cancel(client, job.id)
+        if isinstance(error, KeyboardInterrupt):
+            say_best(client, job.id)
+            say(f"`{again}` goes on where it stopped")
         raise
-
-
-class Watchdog:
-    """Checks that the children are alive, and says once why a job that needs `num_devices` does not start."""
-
-    def __init__(self, client: Client, job: Job, service: EmbeddedService, num_devices: int = 1) -> None:
-        self._client = client
-        self._job_id = job.id
-        self._service = service
-        self._num_devices = num_devices
-        self._speak_at = time.monotonic() + START_SECONDS
-
-    def __call__(self) -> None:
-        """Check once."""
-        self._service.check()
-        if time.monotonic() < self._speak_at:
-            return
-        self._speak_at = float("inf")
-        if self._client.get(self._job_id).state == "queued":
-            needs = f"; it needs a worker with {self._num_devices} devices" if self._num_devices > 1 else ""
-            say(f"not started after {START_SECONDS:.0f} s{needs}; the worker says: {self._service.last_words()}")
 
 
 def _cancel(client: Client, job_id: str) -> None:

@@ -120,17 +120,19 @@ def follow(client: Client, job: Job, *, to_stderr: bool = False, check: Callable
 
     `check` is called several times a second and may raise to give up. Raises what `Client.events` raises.
     """
-    received: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+    received: queue.SimpleQueue[Event | Exception | None] = queue.SimpleQueue()
 
     def receive() -> None:
         try:
             for event in client.events(job.id):
                 received.put(event)
+            received.put(None)
         except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
             received.put(error)
 
     with open_run_log(job) as log, open_output(job, to_stderr=to_stderr) as output:
         threading.Thread(target=receive, name="events", daemon=True).start()
+        last: Event | None = None
         while True:
             try:
                 item = received.get(timeout=TICK_SECONDS)
@@ -141,8 +143,10 @@ def follow(client: Client, job: Job, *, to_stderr: bool = False, check: Callable
             if isinstance(item, Exception):
                 check()
                 raise item
+            if item is None:
+                assert last is not None, "a log has at least one event"
+                return last
+            last = item
             if log is not None:
                 log.write(item)
             output.show(item)
-            if item.code.ends_job:
-                return item

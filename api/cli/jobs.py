@@ -14,7 +14,7 @@ from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.job_ids import find_job
-from api.cli.results import conclude, document, print_json
+from api.cli.results import conclude, document, print_json, say_best
 from api.client import Client, Job, JobState, Result
 from api.text import slower_text
 from explorer.exports.exploration import UnknownFormatError
@@ -75,7 +75,7 @@ def submit(
             say(notice)
         if watch:
             say(f"exploration {job.id}")
-            raise typer.Exit(_watch(client, job, as_json=as_json))
+            raise typer.Exit(follow_job(client, job, as_json=as_json))
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:
@@ -85,7 +85,7 @@ def submit(
 def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
     """Follow an exploration to its end and print its answer."""
     with connect_or_embed() as client:
-        raise typer.Exit(_watch(client, find_job(client, job_id), as_json=as_json))
+        raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json))
 
 
 def best(
@@ -205,17 +205,22 @@ def list_(
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:
     """End an exploration."""
     with connect_or_embed() as client:
-        job = client.cancel(find_job(client, job_id).id)
+        before = find_job(client, job_id)
+        job = client.cancel(before.id)
     if as_json:
         print_json(job.model_dump(mode="json"))
+    elif before.is_final or job.state not in {"cancelled", "queued", "running"}:
+        say(f"exploration {job.id} had ended before: it is {job.state}")
     else:
         say(f"exploration {job.id} is cancelled" if job.is_final else f"exploration {job.id} is being cancelled")
 
 
-def _watch(client: Client, job: Job, *, as_json: bool) -> ExitCode:
+def follow_job(client: Client, job: Job, *, as_json: bool) -> ExitCode:
+    """Follow an exploration that goes on whatever happens to this command, and print its answer."""
     try:
         last = follow(client, job, to_stderr=as_json)
     except KeyboardInterrupt:
+        say_best(client, job.id)
         say(f"the exploration goes on; `bexp watch {job.id}` follows it again, `bexp cancel {job.id}` ends it")
         raise
     return conclude(client, job.id, last, as_json=as_json)

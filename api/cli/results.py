@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -11,8 +12,8 @@ from pydantic import BaseModel
 
 from api.answer import render_answer, render_recommendation
 from api.cli.errors import ExitCode, say
-from api.client import Client, Job
-from api.text import WIDTH, row, wrap
+from api.client import Client, Job, ProblemError, ServiceError
+from api.text import WIDTH, rate_text, row, wrap
 from explorer.exports.registry import FORMATS
 from explorer.records.event import Event, EventCode
 
@@ -39,6 +40,19 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
     if code is not ExitCode.ANSWER and (result is None or result.answer is None):
         say(f"bexp: {last.message}")
     return code
+
+
+def say_best(client: Client, job_id: str) -> None:
+    """Say what is recommended so far; nothing if the service does not answer."""
+    with suppress(ProblemError, ServiceError):
+        result = client.recommendation(job_id)
+        best = None if result is None else result.recommendation
+        if best is None:
+            say("nothing is recommended yet")
+        else:
+            rate = rate_text(best.expected_tokens_per_second)
+            say(f"best so far: {best.candidate.describe()}")
+            say(f"  {rate} per device, {best.performance:.2f}x base, confidence {best.confidence} out of 100")
 
 
 def usage_rows(job_id: str) -> list[str]:
