@@ -25,7 +25,10 @@ TokenName = Annotated[str, typer.Argument(metavar="NAME", help="What the token i
 
 @token_commands.command("create")
 def create(name: TokenName, as_json: options.AsJson = False) -> None:
-    """Create a token and print its secret, which is shown only once."""
+    """Create a token and print its secret, which is shown only once.
+
+    Example: bexp token create laptop
+    """
     from storage.tokens import create_token  # noqa: PLC0415 - the database layer takes long to import
 
     with open_storage() as database:
@@ -39,7 +42,10 @@ def create(name: TokenName, as_json: options.AsJson = False) -> None:
 
 @token_commands.command("list")
 def list_(as_json: options.AsJson = False) -> None:
-    """List the tokens, without their secrets."""
+    """List the tokens, without their secrets.
+
+    Example: bexp token list
+    """
     from storage.tokens import list_tokens  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -54,7 +60,10 @@ def list_(as_json: options.AsJson = False) -> None:
 
 @token_commands.command("revoke")
 def revoke(name: TokenName) -> None:
-    """Revoke a token."""
+    """Revoke a token.
+
+    Example: bexp token revoke laptop
+    """
     from storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -66,7 +75,10 @@ def revoke(name: TokenName) -> None:
 
 @database_commands.command("upgrade")
 def upgrade() -> None:
-    """Bring the tables up to date; several processes may do so at once."""
+    """Bring the tables up to date; several processes may do so at once.
+
+    Example: bexp db upgrade
+    """
     with open_storage():
         say("the database is up to date")
 
@@ -74,7 +86,10 @@ def upgrade() -> None:
 def study(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
 ) -> None:
-    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools."""
+    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools.
+
+    Example: bexp study 0123456789abcdef
+    """
     from storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -101,7 +116,10 @@ def prune(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would be deleted.")] = False,
 ) -> None:
-    """Delete finished explorations, with their logs, trials, run reports and studies."""
+    """Delete finished explorations, with their logs, trials, run reports and studies.
+
+    Example: bexp prune --older-than-days 90 --keep 10000 --dry-run
+    """
     from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
@@ -144,11 +162,13 @@ def database_errors() -> Iterator[None]:
     from filelock import Timeout  # noqa: PLC0415 - for this command alone
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
 
+    from storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
+
     try:
         yield
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from None
     except SQLAlchemyError as error:
-        raise CommandError(ExitCode.SERVICE, f"the database failed: {str(error).splitlines()[0]}") from None
+        raise CommandError(ExitCode.SERVICE, f"the database cannot be used: {describe_trouble(error)}") from None
     except Timeout:
         raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None

@@ -22,12 +22,18 @@ from api.embedded import EmbeddedService
 from bexp.target_registry import installed_targets
 from explorer.records.event import Event
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.spelling import did_you_mean
 from explorer.spec.target import TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
 
 WorkerDevice = Annotated[
-    str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to explore on.")
+    str | None,
+    typer.Option(
+        metavar="DEVICES",
+        help="cpu, cuda:0, cuda:0-3 or replay:TABLE.",
+        show_default="as many GPUs as the request can use, else the CPU",
+    ),
 ]
 
 
@@ -51,7 +57,12 @@ def explore(
     fields: options.Set = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Explore a model on this machine and print the best micro_batch_size."""
+    """Explore a model on this machine and print the best micro_batch_size.
+
+    Example: bexp explore config.json --seq-length 4096 --batch-size 512
+
+    Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
+    """
     request = options.read_request(
         config,
         {
@@ -85,8 +96,9 @@ def check_target(request: ExplorationRequest, device: str | None) -> None:
         hint = "pip install 'bexp[transformers]'"
         raise CommandError(ExitCode.USAGE, f"the target '{name}' needs the library {name}, which is missing: {hint}")
     has = ", ".join(describe_target(*item) for item in installed.items())
+    meant = did_you_mean(name, [*installed, TRANSFORMERS])
     raise CommandError(
-        ExitCode.USAGE, f"there is no target '{name}' here; there are {has}; a file is named as train.py:Target"
+        ExitCode.USAGE, f"there is no target '{name}' here{meant}; there are {has}; a file is named as train.py:Target"
     )
 
 

@@ -28,7 +28,9 @@ JobId = Annotated[
 
 def submit(
     config: options.Config,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="The kind of device to explore on.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="The kind of device to explore on.", show_default="any")
+    ] = None,
     micro_batch_size: options.MicroBatchSize = None,
     batch_size: options.BatchSize = None,
     num_devices: options.NumDevices = None,
@@ -47,7 +49,10 @@ def submit(
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Submit a model to the service and print the id of the exploration."""
+    """Submit a model to the service and print the id of the exploration.
+
+    Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
+    """
     request = options.read_request(
         config,
         {
@@ -83,7 +88,10 @@ def submit(
 
 
 def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """Follow an exploration to its end and print its answer."""
+    """Follow an exploration to its end and print its answer.
+
+    Example: bexp watch latest
+    """
     with connect_or_embed() as client:
         raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json))
 
@@ -187,7 +195,10 @@ def list_(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the newest first.")] = 20,
     as_json: options.AsJson = False,
 ) -> None:
-    """List explorations, the newest first."""
+    """List explorations, the newest first.
+
+    Example: bexp list --state running
+    """
     with connect_or_embed() as client:
         jobs = _newest(client, state, limit)
     if as_json:
@@ -203,7 +214,10 @@ def list_(
 
 
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """End an exploration."""
+    """End an exploration. `bexp resume` goes on with it.
+
+    Example: bexp cancel latest
+    """
     with connect_or_embed() as client:
         before = find_job(client, job_id)
         job = client.cancel(before.id)
