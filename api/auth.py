@@ -12,7 +12,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.problems import ProblemException
 from api.service import ServiceDep
-from api.settings import is_loopback
+from bexp.client.address import is_loopback
 from storage.tokens import verify_token
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `bexp token create`.")

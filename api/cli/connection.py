@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from api.cli.errors import CommandError, ExitCode
 from api.client import Client, ServiceError
 from api.embedded import EmbeddedService
-from api.settings import DEFAULT_API_URL, Environment, read_environment, without_secrets
+from api.settings import DEFAULT_API_URL, Environment, read_environment
+from bexp.client.address import without_secrets
 
 
 def environment() -> Environment:

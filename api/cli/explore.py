@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import typer
@@ -117,30 +117,42 @@ def run_embedded(
     *,
     as_json: bool,
 ) -> ExitCode:
-    """Start a service with one worker, `start` an exploration there, follow it to its end and print the answer.
+    """Run an exploration as `open_embedded` does, follow it to its end and print the answer."""
+    local = target if options.split_target(target)[1] is not None else None
+    with open_embedded(request, start, device, target) as (client, job, watchdog):
+        say(f"exploration {job.id}, kept in {shown_url(environment().database_url)}")
+        given = {"--device": device, "--target": local}
+        again = shlex.join(["bexp", "resume", job.id, *(part for item in given.items() if item[1] for part in item)])
+        last = _follow_or_cancel(client, job, watchdog, again, as_json=as_json)
+        return conclude(client, job.id, last, as_json=as_json)
 
-    `device` and `target` are the options of the command, if they were given.
+
+@contextmanager
+def open_embedded(
+    request: ExplorationRequest, start: Callable[[Client], Job], device: str | None, target: str | None = None
+) -> Iterator[tuple[Client, Job, Watchdog]]:
+    """Start a service with one worker and `start` an exploration there, which is the worker's only one.
+
+    `device` and `target` are as on the command line, null if they were not given.
     """
-    database_url = environment().database_url
     counts = usable_device_counts(request)
     group = counts[-1] > 1
     _check_number_of_devices(device, counts[0])
     owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
-    local_target = options.split_target(target)[1]
     with (
         EmbeddedService(
-            database_url, with_worker=True, device=owned, group=group, num_devices=counts, local_target=local_target
+            environment().database_url,
+            with_worker=True,
+            device=owned,
+            group=group,
+            num_devices=counts,
+            local_target=options.split_target(target)[1],
         ) as service,
         Client(service.url) as client,
     ):
         job = start(client)
         service.adopt(job.id)
-        say(f"exploration {job.id}, kept in {shown_url(database_url)}")
-        given = {"--device": device, "--target": target if local_target is not None else None}
-        again = shlex.join(["bexp", "resume", job.id, *(part for item in given.items() if item[1] for part in item)])
-        watchdog = Watchdog(client, job, service, counts[0])
-        last = _follow_or_cancel(client, job, watchdog, again, as_json=as_json)
-        return conclude(client, job.id, last, as_json=as_json)
+        yield client, job, Watchdog(client, job, service, counts[0])
 
 
 def _check_number_of_devices(device: str | None, needed: int) -> None:
@@ -175,14 +187,15 @@ def _follow_or_cancel(client: Client, job: Job, watchdog: Watchdog, again: str, 
     except BaseException as error:
         # No other worker will run the exploration, so what stopped the command stops it, too.
         with suppress(ProblemError, ServiceError):
-            _cancel(client, job.id)
+            cancel(client, job.id)
         if isinstance(error, KeyboardInterrupt):
             say_best(client, job.id)
             say(f"`{again}` goes on where it stopped")
         raise
 
 
-def _cancel(client: Client, job_id: str) -> None:
+def cancel(client: Client, job_id: str) -> None:
+    """Cancel an exploration, and wait some seconds for its end."""
     say(f"cancelling exploration {job_id}")
     deadline = time.monotonic() + CANCEL_SECONDS
     job = client.cancel(job_id)
