@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from textwrap import shorten
 from typing import Any
@@ -41,8 +42,14 @@ class LiveView:
     At the end only the charts are left, because the answer follows below them.
     """
 
-    def __init__(self, job_id: str, request: ExplorationRequest | None) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        request: ExplorationRequest | None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         self._job_id = job_id
+        self._clock = clock
         self._request = request
         self._started_at: datetime | None = None
         self._ended_at: datetime | None = None
@@ -114,7 +121,7 @@ class LiveView:
     def _elapsed(self) -> float:
         if self._started_at is None:
             return 0.0
-        return max(0.0, ((self._ended_at or datetime.now(UTC)) - self._started_at).total_seconds())
+        return max(0.0, ((self._ended_at or self._clock()) - self._started_at).total_seconds())
 
     def _head(self) -> Text:
         name = self._request.model_name if self._request is not None else "exploration"
@@ -160,7 +167,7 @@ class LiveView:
         return ProgressBar(total=1.0, completed=min(0.99, max(shares)))
 
     def _recommendation(self, best: Recommendation) -> list[RenderableType]:
-        target = "" if self._request is None else f" of {self._request.budget.confidence_target}"
+        target = "" if self._request is None else f" (target {self._request.budget.confidence_target})"
         figures = (
             f"{best.expected_tokens_per_second:,.0f} tokens/s  {best.performance:.2f}x base  "
             f"confidence {best.confidence}{target}"

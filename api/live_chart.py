@@ -60,7 +60,7 @@ class RateChart:
         title = Text(f"composed tokens/s by micro_batch_size{begin}{more}", style="bold")
         table = Table.grid(padding=(0, 1))
         for justify in ("right", "left", "right", "left"):
-            table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]  # rich's literal
+            table.add_column(justify=justify, no_wrap=True)
         cells = max(FEWEST_CELLS, width - ROOM)
         chosen = self._best.candidate.micro_batch_size if self._best is not None else None
         for size in sizes:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class ExplorationResult:
 
     exploration: Exploration
     recommendation: Recommendation | None
-    trials: list[Mapping[str, Any]]
+    trials: Sequence[Mapping[str, Any]]
     document: Mapping[str, Any] | None
     view: ExplorationView
 

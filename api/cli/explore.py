@@ -121,8 +121,8 @@ def run_embedded(
     local = target if options.split_target(target)[1] is not None else None
     with open_embedded(request, start, device, target) as (client, job, watchdog):
         say(f"exploration {job.id}, kept in {shown_url(environment().database_url)}")
-        given = {"--device": device, "--target": local}
-        again = shlex.join(["bexp", "resume", job.id, *(part for item in given.items() if item[1] for part in item)])
+        given = [part for name, value in (("--device", device), ("--target", local)) if value for part in (name, value)]
+        again = shlex.join(["bexp", "resume", job.id, *given])
         last = _follow_or_cancel(client, job, watchdog, again, as_json=as_json)
         return conclude(client, job.id, last, as_json=as_json)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -105,7 +105,7 @@ class Client:
         path = exploration_path(exploration_id, "recommendation")
         return self.connection.send("GET", path, params={"format": name}).text
 
-    def trials(self, exploration_id: str) -> list[Mapping[str, Any]]:
+    def trials(self, exploration_id: str) -> Sequence[Mapping[str, Any]]:
         """Return the documents of all trials that are stored so far, in the order of their numbers."""
         found = self.connection.pages(exploration_path(exploration_id, "trials"))
         return sorted(found, key=lambda trial: trial["number"])

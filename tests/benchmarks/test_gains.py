@@ -58,4 +58,4 @@ def test_the_picture_is_that_of_the_recorded_table() -> None:
     text = picture.PICTURE.read_text()
     assert text.startswith("<svg")
     assert "micro_batch_size&#160;6" in text
-    assert "a&#160;recording,&#160;replayed" in text
+    assert "◀&#160;best&#160;so&#160;far" in text

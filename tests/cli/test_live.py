@@ -34,7 +34,7 @@ def test_everything_that_is_known_is_seen() -> None:
     failed = event(5, EventCode.INFEASIBLE, candidate={"micro_batch_size": 2}, outcome="out_of_memory")
     text = render(view_of(*EVENTS[:4], failed))
     assert "tiny  job1  1 trial" in text
-    assert "best so far  11,500 tokens/s  1.23x base  confidence 87 of 60" in text
+    assert "best so far  11,500 tokens/s  1.23x base  confidence 87 (target 60)" in text
     assert "             micro_batch_size=4 bta_tile=2" in text
     assert "micro_batch_size 4 ran as a whole model: 11,500 tokens/s" in text
     rows = re.findall(r"^(\d+) (.*?)\s*$", text, re.MULTILINE)
