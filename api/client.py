@@ -27,6 +27,7 @@ from explorer.records.recommendation import Answer, Recommendation
 from explorer.records.run_report import RunReport
 from explorer.records.trial import Trial
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.rules import rule_of
 from explorer.spec.target import describe_target
 
 __all__ = ["Client", "Export", "Job", "JobPage", "JobState", "ProblemError", "Result", "ServiceError"]
@@ -217,4 +218,4 @@ def _parse(model: type[M], document: Any) -> M:
 
 def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return f"{'.'.join(str(part) for part in first['loc'])}: {rule_of(first)}"

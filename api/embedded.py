@@ -27,6 +27,8 @@ from bexp.child_process import module_command, safe_environment
 START_SECONDS = 60.0
 GRACE_SECONDS = 8.0
 TAIL_LINES = 8
+NOTHING = "(nothing)"
+"""What stands for the end of an empty log."""
 EXPLAINED = (2, 3)
 """With these statuses, wrong usage and a service that failed, the last line of the log is a sentence that says why."""
 RECORD_START = re.compile(r"^(?:[\d-]{10} [\d:,]+ [A-Z]+ |python -m \w+: error: )")
@@ -120,7 +122,7 @@ class Child:
         lines = [line.rstrip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         if any(line.startswith(VERBOSE) for line in lines):
             lines = [line for line in lines if not line.startswith((" ", *VERBOSE))][-1:]
-        return lines[-TAIL_LINES:] or ["(nothing)"]
+        return lines[-TAIL_LINES:] or [NOTHING]
 
 
 class EmbeddedService:

@@ -57,7 +57,7 @@ class RateChart:
         begin = f", bars begin at {start:,.0f}" if start else ""
         left_out = len(rates.keys() | self._failures.keys()) - len(sizes)
         more = f", {left_out} more" if left_out else ""
-        title = Text(f"composed tokens/s by micro_batch_size{begin}{more}", style="bold")
+        title = Text(f"composed tokens/s by micro_batch_size, as last measured{begin}{more}", style="bold")
         table = Table.grid(padding=(0, 1))
         for justify in ("right", "left", "right", "left"):
             table.add_column(justify=justify, no_wrap=True)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.rules import rule_of
 from storage.database import Database
 from storage.tables import jobs
 
@@ -200,7 +201,7 @@ def describe_unreadable(name: str, error: ValidationError) -> str:
     """Return why a stored document cannot be read: its first field that breaks a rule, and the rule."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
-    return f"another version stored what this one cannot read: {field}: {first['msg']}"
+    return f"another version stored what this one cannot read: {field}: {rule_of(first)}"
 
 
 def _summary_of(row: sa.Row[Any]) -> JobSummary:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from api.cli.errors import CommandError, ExitCode, say
 from api.client import Client, Job
-from api.embedded import EmbeddedService
+from api.embedded import NOTHING, EmbeddedService
 from explorer.spec.hardware import DeviceReport
 
 START_SECONDS = 10.0
@@ -68,7 +68,8 @@ class Watchdog:
             if BUSY in words:
                 say(BUSY + words.partition(BUSY)[2])
             elif self._clock() >= self._speak_at:
-                say(f"not started after {START_SECONDS:.0f} s; the worker says: {words}")
+                state = "its worker is still starting" if words == NOTHING else f"its worker says: {words}"
+                say(f"not started after {START_SECONDS:.0f} s; {state}")
             else:
                 return
             self._speak_at = float("inf")

@@ -194,3 +194,10 @@ def test_tokens(bexp: Run, queue: Queue) -> None:
     assert bexp("token", "revoke", "ci").code == 0
     assert_usage(bexp("token", "revoke", "ci"), "no token named 'ci'")
     assert bexp("token", "list").stdout == ""
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(bexp: Run) -> None:
+    done = bexp("explore", "config.json", "--execution", "graph")
+    assert done.code == 2
+    assert "'graph' is not one of 'eager', 'compile'," in done.stderr
+    assert "Value error" not in done.stderr

@@ -9,7 +9,7 @@ import pytest
 from api.cli.errors import CommandError
 from api.cli.watchdog import Watchdog
 from api.client import Client, Job, ServiceError
-from api.embedded import EmbeddedService
+from api.embedded import NOTHING, EmbeddedService
 from tests.cli.samples import job_document
 
 
@@ -40,14 +40,19 @@ class Stub:
         watchdog()
 
 
-def test_a_worker_that_starts_slowly_is_mentioned_once(capsys: pytest.CaptureFixture[str]) -> None:
-    stub = Stub("importing")
+@pytest.mark.parametrize(
+    ("words", "said"), [("importing", "its worker says: importing"), (NOTHING, "its worker is still starting")]
+)
+def test_a_worker_that_starts_slowly_is_mentioned_once(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    stub = Stub(words)
     watchdog = stub.watchdog()
     stub.later(9, watchdog)
     assert capsys.readouterr().err == ""
     for _ in range(3):
         stub.later(5, watchdog)
-    assert capsys.readouterr().err == "not started after 10 s; the worker says: importing\n"
+    assert capsys.readouterr().err == f"not started after 10 s; {said}\n"
 
 
 def test_a_device_that_is_taken_is_named_at_once_with_its_holder(capsys: pytest.CaptureFixture[str]) -> None:
