@@ -16,7 +16,7 @@ from api.auth import authorize
 from api.deadlines import DeadlineMiddleware
 from api.metrics import LatencyMiddleware, Metrics
 from api.problems import Problem, install_problem_handlers
-from api.routes import explorations, logs, monitoring, results, run_reports, schemas, web, workers
+from api.routes import explorations, logs, monitoring, results, resuming, run_reports, schemas, web, workers
 from api.service import run_service
 from api.settings import ServiceSettings
 from explorer.spec.request import ExplorationRequest
@@ -60,7 +60,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
-    for module in (explorations, results, run_reports, logs, workers, schemas):
+    for module in (explorations, resuming, results, run_reports, logs, workers, schemas):
         app.include_router(module.router, dependencies=[Depends(authorize)], responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
     app.include_router(web.router)

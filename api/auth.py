@@ -18,8 +18,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from api.problems import ProblemException
 from api.rate_limits import RateLimiter, address_key
 from api.service import ServiceDep
-from api.settings import is_loopback
 from api.tokens import has_expired
+from bexp.client.address import is_loopback
 from storage.owners import LOCAL, Caller, Scope
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `bexp token create`.")

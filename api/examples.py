@@ -237,10 +237,8 @@ NOT_FINISHED: dict[str, Any] = {
 }
 
 
-def problems(
-    instance: str, *statuses: HTTPStatus, shown: dict[str, Any] | None = None
-) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for the problems that a route may answer with; `shown` replaces the usual example."""
+def problems(instance: str, *statuses: HTTPStatus, **details: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for the problems that a route may answer with; `details` replace those of a status."""
     return {
         int(status): {
             "description": status.phrase,
@@ -248,7 +246,7 @@ def problems(
                 MEDIA_TYPE: {
                     "schema": {"$ref": "#/components/schemas/Problem"},
                     "example": Problem(
-                        title=status.phrase, status=status, instance=instance, **(shown or _DETAILS[status])
+                        title=status.phrase, status=status, instance=instance, **(_DETAILS[status] | details)
                     ).model_dump(exclude_none=True),
                 }
             },

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from explorer.formats.document import FormatError
+from explorer.spec.rules import rule_of
 from storage.jobs import JobNotFoundError
 from storage.quotas import QueuedQuotaError
 from storage.submission import IdempotencyConflictError
@@ -143,7 +144,7 @@ def install_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
         errors = [
-            FieldError(field=".".join(str(part) for part in e["loc"][1:]), message=readable(e["msg"], MAX_MESSAGE))
+            FieldError(field=".".join(str(part) for part in e["loc"][1:]), message=readable(rule_of(e), MAX_MESSAGE))
             for e in error.errors()[:MAX_ERRORS]
         ]
         return problem_response(

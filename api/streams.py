@@ -110,6 +110,7 @@ class EventFeed:
         """
         watch = self._watches.setdefault(job_id, _Watch())
         watch.num_streams += 1
+        has_ended = False
         try:
             while may_continue() and not (self._closing or watch.is_lost):
                 known = watch.last_seq  # before the read, which then sees at least these events
@@ -119,11 +120,13 @@ class EventFeed:
                     return
                 if events:
                     yield events
-                    after = events[-1].seq
-                    if events[-1].code.ends_job:
+                    after, has_ended = events[-1].seq, events[-1].code.ends_job
+                    if has_ended and len(events) < PAGE:  # nothing follows, so the job was not resumed
                         return
                 elif known > after:
                     return  # the job was deleted
+                elif has_ended:
+                    return
                 elif not await self._wait(watch, after, may_continue):
                     yield []
         finally:

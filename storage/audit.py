@@ -18,6 +18,7 @@ class Action(StrEnum):
 
     SUBMIT = "submit"
     CANCEL = "cancel"
+    RESUME = "resume"
     DELETE = "delete"
     CREATE_TOKEN = "create token"  # noqa: S105 - no password
     REVOKE_TOKEN = "revoke token"  # noqa: S105 - no password

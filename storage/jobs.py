@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.rules import rule_of
 from storage.database import Database
 from storage.tables import jobs, labels
 
@@ -31,7 +32,7 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the state never changes again."""
+        """Whether nothing runs or waits. A cancelled or failed job can be resumed; a succeeded one never changes."""
         return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
 
@@ -195,7 +196,7 @@ def describe_unreadable(name: str, error: ValidationError) -> str:
     """Return why a stored document cannot be read: its first field that breaks a rule, and the rule."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
-    return f"another version stored what this one cannot read: {field}: {first['msg']}"
+    return f"another version stored what this one cannot read: {field}: {rule_of(first)}"
 
 
 def summaries_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[JobSummary]:

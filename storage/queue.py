@@ -33,6 +33,7 @@ from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease,
 from storage.notifications import QUEUED_JOBS, notify
 from storage.owners import LOCAL, Caller
 from storage.queue_settings import QueueSettings
+from storage.resuming import resume_job
 from storage.reuse import Offer, find_answer, offer_of, software_of
 from storage.run_reports import find_reported_runs
 from storage.steps import claim_event, step_values
@@ -323,6 +324,10 @@ class Queue:
                     change_job(self.database, connection, [here], cancel_requested=True)
                 row = select_row(connection, job_id)
         return job_from_row(row)
+
+    def resume(self, job_id: str, *, by: Caller = LOCAL) -> Job:
+        """Queue a job again that was cancelled or has failed, as `resume_job` does."""
+        return resume_job(self.database, job_id, by=by)
 
     def confirm_cancel(self, lease: Lease) -> None:
         """Record that a running job has been stopped because it was cancelled.

@@ -20,7 +20,7 @@ from filelock import Timeout
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.target import LOCAL
-from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
+from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
 from storage.notifications import QUEUED_JOBS, Listener
 from storage.queue import Queue
 from storage.schema import upgrade
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _upgrade(database)
         return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)
     except sa.exc.SQLAlchemyError as error:
-        _log.error("the database cannot be used: %s", str(error).splitlines()[0])
+        _log.error("the database cannot be used: %s", describe_trouble(error))
         return SERVICE_FAILED
     finally:
         database.dispose()

@@ -42,7 +42,10 @@ def create(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Create a token and print its secret, which is shown only once."""
+    """Create a token and print its secret, which is shown only once.
+
+    Example: bexp token create laptop
+    """
     from storage.tokens import create_token, parse_lifetime  # noqa: PLC0415 - the database layer takes long to import
 
     name = name or f"{owner}-{secrets.token_hex(3)}"
@@ -60,7 +63,10 @@ def create(
 
 @token_commands.command("list")
 def list_tokens(as_json: options.AsJson = False) -> None:
-    """List the tokens, without their secrets."""
+    """List the tokens, without their secrets.
+
+    Example: bexp token list
+    """
     from storage.tokens import list_tokens as read_tokens  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -94,7 +100,10 @@ def list_tokens(as_json: options.AsJson = False) -> None:
 
 @token_commands.command("revoke")
 def revoke(name: TokenName) -> None:
-    """Revoke a token; requests and streams under it end within 5 s."""
+    """Revoke a token; requests and streams under it end within 5 s.
+
+    Example: bexp token revoke laptop
+    """
     from storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -109,6 +118,8 @@ def set_quota(owner: OwnerName, queued: Most = None, running: Most = None, devic
     """Set how many explorations of an owner may wait and run, and its device seconds a day (UTC).
 
     What is not given has no limit; without any, the owner's quota is removed.
+
+    Example: bexp quota set team-a --queued 100
     """
     from storage.quotas import Quota  # noqa: PLC0415 - for this command alone
     from storage.quotas import set_quota as store_quota  # noqa: PLC0415 - for this command alone
@@ -121,7 +132,10 @@ def set_quota(owner: OwnerName, queued: Most = None, running: Most = None, devic
 
 @quota_commands.command("list")
 def list_quotas(as_json: options.AsJson = False) -> None:
-    """List the quotas; '*' is that of each owner without one of its own."""
+    """List the quotas; '*' is that of each owner without one of its own.
+
+    Example: bexp quota list
+    """
     from dataclasses import asdict  # noqa: PLC0415 - for this command alone
 
     from storage.quotas import list_quotas as read_quotas  # noqa: PLC0415 - for this command alone
@@ -143,7 +157,10 @@ def audit(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="How many, the newest first.")] = 50,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show who submitted, cancelled or deleted what, and who changed tokens and quotas, from where and when."""
+    """Show who submitted, cancelled or deleted what, and who changed tokens and quotas, from where and when.
+
+    Example: bexp audit
+    """
     from storage.audit import read_audit  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:

@@ -24,7 +24,10 @@ database_commands = typer.Typer(help="Maintain the database.", no_args_is_help=T
 
 @database_commands.command("upgrade")
 def upgrade() -> None:
-    """Bring the tables up to date; several processes may do so at once."""
+    """Bring the tables up to date; several processes may do so at once.
+
+    Example: bexp db upgrade
+    """
     with open_storage():
         say("the database is up to date")
 
@@ -32,7 +35,10 @@ def upgrade() -> None:
 def study(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
 ) -> None:
-    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools."""
+    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools.
+
+    Example: bexp study 0123456789abcdef
+    """
     from storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -72,6 +78,8 @@ def prune(
 ) -> None:
     """Delete finished explorations with their logs, trials, run reports and studies, old records of the audit, and
     measured components.
+
+    Example: bexp prune --older-than-days 90 --keep 10000 --dry-run
     """
     from storage.audit import prune_audit  # noqa: PLC0415 - for this command alone
     from storage.components import prune_components  # noqa: PLC0415 - for this command alone
@@ -124,11 +132,13 @@ def database_errors() -> Iterator[None]:
     from filelock import Timeout  # noqa: PLC0415 - for this command alone
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
 
+    from storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
+
     try:
         yield
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from None
     except SQLAlchemyError as error:
-        raise CommandError(ExitCode.SERVICE, f"the database failed: {str(error).splitlines()[0]}") from None
+        raise CommandError(ExitCode.SERVICE, f"the database cannot be used: {describe_trouble(error)}") from None
     except Timeout:
         raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from api.answer import render_run_report
+from api.answer import is_provisional, render_run_report
 from api.answer_choices import no_dividing_text
 from api.cli import options
 from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.job_ids import find_job
-from api.cli.results import conclude, document, print_json, print_table
+from api.cli.results import conclude, document, print_json, print_table, say_best
 from api.client import Client, Job, JobState, Result
 from api.text import slower_text
 from explorer.exports.exploration import UnknownFormatError
@@ -28,7 +28,9 @@ JobId = Annotated[
 
 def submit(
     config: options.Config,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="The kind of device to explore on.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="The kind of device to explore on.", show_default="any")
+    ] = None,
     micro_batch_size: options.MicroBatchSize = None,
     batch_size: options.BatchSize = None,
     num_devices: options.NumDevices = None,
@@ -52,7 +54,10 @@ def submit(
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Submit a model to the service and print the id of the exploration."""
+    """Submit a model to the service and print the id of the exploration.
+
+    Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
+    """
     request = options.read_request(
         config,
         {
@@ -82,7 +87,7 @@ def submit(
             say(notice)
         if watch:
             say(f"exploration {job.id}")
-            raise typer.Exit(_watch(client, job, as_json=as_json))
+            raise typer.Exit(follow_job(client, job, as_json=as_json))
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:
@@ -90,9 +95,12 @@ def submit(
 
 
 def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """Follow an exploration to its end and print its answer."""
+    """Follow an exploration to its end and print its answer.
+
+    Example: bexp watch latest
+    """
     with connect_or_embed() as client:
-        raise typer.Exit(_watch(client, find_job(client, job_id), as_json=as_json))
+        raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json))
 
 
 def best(
@@ -176,6 +184,9 @@ def _check_format(name: str, *, as_json: bool) -> None:
 def _warnings(job: Job, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
     """Yield what a script that reads the printed number alone would not know."""
     other = known.dividing
+    if job.is_final and job.request is not None and is_provisional(chosen.confidence, job.request):
+        target = job.request.budget.confidence_target
+        yield f"provisional: confidence {chosen.confidence} is below {target}, which was asked for"
     if isinstance(chosen, DividingCandidate):
         if chosen.predicted:
             yield "predicted in part; an exploration with `--micro-batch-size auto` measures what divides the batch"
@@ -220,19 +231,27 @@ def list_(
 
 
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """End an exploration."""
+    """End an exploration. `bexp resume` goes on with it.
+
+    Example: bexp cancel latest
+    """
     with connect_or_embed() as client:
-        job = client.cancel(find_job(client, job_id).id)
+        before = find_job(client, job_id)
+        job = client.cancel(before.id)
     if as_json:
         print_json(job.model_dump(mode="json"))
+    elif before.is_final or job.state not in {"cancelled", "queued", "running"}:
+        say(f"exploration {job.id} had ended before: it is {job.state}")
     else:
         say(f"exploration {job.id} is cancelled" if job.is_final else f"exploration {job.id} is being cancelled")
 
 
-def _watch(client: Client, job: Job, *, as_json: bool) -> ExitCode:
+def follow_job(client: Client, job: Job, *, as_json: bool) -> ExitCode:
+    """Follow an exploration that goes on whatever happens to this command, and print its answer."""
     try:
         last = follow(client, job, to_stderr=as_json)
     except KeyboardInterrupt:
+        say_best(client, job.id)
         say(f"the exploration goes on; `bexp watch {job.id}` follows it again, `bexp cancel {job.id}` ends it")
         raise
     return conclude(client, job.id, last, as_json=as_json)

@@ -48,7 +48,10 @@ def serve(
         int | None, typer.Option(min=0, help="Keep so many finished explorations, the newest ones. Default: all.")
     ] = None,
 ) -> None:
-    """Serve the REST API."""
+    """Serve the REST API.
+
+    Example: bexp serve --host 0.0.0.0 --port 8642
+    """
     from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
     from api.serve import serve as serve_api  # noqa: PLC0415 - for this command alone
 
@@ -76,7 +79,12 @@ def serve(
 
 def worker(
     device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices of the worker.")
+        str | None,
+        typer.Option(
+            metavar="DEVICES",
+            help="cpu, cuda:0, cuda:0-3 or replay:TABLE.",
+            show_default="the first GPU, with --group all of them; without a GPU the CPU",
+        ),
     ] = None,
     group: Annotated[
         bool,
@@ -90,7 +98,10 @@ def worker(
         ),
     ] = None,
 ) -> None:
-    """Claim and run explorations until a signal ends the worker."""
+    """Claim and run explorations until a signal ends the worker.
+
+    Example: bexp worker --device cuda:0-3
+    """
     options.device_kind(device)
     given = {"--device": device, "--ray": ray}
     valued = [part for name, value in given.items() if value is not None for part in (name, value)]
@@ -98,7 +109,10 @@ def worker(
 
 
 def doctor(as_json: options.AsJson = False) -> None:
-    """Show which devices and back ends can be used here, and why the others cannot."""
+    """Show which devices and back ends can be used here, and why the others cannot.
+
+    Example: bexp doctor
+    """
     _become_workers("doctor", *(["--json"] if as_json else []))
 
 

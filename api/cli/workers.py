@@ -14,6 +14,8 @@ def workers(as_json: options.AsJson = False) -> None:
     """List the workers: their devices and versions, and what they do.
 
     A worker that shut down is not listed. A lost one, whose heartbeats ended without that, is listed for a day.
+
+    Example: bexp workers
     """
     with connect_or_embed() as client:
         found = client.workers()

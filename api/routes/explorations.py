@@ -213,7 +213,7 @@ def get_exploration(
     responses={
         204: {"description": "Deleted"},
         **examples.problems(_ONE, HTTPStatus.NOT_FOUND),
-        **examples.problems(_ONE, HTTPStatus.CONFLICT, shown=examples.NOT_FINISHED),
+        **examples.problems(_ONE, HTTPStatus.CONFLICT, **examples.NOT_FINISHED),
     },
 )
 def delete_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller) -> None:

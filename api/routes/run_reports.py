@@ -16,6 +16,7 @@ from api.resources import RunReportPage, RunReportResource, exploration_path
 from api.routes.explorations import SummaryDep
 from api.service import ServiceDep
 from explorer.records.run_report import RunReport
+from explorer.spec.rules import rule_of
 from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
@@ -68,7 +69,7 @@ def report_run(
     try:
         report = RunReport.model_validate(document)
     except ValidationError as error:
-        problems = [(detail["loc"], detail["msg"]) for detail in error.errors(include_url=False, include_input=False)]
+        problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
         raise invalid_body(problems, "This is no report of a run.") from None
     try:
         stored = insert_run_report(service.database, job.id, report)

@@ -41,7 +41,7 @@ class EventCode(IntEnum):
 
     @property
     def ends_job(self) -> bool:
-        """Whether this is the last event of a job."""
+        """Whether this is the last event of a job, unless the job is resumed."""
         return self >= EventCode.SUCCEEDED
 
 

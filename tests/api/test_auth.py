@@ -17,6 +17,7 @@ PROTECTED = [
     ("GET", "/v1/explorations/0"),
     ("DELETE", "/v1/explorations/0"),
     ("POST", "/v1/explorations/0/cancel"),
+    ("POST", "/v1/explorations/0/resume"),
     ("GET", "/v1/explorations/0/events"),
     ("GET", "/v1/explorations/0/log"),
     ("GET", "/v1/explorations/0/recommendation"),

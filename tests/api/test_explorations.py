@@ -18,7 +18,7 @@ from storage.tables import jobs
 from tests.api.conftest import Served, wait_until
 from tests.api.test_logs import follow
 from tests.api.test_submissions import assert_problem
-from tests.contracts.samples import make_progress, make_request
+from tests.contracts.samples import make_progress, make_report, make_request
 
 EXPLORATIONS = "/v1/explorations"
 
@@ -241,6 +241,27 @@ def test_cancelling_changes_nothing_after_the_end(client: TestClient, queue: Que
     response = client.post(f"{EXPLORATIONS}/{lease.job_id}/cancel")
     assert response.status_code == 200
     assert response.json()["state"] == "succeeded"
+
+
+def test_a_cancelled_exploration_is_resumed_and_a_finished_one_is_not(
+    client: TestClient, queue: Queue, lease: Lease
+) -> None:
+    path = f"{EXPLORATIONS}/{lease.job_id}"
+    queue.finish(lease, JobState.CANCELLED)
+    for _ in range(2):
+        response = client.post(f"{path}/resume")
+        assert (response.status_code, response.json()["state"]) == (202, "queued")
+    fingerprint = make_report().hardware.fingerprint
+    claim = queue.claim("again", device_kind="cpu", num_devices=1, fingerprint=fingerprint)
+    assert claim is not None
+    queue.finish(claim.lease, JobState.SUCCEEDED)
+    response = client.post(f"{path}/resume")
+    assert (response.status_code, response.json()["type"]) == (409, "urn:bexp:problem:finished")
+    events = client.get(f"{path}/events").text  # the stream goes on after the first end
+    assert [name for name in ("event: cancelled", "event: succeeded") if name in events] == [
+        "event: cancelled",
+        "event: succeeded",
+    ]
 
 
 @pytest.mark.parametrize("job_id", ["0" * 16, "x", "..", "%00", "%ff", "%F0%9F%90%88", "a" * 500, "1;drop"])

@@ -28,6 +28,7 @@ from storage.leases import Claim, HardwareMismatchError, Lease, LeaseLostError
 from storage.listing import JobFilter, list_jobs
 from storage.queue import Queue
 from storage.queue_settings import QueueSettings
+from storage.resuming import JobFinishedError
 from storage.submission import IdempotencyConflictError
 from storage.tables import jobs, trials
 from storage.trials import read_trials
@@ -773,6 +774,38 @@ def test_a_finished_job_is_not_cancelled(database: Database) -> None:
     queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, answer=ANSWER)
     assert queue.request_cancel(job.id) == get_job(database, job.id)
     assert get_job(database, job.id).state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize("end", [JobState.CANCELLED, JobState.FAILED])
+def test_a_job_that_was_stopped_is_resumed_with_its_trials(database: Database, end: JobState) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    lease = claim_one(queue).lease
+    queue.record(lease, make_progress(0))
+    queue.finish(lease, end, error="broken" if end is JobState.FAILED else None)
+    for _ in range(2):  # it can be repeated
+        resumed = queue.resume(job.id)
+        assert (resumed.state, resumed.error, resumed.finished_at) == (JobState.QUEUED, None, None)
+    again = claim_one(queue)
+    assert [trial.number for trial in again.history] == [0]
+    assert queue.resume(job.id).state is JobState.RUNNING
+    queue.finish(again.lease, JobState.SUCCEEDED, answer=ANSWER)
+    log = codes(database, job.id)
+    ended = 403 if end is JobState.FAILED else 404
+    assert [code for code in log if code not in {201, 202}] == [101, 102, ended, 101, 106, 401]
+    with pytest.raises(JobFinishedError):
+        queue.resume(job.id)
+
+
+def test_a_resumed_job_has_all_of_its_attempts_again(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=1))
+    job, _ = queue.enqueue(make_request())
+    claim_one(queue)
+    expire(database, job.id)
+    assert claim_next(queue) is None
+    assert get_job(database, job.id).state is JobState.FAILED
+    queue.resume(job.id)
+    assert claim_one(queue).job.attempt == 2
 
 
 def test_a_candidate_survives_the_round_trip(database: Database) -> None:
