@@ -18,6 +18,7 @@ PROTECTED = [
     ("POST", "/v1/explorations"),
     ("GET", "/v1/explorations/0"),
     ("POST", "/v1/explorations/0/cancel"),
+    ("POST", "/v1/explorations/0/resume"),
     ("GET", "/v1/explorations/0/events"),
     ("GET", "/v1/explorations/0/log"),
     ("GET", "/v1/explorations/0/recommendation"),
