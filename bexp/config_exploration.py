@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,15 +160,17 @@ def _session(document: Mapping[str, Any], device: str | None) -> Iterator[_Sessi
     assert process.stdout is not None, "it is a pipe"
     with process:
         try:
-            process.stdin.write(json.dumps({"document": document, "device": device}) + "\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended, and says why
+                process.stdin.write(json.dumps({"document": document, "device": device}) + "\n")
+                process.stdin.flush()
             line = process.stdout.readline()
             said = json.loads(line) if line else {"error": _last_line(process)}
             if "error" in said:
                 raise ExplorationError(said["error"])
             yield _Session(process, said["url"], said["id"])
         finally:
-            process.stdin.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
             try:
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:

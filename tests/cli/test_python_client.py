@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bexp
+from bexp import config_exploration
 from bexp.client.connection import ProblemError
 from bexp.client.view import ExplorationView
 from bexp.config_exploration import ExplorationError
@@ -65,6 +68,35 @@ def test_a_configuration_is_explored_on_the_service_of_the_environment(
     assert seen[-1].endswith("broken")
     with pytest.raises(ExplorationError, match="nothing is recommended"):
         result.save("best.json")
+
+
+def test_a_notebook_shows_one_output_that_changes(
+    service: tuple[str, str], worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, int]] = []
+
+    class Handle:
+        def update(self, view: ExplorationView) -> None:
+            shown.append(("update", len(view._repr_html_())))
+
+    def display(view: ExplorationView, *, display_id: bool) -> Handle:
+        shown.append((f"display {display_id}", len(view._repr_html_())))
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    with worker():
+        result = bexp.explore_config(TINY, url=service[0])
+    assert [how for how, _ in shown] == ["display True", *["update"] * (len(shown) - 1)]
+    assert shown[-1] == ("update", len(result._repr_html_()))
+    assert "Recommended: micro_batch_size 4" in result._repr_html_()
+
+
+def test_a_service_that_is_not_installed_beside_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    monkeypatch.setattr(config_exploration, "SESSION", "no_such_module")
+    with pytest.raises(ExplorationError, match=r"the service is not installed .*No module named no_such_module"):
+        bexp.explore_config(TINY)
 
 
 def test_the_examples_of_the_documentation_run(
