@@ -46,8 +46,8 @@ RUN apt-get update \
 
 RUN groupadd --gid 10001 bexp \
     && useradd --uid 10001 --gid bexp --create-home --home-dir /home/bexp bexp \
-    && mkdir -p /home/bexp/.local/share/bexp \
-    && chown -R bexp:bexp /home/bexp
+    && mkdir -p /home/bexp/.local/share/bexp /var/cache/bexp \
+    && chown -R bexp:bexp /home/bexp /var/cache/bexp
 
 COPY --from=build /opt/bexp /opt/bexp
 COPY examples /opt/bexp/share/examples
@@ -56,6 +56,7 @@ ENV PATH=/opt/bexp/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     BEXP_HOST=0.0.0.0 \
     BEXP_PORT=8642 \
+    BEXP_KERNEL_CACHE=/var/cache/bexp \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 

@@ -17,11 +17,16 @@ TEST_PROCESSES ?= 4
 .PHONY: demo test style types tests test-frameworks setup clean
 
 demo: $(STAMP)
-	@echo "1 of 2: a recording. OLMoE-1B-7B was measured on one H200; this replays those measurements, without a GPU."
+	@echo "1 of 2: a recording. OLMoE-1B-7B was measured on one H200."
+	@echo "This replays those measurements, without a GPU."
 	@$(BIN)/bexp explore $(RECORDED).yaml --device replay:$(RECORDING)
 	@echo
-	@echo "2 of 2: this machine. A small mixture-of-experts model is measured on its CPU, in about a minute."
+	@echo "2 of 2: this machine. A small mixture-of-experts model is measured on its CPU."
+	@echo "This takes about a minute."
 	@$(BIN)/bexp explore examples/tiny-moe.yaml
+	@echo
+	@echo "Trust each answer as far as its confidence goes. On a CPU that is busy with other"
+	@echo "programs it is low, and the answer is called provisional; the recorded one is not."
 
 # The type check runs beside the tests; each is told whether or not the other fails.
 test: $(STAMP)

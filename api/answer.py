@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from api.answer_choices import batch_rows, saving_rows, second_figure
 from api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
@@ -20,6 +20,8 @@ from explorer.records.run_report import RunReport
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP
+
+TOTAL = "total"
 
 
 def render_answer(
@@ -39,10 +41,7 @@ def render_answer(
     if len(answer.variants) > 1:
         lines += ["", "Variants by num_query_groups (separate models, not ranked)", *_variant_table(answer.variants)]
     if answer.timings:
-        spent = ", ".join(
-            f"{name.replace('_', ' ')} {seconds_text(seconds)}" for name, seconds in answer.timings.items()
-        )
-        lines += ["", row("time spent", spent)]
+        lines += ["", row("time spent", _time_spent(answer.timings))]
     return "\n".join(wrap(lines, width))
 
 
@@ -55,7 +54,7 @@ def render_recommendation(
 
 def _recommendation_rows(best: Recommendation, request: ExplorationRequest | None, measured: str | None) -> list[str]:
     lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}"]
-    lines += [*second_figure(best, request), ""]
+    lines += [*second_figure(best, request), *_provisional(best, request), ""]
     if measured is not None:
         lines.append(row("measured", measured))
     lines += _candidate_rows(best.candidate)
@@ -115,6 +114,18 @@ def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
     return [(name.replace("_", " "), size) for name, size in memory.model_dump().items() if size]
 
 
+def _time_spent(timings: Mapping[str, float]) -> str:
+    """Return the activities that took more than a hundredth of the longest, and the total.
+
+    A recording is replayed in less time than its activities once took: there is no total then.
+    """
+    parts = {name: seconds for name, seconds in timings.items() if name != TOTAL}
+    least = max(parts.values(), default=0.0) / 100
+    listed = ", ".join(f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in parts.items() if s > least)
+    total = timings.get(TOTAL, 0.0)
+    return f"{seconds_text(total)} in total: {listed}" if total > max(parts.values(), default=0.0) else listed
+
+
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
@@ -126,6 +137,19 @@ def _context(request: ExplorationRequest | None) -> str:
     precision = ", autocast" if request.training.precision == "autocast" else ""
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
     return f" for {request.model_name} ({target}{request.mode}, {execution}{length}{padding}{precision}{lora})"
+
+
+def _provisional(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
+    if request is not None and is_provisional(best.confidence, request):
+        yield (
+            f"Provisional: confidence {best.confidence} is below {request.budget.confidence_target}, which was asked "
+            "for. Another candidate may be better."
+        )
+
+
+def is_provisional(confidence: int, request: ExplorationRequest) -> bool:
+    """Whether a search has ended below the confidence that its request asks for."""
+    return confidence < request.budget.confidence_target
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
@@ -163,14 +187,16 @@ def _throughput_rows(best: Recommendation) -> Iterable[str]:
         yield row("  composed", "of measured blocks; no whole model has confirmed it")
     else:
         yield row("throughput", f"expect {per_device}, {best.performance:.2f}x base")
-        yield row("  whole model", f"ran at that speed; {_composed(whole)}")
+        yield row("  whole model", "ran at that speed, so this is the figure to expect")
+        composed = rate_text(whole.tokens_per_second / (1 + whole.step_error))
+        yield row("  composed", f"{composed} of measured blocks: {_composed_off(whole)}")
 
 
-def _composed(check: WholeModelCheck) -> str:
+def _composed_off(check: WholeModelCheck) -> str:
     """Return how far the composed step and peak are from those of the whole model."""
     step = f"a step that is {abs(check.step_error):.1%} {'shorter' if check.step_error < 0 else 'longer'}"
     peak = f"a peak that is {abs(check.peak_error):.1%} {'lower' if check.peak_error < 0 else 'higher'}"
-    return f"its blocks compose {step}, and {peak}"
+    return f"{step}, and {peak}"
 
 
 def _peak(best: Recommendation) -> str:
@@ -214,6 +240,8 @@ def _memory_rows(memory: MemoryParts) -> Iterable[str]:
 
 
 def _alternative(best: Recommendation, other: Alternative) -> str:
+    if other.candidate == best.candidate:
+        return f"{other.gain:.2f}x: it is the recommended one"
     predicted = ", predicted in part" if other.predicted else ""
     rate = rate_text(best.expected_tokens_per_second / other.gain)
     return f"{other.gain:.2f}x over {other.candidate.describe()} ({rate}{predicted})"
@@ -225,7 +253,7 @@ def _runner_up(rival: RunnerUpCheck) -> str:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
     gain = f"; the recommended one is {rival.gain:.3f}x as fast" if rival.gain is not None else ""
     reached = f"{rate_text(check.tokens_per_second)} as a whole model"
-    return f"{name}: {reached}, and {_composed(check)}{gain}"
+    return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{gain}"
 
 
 def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:

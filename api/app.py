@@ -16,7 +16,7 @@ from api.auth import authorize
 from api.deadlines import DeadlineMiddleware
 from api.metrics import LatencyMiddleware, Metrics
 from api.problems import Problem, install_problem_handlers
-from api.routes import explorations, logs, monitoring, results, run_reports, schemas, web
+from api.routes import explorations, logs, monitoring, results, resuming, run_reports, schemas, web, workers
 from api.service import run_service
 from api.settings import ServiceSettings
 from explorer.spec.request import ExplorationRequest
@@ -29,7 +29,11 @@ Every error is a problem document (RFC 9457).
 """
 
 COMMON_PROBLEMS = examples.problems(
-    "/v1/explorations", HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.SERVICE_UNAVAILABLE
+    "/v1/explorations",
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
 )
 
 
@@ -56,7 +60,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
-    for module in (explorations, results, run_reports, logs, schemas):
+    for module in (explorations, resuming, results, run_reports, logs, workers, schemas):
         app.include_router(module.router, dependencies=[Depends(authorize)], responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
     app.include_router(web.router)

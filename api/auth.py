@@ -1,19 +1,26 @@
-"""Authorization: a request needs a token, or, if the service does not require one, must come from this machine."""
+"""Authorization: a request needs a token, or, if the service does not require one, must come from this machine.
+
+A token has an owner and scopes. Each route says which scope it needs; what belongs to another owner does not exist.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from anyio.to_thread import run_sync
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.problems import ProblemException
+from api.rate_limits import RateLimiter, address_key
 from api.service import ServiceDep
-from api.settings import is_loopback
-from storage.tokens import verify_token
+from api.tokens import has_expired
+from bexp.client.address import is_loopback
+from storage.owners import LOCAL, Caller, Scope
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `bexp token create`.")
 
@@ -23,19 +30,61 @@ async def authorize(
     service: ServiceDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> None:
-    """Check that a request may use the service. Every route but the health checks depends on this.
+    """Check that a request may use the service, and note its caller. Every route but the health checks depends on this.
 
     Raises:
         ProblemException: 401 if a token is required and the request has no valid one. 403 if no token is required, and
-            a web page of another origin sent the request, or it used a name that is not one of this machine.
+            a web page of another origin sent the request, or it used a name that is not one of this machine. 429 if
+            the address or the token has sent too many requests.
     """
+    origin = request.client.host if request.client else None
+    request.state.secret = None
     if not service.settings.require_token:
         _refuse_foreign(request)
+        request.state.caller = replace(LOCAL, origin=origin)
         return
+    _limit(service.address_limiter, address_key(origin), "address")
     if credentials is None:
         raise _unauthorized("A bearer token is required.", "Bearer")
-    if await run_sync(verify_token, service.database, credentials.credentials) is None:
+    token = await service.tokens.find(credentials.credentials)
+    if token is None:
         raise _unauthorized("The token is not valid.", 'Bearer error="invalid_token"')
+    if has_expired(token):
+        detail = f"The token expired at {token.expires_at:%Y-%m-%d %H:%M:%S} UTC."
+        raise _unauthorized(detail, 'Bearer error="invalid_token", error_description="The token expired"')
+    _limit(service.token_limiter, token.name, "token")
+    request.state.secret = credentials.credentials
+    request.state.caller = Caller(token.owner, token.scopes, token.name, origin)
+
+
+def _caller_with(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
+    async def check_scope(request: Request) -> Caller:
+        caller: Caller = request.state.caller
+        if not caller.may(scope):
+            challenge = f'Bearer error="insufficient_scope", scope="{scope}"'
+            detail = f"The token lacks the scope '{scope}'."
+            raise ProblemException(
+                HTTPStatus.FORBIDDEN, detail, name="insufficient-scope", headers={"WWW-Authenticate": challenge}
+            )
+        return caller
+
+    return check_scope
+
+
+Reader = Annotated[Caller, Depends(_caller_with(Scope.READ))]
+Submitter = Annotated[Caller, Depends(_caller_with(Scope.SUBMIT))]
+Canceller = Annotated[Caller, Depends(_caller_with(Scope.CANCEL))]
+
+
+def _limit(limiter: RateLimiter, key: str, what: str) -> None:
+    wait = limiter.wait_seconds(key)
+    if wait > 0:
+        raise ProblemException(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"This {what} has sent more than {limiter.rate:g} requests a second.",
+            name="rate-limited",
+            headers={"Retry-After": str(math.ceil(wait))},
+        )
 
 
 def _refuse_foreign(request: Request) -> None:

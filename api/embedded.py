@@ -8,6 +8,7 @@ themselves.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,12 @@ from bexp.child_process import module_command, safe_environment
 START_SECONDS = 60.0
 GRACE_SECONDS = 8.0
 TAIL_LINES = 8
+NOTHING = "(nothing)"
+"""What stands for the end of an empty log."""
+EXPLAINED = (2, 3)
+"""With these statuses, wrong usage and a service that failed, the last line of the log is a sentence that says why."""
+RECORD_START = re.compile(r"^(?:[\d-]{10} [\d:,]+ [A-Z]+ |python -m \w+: error: )")
+"""What stands before the sentence: the time and the level of a record, or what argparse writes."""
 VERBOSE = ("Traceback (most recent call last)", "usage: ")
 
 
@@ -70,13 +77,15 @@ class Child:
         """Raise ChildEndedError, with the end of the log, if the process has ended."""
         if self._has_ended():
             status = self._process.wait()
+            if status in EXPLAINED:
+                raise ChildEndedError(f"the embedded {self.name} ended: {self.last_line()}", status)
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             message = "\n".join([f"the embedded {self.name} {how}; {self.log} ends with", *self._tail()])
             raise ChildEndedError(message, status)
 
     def last_line(self) -> str:
-        """Return the last lines of its log."""
-        return self._tail()[-1]
+        """Return the last line of its log, without the time and the level."""
+        return RECORD_START.sub("", self._tail()[-1])
 
     def tell(self, line: str) -> None:
         """Write a line to its stdin."""
@@ -113,7 +122,7 @@ class Child:
         lines = [line.rstrip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         if any(line.startswith(VERBOSE) for line in lines):
             lines = [line for line in lines if not line.startswith((" ", *VERBOSE))][-1:]
-        return lines[-TAIL_LINES:] or ["(nothing)"]
+        return lines[-TAIL_LINES:] or [NOTHING]
 
 
 class EmbeddedService:

@@ -14,17 +14,20 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from typing import NoReturn
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from api.serve import serve_on
 from api.settings import ServiceSettings, read_environment
-from storage.database import Database, open_database
+from storage.database import Database, describe_trouble, open_database
 from storage.jobs import JobNotFoundError
 from storage.queue import Queue
 from storage.schema import upgrade
 
 CANCEL_SECONDS = 6.0
 NEVER = 1e9
-WRONG_USAGE = 2  # the status with which argparse ends the worker
+WRONG_USAGE, SERVICE_FAILED = 2, 3  # as the worker ends with them
 
 
 def main(listener: socket.socket, *, with_worker: bool) -> None:
@@ -32,19 +35,33 @@ def main(listener: socket.socket, *, with_worker: bool) -> None:
 
     A command that starts a worker of its own watches it itself: no job needs to be told that it waits for one.
     """
+    database = _open_database()
     try:
-        database = open_database(read_environment().database_url)
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(WRONG_USAGE)
-    try:
-        upgrade(database)
         threading.Thread(target=_end_with_parent, args=(database,), name="parent", daemon=True).start()
         settings = ServiceSettings(database.url)
         own_worker = replace(settings, waiting_check_seconds=NEVER, takes_local_target=True)
         serve_on(listener, own_worker if with_worker else settings)
     finally:
         database.dispose()
+
+
+def _open_database() -> Database:
+    """Return the database with its tables up to date; end this process with a sentence if there is none."""
+    try:
+        database = open_database(read_environment().database_url)
+        upgrade(database)
+    except ValueError as error:
+        _end(WRONG_USAGE, str(error))
+    except OSError as error:
+        _end(SERVICE_FAILED, f"the database cannot be opened: {error.strerror}: {error.filename}")
+    except SQLAlchemyError as error:
+        _end(SERVICE_FAILED, f"the database cannot be used: {describe_trouble(error)}")
+    return database
+
+
+def _end(status: int, sentence: str) -> NoReturn:
+    sys.stderr.write(f"{sentence}\n")
+    sys.exit(status)
 
 
 def _end_with_parent(database: Database) -> None:

@@ -36,6 +36,7 @@ REQUEST: dict[str, Any] = {
     "batch_size": 64,
     "micro_batch_size": "explore",
     "budget": {"max_seconds": 60},
+    "labels": {"team": "search"},
 }
 REQUEST_YAML = """\
 model:
@@ -51,6 +52,7 @@ model:
 batch_size: 64
 micro_batch_size: explore
 budget: {max_seconds: 60}
+labels: {team: search}
 """
 
 _CANDIDATE = Candidate(micro_batch_size=2, attention_backend="flash", expert_backend="loop", num_query_groups=2)
@@ -90,7 +92,10 @@ _TRIAL = Trial(
 SUMMARY: dict[str, Any] = {
     "id": JOB_ID,
     "state": "running",
+    "owner": "local",
+    "priority": 0,
     "model": "tiny-moe",
+    "labels": {"team": "search"},
     "micro_batch_size": 2,
     "confidence": 45,
     "created_at": CREATED_AT,
@@ -99,6 +104,7 @@ SUMMARY: dict[str, Any] = {
     "cancel_requested": False,
     "waiting_reason": None,
     "error": None,
+    "answered_from": None,
     "links": Links.of(JOB_ID).model_dump(),
 }
 EXPLORATION: dict[str, Any] = {
@@ -122,6 +128,15 @@ QUEUED: dict[str, Any] = {
     "recommendation": None,
 }
 CANCELLED: dict[str, Any] = {**EXPLORATION, "cancel_requested": True}
+ANSWERED: dict[str, Any] = {
+    **EXPLORATION,
+    "state": "succeeded",
+    "started_at": None,
+    "finished_at": CREATED_AT,
+    "attempt": 0,
+    "last_seq": 4,
+    "answered_from": {"exploration": "0a1b2c3d4e5f6071", "measured_at": "2026-01-14T08:02:55Z"},
+}
 RECOMMENDATION: dict[str, Any] = {
     "id": JOB_ID,
     "state": "running",
@@ -151,6 +166,26 @@ RUN_REPORT: dict[str, Any] = {
     ).model_dump(mode="json"),
 }
 RUN_REPORTS: dict[str, Any] = {"items": [RUN_REPORT], "next_cursor": None}
+WORKERS: dict[str, Any] = {
+    "items": [
+        {
+            "id": "gpu-host-4711-cuda:0-9f1c",
+            "host": "gpu-host",
+            "state": "measuring",
+            "exploration": JOB_ID,
+            "devices": "cuda:0",
+            "num_devices": 1,
+            "device_kind": "cuda",
+            "device_name": "NVIDIA H100 80GB HBM3",
+            "fingerprint": "5d41402abc4b2a76",
+            "versions": {"python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0"},
+            "targets": {"bexp": "0.1.0", "transformers": "5.17.0"},
+            "started_at": "2026-01-15T08:00:00Z",
+            "last_heartbeat_at": "2026-01-15T19:39:14Z",
+            "lost_since": None,
+        }
+    ]
+}
 PAGE: dict[str, Any] = {"items": [SUMMARY], "next_cursor": None}
 EVENTS: dict[str, Any] = {"items": [event.model_dump(mode="json") for event in _LOG], "next_cursor": None}
 TRIALS: dict[str, Any] = {"items": [_TRIAL.model_dump(mode="json")], "next_cursor": None, "end_cursor": "0"}
@@ -185,6 +220,10 @@ _DETAILS: dict[HTTPStatus, dict[str, Any]] = {
             }
         ],
     },
+    HTTPStatus.TOO_MANY_REQUESTS: {
+        "type": "urn:bexp:problem:quota-exceeded",
+        "detail": "The quota 'queued' of owner 'team-a' is 100 explorations in the queue.",
+    },
     HTTPStatus.SERVICE_UNAVAILABLE: {
         "type": "urn:bexp:problem:database-unavailable",
         "detail": "The database does not answer.",
@@ -192,8 +231,14 @@ _DETAILS: dict[HTTPStatus, dict[str, Any]] = {
 }
 
 
-def problems(instance: str, *statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for the problems that a route may answer with."""
+NOT_FINISHED: dict[str, Any] = {
+    "type": "urn:bexp:problem:not-finished",
+    "detail": f"The exploration is running: end it first with POST /v1/explorations/{JOB_ID}/cancel.",
+}
+
+
+def problems(instance: str, *statuses: HTTPStatus, **details: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for the problems that a route may answer with; `details` replace those of a status."""
     return {
         int(status): {
             "description": status.phrase,
@@ -201,7 +246,7 @@ def problems(instance: str, *statuses: HTTPStatus) -> dict[int | str, dict[str, 
                 MEDIA_TYPE: {
                     "schema": {"$ref": "#/components/schemas/Problem"},
                     "example": Problem(
-                        title=status.phrase, status=status, instance=instance, **_DETAILS[status]
+                        title=status.phrase, status=status, instance=instance, **(_DETAILS[status] | details)
                     ).model_dump(exclude_none=True),
                 }
             },

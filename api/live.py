@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from textwrap import shorten
 from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from api.answer import memory_parts
-from api.text import bytes_text
-from explorer.records.event import Event, EventCode
+from api.live_chart import RateChart
+from api.text import bytes_text, clock_text
+from explorer.records.event import Event, EventCode, render_message
 from explorer.records.recommendation import Recommendation
 from explorer.spec.request import ExplorationRequest
 
-MAX_CHART_ROWS = 12
 SMALLEST_SHARE = 0.1
+INDENT = 13
+FEWEST_ROWS, MAX_ROWS = 3, 12
+OTHER_ROWS = 15
+"""What the view needs beside the bars: a terminal cuts the rows below its last."""
 PART_COLORS = {
     "parameters": "blue",
     "gradients": "cyan",
@@ -30,79 +37,120 @@ PART_COLORS = {
 
 
 class LiveView:
-    """The state of a running job. Rich asks for a drawing of it several times a second."""
+    """The state of a running job. Rich asks for a drawing of it several times a second.
 
-    def __init__(self, job_id: str, request: ExplorationRequest | None) -> None:
+    At the end only the charts are left, because the answer follows below them.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        request: ExplorationRequest | None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         self._job_id = job_id
+        self._clock = clock
         self._request = request
         self._started_at: datetime | None = None
         self._ended_at: datetime | None = None
         self._status = "queued"
         self._num_trials = 0
         self._best: Recommendation | None = None
-        self._rates: dict[int, float] = {}
-        self._failures: dict[int, str] = {}
+        self._chart = RateChart()
+
+    @property
+    def best(self) -> Recommendation | None:
+        """The best candidate so far."""
+        return self._best
 
     def show(self, event: Event) -> None:
         """Update the state with an event."""
-        self._status = event.message
         match event.code:
             case EventCode.STARTED | EventCode.RESUMED:
-                self._started_at = self._started_at or event.at
+                self._start(event.at)
             case EventCode.RECOMMENDATION if isinstance(event.data.get("recommendation"), dict):
                 self._best = Recommendation.model_validate(event.data["recommendation"])
-                self._note_rate(self._best.candidate.micro_batch_size, self._best.tokens_per_second)
+                self._chart.note_best(self._best)
+                return
             case EventCode.VARIANT:  # another model: its figures cannot be compared with those of the last one
                 self._best = None
-                self._rates.clear()
-                self._failures.clear()
+                self._chart = RateChart()
             case EventCode.TRIAL | EventCode.INFEASIBLE:
                 self._take_trial(event)
             case code if code.ends_job:
                 self._ended_at = event.at
             case _:
                 pass
+        self._status = render_message(event)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
         bar = Table.grid(expand=True)  # the bar does not end its own line
         bar.add_row(self._bar())
-        status = Text(self._status, style="dim", no_wrap=True, overflow="ellipsis")
-        parts: list[RenderableType] = [self._head(), bar, status]
+        parts: list[RenderableType] = [self._head(), bar]
+        if self._ended_at is None:
+            parts.append(Text(shorten(self._status, width, placeholder=" ..."), style="dim"))
+            if self._best is not None:
+                parts += [Text(), *self._recommendation(self._best)]
+        if not self._chart.is_empty:
+            final = self._ended_at is not None
+            most = MAX_ROWS if final else min(MAX_ROWS, max(FEWEST_ROWS, console.height - OTHER_ROWS))
+            parts += [Text(), *self._chart.draw(width, most, final=final)]
         if self._best is not None:
-            parts += [Text(), *self._recommendation(self._best)]
-        if self._rates or self._failures:
-            parts += [Text(), Text("tokens/s by micro_batch_size", style="bold"), self._chart(options.max_width)]
-        if self._best is not None:
-            parts += [Text(), *self._memory(self._best, options.max_width)]
+            parts += [Text(), *self._memory(self._best, width)]
         yield Group(*parts)
+
+    def _start(self, at: datetime) -> None:
+        """Start the clock; that of a job that had ended goes on where it stopped."""
+        if self._started_at is None:
+            self._started_at = at
+        elif self._ended_at is not None:
+            self._started_at += at - self._ended_at
+        self._ended_at = None
 
     def _take_trial(self, event: Event) -> None:
         if event.code is EventCode.TRIAL:
             self._num_trials += 1
+        candidate, rate = event.data.get("candidate"), event.data.get("tokens_per_second")
         size = _find_size(event.data)
-        rate = event.data.get("tokens_per_second")
         if size is not None and isinstance(rate, int | float):
-            self._note_rate(size, float(rate))
+            self._chart.note_rate(size, candidate, float(rate))
         elif size is not None and event.code is EventCode.INFEASIBLE:
-            self._failures.setdefault(size, str(event.data.get("outcome", "infeasible")))
-
-    def _note_rate(self, size: int, rate: float) -> None:
-        self._rates[size] = max(rate, self._rates.get(size, 0.0))
+            self._chart.note_failure(size, str(event.data.get("outcome", "infeasible")))
 
     def _elapsed(self) -> float:
         if self._started_at is None:
             return 0.0
-        return max(0.0, ((self._ended_at or datetime.now(UTC)) - self._started_at).total_seconds())
+        return max(0.0, ((self._ended_at or self._clock()) - self._started_at).total_seconds())
 
     def _head(self) -> Text:
         name = self._request.model_name if self._request is not None else "exploration"
         trials = f"{self._num_trials} trial{'' if self._num_trials == 1 else 's'}"
-        head = Text.assemble((name, "bold"), f"  {self._job_id}  ", (trials, "dim"), no_wrap=True)
-        if self._ended_at is None and self._started_at is not None and self._request is not None:
-            left = max(0.0, self._request.budget.max_seconds - self._elapsed())
-            head.append(f"  {_clock(self._elapsed())} passed, ")
-            head.append(f"up to about {_clock(left)} left to explore" if left > 0 else "comparing and checking")
+        head = Text.assemble((name, "bold"), f"  {self._job_id}  ", (trials, "dim"))
+        if self._ended_at is not None and self._started_at is not None:
+            head.append(f"  {clock_text(self._elapsed())}")
+        elif self._started_at is not None and self._request is not None:
+            head.append(f"  {clock_text(self._elapsed())} passed, {self._left(self._request)}")
         return head
+
+    def _left(self, request: ExplorationRequest) -> str:
+        """Return how long it will take, as far as the confidence and the budget tell.
+
+        The confidence is taken to grow as fast as it has grown until now; the search ends at the target or with the
+        budget, whichever comes first.
+        """
+        passed, budget = self._elapsed(), request.budget
+        at_most = budget.max_seconds - passed
+        if self._num_trials:
+            at_most = min(at_most, passed / self._num_trials * (budget.max_trials - self._num_trials))
+        confidence = self._best.confidence if self._best is not None else 0
+        if at_most <= 0 or confidence >= budget.confidence_target:
+            return "comparing and checking"
+        if confidence > 0:
+            about = passed * (budget.confidence_target - confidence) / confidence
+            if about < at_most:
+                return f"about {clock_text(about)} left"
+        return f"at most about {clock_text(at_most)} left"
 
     def _bar(self) -> ProgressBar:
         if self._ended_at is not None:
@@ -119,33 +167,13 @@ class LiveView:
         return ProgressBar(total=1.0, completed=min(0.99, max(shares)))
 
     def _recommendation(self, best: Recommendation) -> list[RenderableType]:
-        return [
-            Text.assemble(
-                ("best so far  ", "bold"),
-                (f"micro_batch_size {best.candidate.micro_batch_size}", "bold green"),
-                f"  {best.expected_tokens_per_second:,.0f} tokens/s  {best.performance:.2f}x base",
-                f"  confidence {best.confidence}",
-            ),
-            Text(f"             {best.candidate.describe()}", style="dim", no_wrap=True),
-        ]
-
-    def _chart(self, width: int) -> Table:
-        table = Table.grid(padding=(0, 1))
-        table.add_column(justify="right")
-        table.add_column()
-        table.add_column(justify="right")
-        sizes = sorted(self._rates.keys() | self._failures.keys())[:MAX_CHART_ROWS]
-        top = max(self._rates.values(), default=1.0)
-        chosen = self._best.candidate.micro_batch_size if self._best is not None else None
-        for size in sizes:
-            rate = self._rates.get(size)
-            if rate is None:
-                table.add_row(str(size), Text(self._failures[size].replace("_", " "), style="red"), "")
-                continue
-            length = max(1, round(rate / top * max(10, width - 24)))
-            style = "green" if size == chosen else "cyan"
-            table.add_row(str(size), Text("━" * length, style=style), f"{rate:,.0f}")
-        return table
+        target = "" if self._request is None else f" (target {self._request.budget.confidence_target})"
+        figures = (
+            f"{best.expected_tokens_per_second:,.0f} tokens/s  {best.performance:.2f}x base  "
+            f"confidence {best.confidence}{target}"
+        )
+        title = Text.assemble(("best so far  ", "bold"), (figures, "green"))
+        return [title, Padding(Text(best.candidate.describe(), style="bold green"), (0, 0, 0, INDENT))]
 
     def _memory(self, best: Recommendation, width: int) -> list[RenderableType]:
         """Return the parts of the peak as a bar as wide as the limit, or as the peak if the peak is small."""
@@ -165,8 +193,3 @@ def _find_size(data: dict[str, Any]) -> int | None:
     candidate = data.get("candidate")
     size = candidate.get("micro_batch_size") if isinstance(candidate, dict) else data.get("micro_batch_size")
     return size if isinstance(size, int) else None
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -14,6 +15,8 @@ from storage.database import Database
 from storage.statistics import Statistics, read_statistics
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+QUANTILES = (0.5, 0.95)
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
@@ -29,15 +32,26 @@ class Metrics:
             ("method", "route", "status"),
             registry=self._registry,
         )
+        self._trouble = Gauge(
+            "bexp_background_trouble",
+            "1 while a background task of this process does not do its work.",
+            registry=self._registry,
+        )
+        build = Gauge("bexp_build_info", "1; the version is in the label.", ("version",), registry=self._registry)
+        build.labels(metadata.version("bexp")).set(1)
         self._streams = Gauge("bexp_event_streams", "Clients that wait for events.", registry=self._registry)
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request."""
         self._latency.labels(method, route, str(status)).observe(seconds)
 
-    def render(self, database: Database, num_streams: int) -> bytes:
-        """Return all metrics as text; this reads the database."""
+    def render(self, database: Database, num_streams: int, *, is_troubled: bool = False) -> bytes:
+        """Return all metrics as text; this reads the database.
+
+        `is_troubled` says that a background task of this process does not do its work.
+        """
         self._streams.set(num_streams)
+        self._trouble.set(is_troubled)
         stored = CollectorRegistry()
         stored.register(_StoredCounts(read_statistics(database)))
         return generate_latest(stored) + generate_latest(self._registry)
@@ -56,6 +70,17 @@ class _StoredCounts(Collector):
             jobs.add_metric([state.value], number)
         yield jobs
         yield GaugeMetricFamily(
+            "bexp_jobs_without_worker", "Explorations that no live worker can run.", counts.num_without_worker
+        )
+        yield GaugeMetricFamily(
+            "bexp_reused_jobs", "Explorations that were answered from what is stored.", counts.num_reused
+        )
+        yield _quantiles(
+            "bexp_recent_answer_seconds",
+            "Seconds from submission to the measured answer, of explorations that finished within the last hour.",
+            counts.recent_answer_seconds,
+        )
+        yield GaugeMetricFamily(
             "bexp_oldest_queued_seconds",
             "Seconds that the oldest queued exploration has waited; 0 for an empty queue.",
             counts.oldest_queued_seconds,
@@ -64,6 +89,11 @@ class _StoredCounts(Collector):
         for kind in sorted({"cpu", "cuda", *counts.workers_by_device_kind}):
             workers.add_metric([kind], counts.workers_by_device_kind.get(kind, 0))
         yield workers
+        yield GaugeMetricFamily(
+            "bexp_lost_workers",
+            "Workers that went silent within a day and did not shut down.",
+            counts.num_lost_workers,
+        )
         targets = GaugeMetricFamily(
             "bexp_worker_targets", "Live workers by target that they can measure.", labels=["target", "version"]
         )
@@ -74,6 +104,14 @@ class _StoredCounts(Collector):
         for outcome, number in counts.trials_by_outcome.items():
             trials.add_metric([outcome.value], number)
         yield trials
+
+
+def _quantiles(name: str, description: str, ascending: Sequence[float]) -> GaugeMetricFamily:
+    """Return a gauge for each quantile; none without values."""
+    family = GaugeMetricFamily(name, description, labels=["quantile"])
+    for quantile in QUANTILES if ascending else ():
+        family.add_metric([str(quantile)], ascending[min(len(ascending) - 1, int(quantile * len(ascending)))])
+    return family
 
 
 class LatencyMiddleware:

@@ -17,12 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from explorer.formats.document import FormatError
+from explorer.spec.rules import rule_of
 from storage.jobs import JobNotFoundError
+from storage.quotas import QueuedQuotaError
 from storage.submission import IdempotencyConflictError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 100
 MAX_MESSAGE = 500
+QUEUED_RETRY_SECONDS = 30
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ def install_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
         errors = [
-            FieldError(field=".".join(str(part) for part in e["loc"][1:]), message=readable(e["msg"], MAX_MESSAGE))
+            FieldError(field=".".join(str(part) for part in e["loc"][1:]), message=readable(rule_of(e), MAX_MESSAGE))
             for e in error.errors()[:MAX_ERRORS]
         ]
         return problem_response(
@@ -171,6 +174,16 @@ def install_problem_handlers(app: FastAPI) -> None:
             "This Idempotency-Key was used before with a different request.",
             name="idempotency-conflict",
             errors=[conflict],
+        )
+
+    @app.exception_handler(QueuedQuotaError)
+    async def too_many_queued(request: Request, error: QueuedQuotaError) -> JSONResponse:
+        return problem_response(
+            request,
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"The quota 'queued' of owner '{error.owner}' is {error.limit} explorations in the queue.",
+            name="quota-exceeded",
+            headers={"Retry-After": str(QUEUED_RETRY_SECONDS)},
         )
 
     @app.exception_handler(OperationalError)

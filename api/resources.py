@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import datetime
 from typing import Annotated, Any, Self
 
@@ -15,6 +16,7 @@ from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from storage.jobs import Job, JobState, JobSummary
 from storage.run_reports import StoredRunReport
+from storage.workers import KnownWorker, WorkerState
 
 NextCursor = Annotated[
     str | None, Field(description="Pass it as `cursor` to get the next page; null if there is none yet.")
@@ -40,12 +42,29 @@ class Links(BaseModel):
         return cls(self=here, run_reports=f"{here}/run-reports", **parts)
 
 
+class AnswerSource(BaseModel):
+    """Where an answer comes from that was not measured for this exploration."""
+
+    exploration: Annotated[str, Field(description="The exploration that measured it; it may have been deleted.")]
+    measured_at: Annotated[datetime, Field(description="When that exploration finished.")]
+
+    @classmethod
+    def of(cls, job: Job | JobSummary) -> Self | None:
+        """Return where the answer of a job comes from; null if the job measured it."""
+        if job.reused_from is None or job.measured_at is None:
+            return None
+        return cls(exploration=job.reused_from, measured_at=job.measured_at)
+
+
 class ExplorationSummary(BaseModel):
     """An exploration in a list."""
 
     id: str
     state: JobState
+    owner: Annotated[str, Field(description="The owner of the token that submitted it; `local` without a token.")]
+    priority: Annotated[int, Field(description="Among the explorations of its owner, the highest is next.")]
     model: Annotated[str, Field(description="The model's name.")]
+    labels: Annotated[dict[str, str], Field(description="Those of the request.")]
     micro_batch_size: Annotated[int | None, Field(description="The one recommended so far.")]
     confidence: int | None
     created_at: datetime
@@ -54,6 +73,9 @@ class ExplorationSummary(BaseModel):
     cancel_requested: bool
     waiting_reason: str | None
     error: str | None
+    answered_from: Annotated[
+        AnswerSource | None, Field(description="Null if the exploration measures, or has measured, its own answer.")
+    ]
     links: Links
 
     @classmethod
@@ -66,13 +88,17 @@ def _shared_fields(job: Job | JobSummary) -> dict[str, Any]:
     return {
         "id": job.id,
         "state": job.state,
+        "owner": job.owned_by,
+        "priority": job.priority,
         "model": job.model_name,
+        "labels": dict(job.labels),
         "created_at": job.created_at,
         "started_at": job.started_at,
         "finished_at": job.finished_at,
         "cancel_requested": job.cancel_requested,
         "waiting_reason": job.waiting_reason,
         "error": job.error,
+        "answered_from": AnswerSource.of(job),
         "links": Links.of(job.id),
     }
 
@@ -188,6 +214,44 @@ class TrialPage(BaseModel):
     items: list[Trial]
     next_cursor: NextCursor
     end_cursor: Annotated[str, Field(description="Pass it as `cursor` later to get what has been stored since.")]
+
+
+class WorkerResource(BaseModel):
+    """A worker: what it measures with, and what it does."""
+
+    id: str
+    host: str
+    state: Annotated[WorkerState, Field(description="`lost`: its heartbeat is overdue, and it did not shut down.")]
+    exploration: Annotated[str | None, Field(description="The one that it measures, or had when it was lost.")]
+    devices: Annotated[str, Field(description="The devices that it owns; `cuda:0+3` is that one and three more.")]
+    num_devices: int
+    device_kind: str
+    device_name: str
+    fingerprint: Annotated[str, Field(description="Equal for workers whose measurements can be compared.")]
+    versions: Annotated[dict[str, str], Field(description="Of the libraries that a measurement depends on.")]
+    targets: Annotated[dict[str, str], Field(description="The version of each target that it can measure.")]
+    started_at: datetime
+    last_heartbeat_at: datetime
+    lost_since: datetime | None
+
+    @classmethod
+    def of(cls, worker: KnownWorker) -> Self:
+        """Return the resource of a worker."""
+        info = worker.info
+        return cls(
+            **{part.name: getattr(info, part.name) for part in fields(info) if part.name != "pid"},
+            state=worker.state,
+            exploration=worker.job_id,
+            started_at=worker.started_at,
+            last_heartbeat_at=worker.last_seen_at,
+            lost_since=worker.last_seen_at if worker.state is WorkerState.LOST else None,
+        )
+
+
+class WorkerList(BaseModel):
+    """The workers that live, and those that were lost within a day."""
+
+    items: list[WorkerResource]
 
 
 class Health(BaseModel):

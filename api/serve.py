@@ -15,7 +15,8 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.connections import BACKLOG, ConnectionLimits, allow_connections, guarded_protocol
 from api.log_lines import log_config
-from api.settings import ServiceSettings, is_loopback
+from api.settings import ServiceSettings
+from bexp.client.address import is_loopback
 from storage.database import open_database
 from storage.schema import upgrade
 from storage.tokens import list_tokens

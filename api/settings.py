@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +11,8 @@ from storage.location import default_database_url
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
 MAX_WAIT_HOURS = 7 * 24.0
+DEFAULT_TOKEN_RATE = 50.0
+DEFAULT_ADDRESS_RATE = 100.0
 DEFAULT_API_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
@@ -35,7 +35,10 @@ class ServiceSettings:
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
     `takes_local_target` is for a command that serves itself alone: its worker has a target that is named by its file.
     `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
-    start of a response may take. A job that no live worker can run fails after `max_wait_seconds`.
+    start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
+    deleted after `keep_days`, and the oldest beyond `keep_jobs`; null: all stay. A token is looked up again after
+    `token_check_seconds`, so a revoked one works no longer than that. `token_rate` and `address_rate` limit the
+    requests a second where tokens are required; 0 is no limit.
     """
 
     database_url: str
@@ -47,9 +50,19 @@ class ServiceSettings:
     body_seconds: float = 10.0
     answer_seconds: float = 4.5
     max_wait_seconds: float = 3600 * MAX_WAIT_HOURS
+    keep_days: float | None = None
+    keep_jobs: int | None = None
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
+    token_check_seconds: float = 2.0
+    token_rate: float = DEFAULT_TOKEN_RATE
+    address_rate: float = DEFAULT_ADDRESS_RATE
     waiting_check_seconds: float = 2.0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether finished jobs stay until somebody deletes them."""
+        return self.keep_days is None and self.keep_jobs is None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -71,22 +84,3 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         host=given.get("BEXP_HOST", DEFAULT_HOST),
         port=int(port),
     )
-
-
-def without_secrets(url: str) -> str:
-    """Return a URL for a person: without user, password and query, each of which may be a secret."""
-    scheme, separator, rest = url.partition("://")
-    plain, *query = re.split(r"[?#]", rest if separator else url, maxsplit=1)
-    in_doubt = "@" not in plain and "@" in "".join(query)  # either part may belong to a password
-    shown = "..." if in_doubt else plain.rpartition("@")[2]
-    return f"{scheme}{separator}{shown}" if separator else shown
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine's own loopback."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -1,10 +1,10 @@
-"""Streams of a job's events. One cheap query per job and tick serves any number of clients."""
+"""Streams of a job's events. One query finds the jobs with new events; one for each such job serves all its clients."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 from anyio.to_thread import run_sync
@@ -12,26 +12,48 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from explorer.records.event import Event
 from storage.database import Database
-from storage.events import read_events
+from storage.events import read_events, read_last_seqs
+from storage.notifications import NEW_EVENTS, Listener, parse_events_message
 
 PAGE = 500
+LISTENING_POLL_SECONDS = 5.0
+"""How often PostgreSQL is asked although it tells of new events: a notification can be lost with its connection."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Watch:
-    """A job that streams wait for, until it has an event with a seq > `after`."""
+    """A job that streams follow. It has events up to `last_seq`, as far as is known."""
 
-    after: int
-    watchers: int = 0
+    last_seq: int = 0
+    num_streams: int = 0
+    num_waiting: int = 0
+    is_lost: bool = False
+    """The job is gone, or the database does not answer."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    reads: dict[tuple[int, int], asyncio.Task[list[Event]]] = field(default_factory=dict)
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def learn(self, last_seq: int) -> None:
+        if last_seq > self.last_seq:
+            self.last_seq = last_seq
+            self.wake()
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self.wake()
 
 
 class EventFeed:
     """Yields a job's events as they are appended.
 
-    No connection is held between two polls. `run` must be kept running while streams are open; `close` ends them.
+    PostgreSQL tells of them; SQLite is asked every `poll_seconds`, as PostgreSQL is while it does not tell. No
+    connection is held between two polls, but the one that listens. `run` must be kept running while streams are open;
+    `close` ends them.
     """
 
     def __init__(self, database: Database, *, poll_seconds: float, keep_alive_seconds: float) -> None:
@@ -39,75 +61,140 @@ class EventFeed:
         self._poll_seconds = poll_seconds
         self._keep_alive_seconds = keep_alive_seconds
         self._watches: dict[str, _Watch] = {}
+        self._missed = asyncio.Event()
         self._closing = False
 
     @property
     def num_watchers(self) -> int:
         """The number of streams that wait for an event."""
-        return sum(watch.watchers for watch in self._watches.values())
+        return sum(watch.num_waiting for watch in self._watches.values())
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Poll the watched jobs until cancelled; `beat` is called after each round that went well."""
-        while True:
-            await asyncio.sleep(self._poll_seconds)
-            if not self._watches:
-                beat()
-                continue
-            asked = {job_id: watch.after for job_id, watch in self._watches.items()}
-            try:
-                grown = await run_sync(self._select_grown, asked)
-                beat()
-            except SQLAlchemyError as error:
-                logger.warning("the database does not answer: %s", getattr(error, "orig", error))
-                grown = list(asked)  # each stream then gets the error itself, and ends
-            for job_id in grown:
-                if (watch := self._watches.pop(job_id, None)) is not None:
-                    watch.changed.set()
+        """Learn of new events of the watched jobs until cancelled; `beat` is called after each round that went well."""
+        loop = asyncio.get_running_loop()
+
+        def receive(message: str | None) -> None:
+            loop.call_soon_threadsafe(self._take_message, message)
+
+        listener = Listener(self._database, NEW_EVENTS, receive)
+        listener.start()
+        try:
+            while True:
+                await self._pause(listener)
+                if self._watches:
+                    await self._poll(beat)
+                else:
+                    beat()
+        finally:
+            await asyncio.to_thread(listener.close)
 
     def close(self) -> None:
         """End every stream, so that a shutdown does not wait for them."""
         self._closing = True
         for watch in self._watches.values():
-            watch.changed.set()
+            watch.wake()
 
-    async def follow(self, job_id: str, after: int) -> AsyncIterator[list[Event]]:
+    def wake(self, job_ids: Collection[str]) -> None:
+        """Make the streams of these jobs look again whether they may continue."""
+        for job_id in job_ids:
+            if (watch := self._watches.get(job_id)) is not None:
+                watch.wake()
+
+    async def follow(
+        self, job_id: str, after: int, may_continue: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[list[Event]]:
         """Yield the events with seq > `after`, page by page, to the one that ends the job.
 
-        An empty page means that nothing happened for a while. Ends early on `close`, and when the database does not
-        answer.
+        An empty page means that nothing happened for a while. Ends early on `close`, when the job is deleted, when
+        the database does not answer, and when it may not continue.
         """
-        while not self._closing:
-            try:
-                events = await self.read(job_id, after)
-            except SQLAlchemyError:
-                return
-            if events:
-                yield events
-                after = events[-1].seq
-                if events[-1].code.ends_job:
+        watch = self._watches.setdefault(job_id, _Watch())
+        watch.num_streams += 1
+        has_ended = False
+        try:
+            while may_continue() and not (self._closing or watch.is_lost):
+                known = watch.last_seq  # before the read, which then sees at least these events
+                try:
+                    events = await self._read_together(watch, job_id, after)
+                except SQLAlchemyError:
                     return
-            elif not await self._wait(job_id, after):
-                yield []
+                if events:
+                    yield events
+                    after, has_ended = events[-1].seq, events[-1].code.ends_job
+                    if has_ended and len(events) < PAGE:  # nothing follows, so the job was not resumed
+                        return
+                elif known > after:
+                    return  # the job was deleted
+                elif has_ended:
+                    return
+                elif not await self._wait(watch, after, may_continue):
+                    yield []
+        finally:
+            watch.num_streams -= 1
+            if watch.num_streams == 0 and self._watches.get(job_id) is watch:
+                del self._watches[job_id]
 
     async def read(self, job_id: str, after: int) -> list[Event]:
         """Return one page of the stored events."""
         return await run_sync(lambda: read_events(self._database, job_id, after=after, limit=PAGE))
 
-    async def _wait(self, job_id: str, after: int) -> bool:
+    async def _read_together(self, watch: _Watch, job_id: str, after: int) -> list[Event]:
+        """`read`, shared by all streams that know of the same events and want the same page."""
+        page = (after, watch.last_seq)
+        if page not in watch.reads:
+
+            def forget(task: asyncio.Task[list[Event]]) -> None:
+                del watch.reads[page]
+                task.cancelled() or task.exception()  # whoever waited for it has been told
+
+            watch.reads[page] = asyncio.create_task(self.read(job_id, after))
+            watch.reads[page].add_done_callback(forget)
+        return await asyncio.shield(watch.reads[page])
+
+    async def _wait(self, watch: _Watch, after: int, may_continue: Callable[[], bool]) -> bool:
         """Wait until the job may have an event with seq > `after`; return false if a keep-alive is due first."""
-        watch = self._watches.setdefault(job_id, _Watch(after))
-        watch.after = min(watch.after, after)
-        watch.watchers += 1
+        watch.num_waiting += 1
         try:
             async with asyncio.timeout(self._keep_alive_seconds):
-                await watch.changed.wait()
+                while may_continue() and not (watch.last_seq > after or watch.is_lost or self._closing):
+                    await watch.changed.wait()
         except TimeoutError:
             return False
         finally:
-            watch.watchers -= 1
-            if watch.watchers == 0 and self._watches.get(job_id) is watch:
-                del self._watches[job_id]
+            watch.num_waiting -= 1
         return True
 
-    def _select_grown(self, asked: dict[str, int]) -> list[str]:
-        return [job_id for job_id, after in asked.items() if read_events(self._database, job_id, after=after, limit=1)]
+    def _take_message(self, message: str | None) -> None:
+        if message is None:
+            self._missed.set()
+            return
+        job_id, last_seq = parse_events_message(message)
+        if (watch := self._watches.get(job_id)) is not None:
+            watch.learn(last_seq)
+
+    async def _pause(self, listener: Listener) -> None:
+        """Wait for the next poll, or until messages may have been missed."""
+        seconds = max(self._poll_seconds, LISTENING_POLL_SECONDS) if listener.is_listening else self._poll_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._missed.wait()
+        except TimeoutError:
+            pass
+        self._missed.clear()
+
+    async def _poll(self, beat: Callable[[], None]) -> None:
+        asked = list(self._watches)
+        try:
+            last_seqs = await run_sync(read_last_seqs, self._database, asked)
+            beat()
+        except SQLAlchemyError as error:
+            logger.warning("the database does not answer: %s", getattr(error, "orig", error))
+            last_seqs = {}  # the streams end, and their clients come back
+        for job_id in asked:
+            watch = self._watches.get(job_id)
+            if watch is None:
+                continue
+            if job_id in last_seqs:
+                watch.learn(last_seqs[job_id])
+            else:
+                self._watches.pop(job_id).lose()

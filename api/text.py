@@ -17,7 +17,7 @@ def row(label: str, text: str) -> str:
     return f"  {label:<{LABEL_WIDTH}}\t{text}"
 
 
-def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
+def wrap(lines: Iterable[str], width: int = WIDTH, indent: int = 6) -> list[str]:
     """Break lines between words, but not between a number and its unit. Only a longer word is wider than `width`.
 
     The text of a row stays beside its label. What follows any other line is indented.
@@ -29,7 +29,7 @@ def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
             FIGURE.sub(NO_BREAK, text),
             width,
             initial_indent=label,
-            subsequent_indent=" " * (len(label) if tab else 6),
+            subsequent_indent=" " * (len(label) if tab else indent),
             break_long_words=False,
             break_on_hyphens=False,
         )
@@ -56,6 +56,12 @@ def seconds_text(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def clock_text(seconds: float) -> str:
+    """Return a time as minutes and seconds."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
 
 
 def slower_text(loss: float) -> str:

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
                         document["num_devices"] = options.num_devices
                     if options.max_seconds is not None:
                         document["budget"] = (document.get("budget") or {}) | {"max_seconds": options.max_seconds}
-                    request = parse_request(document).model_copy(update={"seed": seed})
+                    request = parse_request(document).model_copy(update={"seed": seed, "fresh": True})
                     runs.append(explore(service, client, path.stem, request))
                     found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
                     write_results(options.out, found)

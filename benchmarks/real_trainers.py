@@ -149,7 +149,7 @@ class ModelRun:
 
     def _explore(self) -> dict[str, Any]:
         """Explore through the service; the document of `bexp best --json`, null if there is no answer."""
-        asked = ["--target", "transformers", "--seq-length", str(self._seq_length)]
+        asked = ["--fresh", "--target", "transformers", "--seq-length", str(self._seq_length)]
         asked += ["--batch-size", str(self._options.batch_size), "--max-seconds", str(self._options.max_seconds)]
         asked += [word for field in self._row["fields"] for word in ("--set", field)]
         with tempfile.TemporaryDirectory() as folder:

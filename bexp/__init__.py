@@ -10,20 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bexp.callback import TrainerCallback
+    from bexp.client.client import Client
+    from bexp.config_exploration import explore_config
     from bexp.model_setup import apply, restore
     from bexp.recommendation import Recommendation
     from bexp.step_exploration import explore
     from bexp.trainer_arguments import training_arguments
     from bexp.transformers.settings import Settings
 
-__all__ = ["Recommendation", "Settings", "TrainerCallback", "apply", "explore", "restore", "training_arguments"]
+__all__ = [
+    "Client",
+    "Recommendation",
+    "Settings",
+    "TrainerCallback",
+    "apply",
+    "explore",
+    "explore_config",
+    "restore",
+    "training_arguments",
+]
 
 _MODULES = {  # No module has the name of a function here, because a loaded module would hide the function.
+    "Client": "bexp.client.client",
     "Recommendation": "bexp.recommendation",
     "Settings": "bexp.transformers.settings",
     "TrainerCallback": "bexp.callback",
     "apply": "bexp.model_setup",
     "explore": "bexp.step_exploration",
+    "explore_config": "bexp.config_exploration",
     "restore": "bexp.model_setup",
     "training_arguments": "bexp.trainer_arguments",
 }

@@ -13,6 +13,7 @@ from storage.events import insert_events
 from storage.jobs import JobState
 from storage.leases import Lease, LeaseLostError
 from storage.tables import jobs
+from storage.turns import book, held_since
 
 Conditions = Sequence[sa.ColumnElement[bool]]
 
@@ -32,18 +33,22 @@ def change_job(
 ) -> int | None:
     """Change the one job that meets `conditions` and append `drafts` to its log.
 
+    A change that ends a lease sets `claimed_at` to `held_since`; the lease's device seconds are then booked.
+
     Returns the seq of its last event; null if no job meets the conditions.
     """
     change = (
         sa.update(jobs)
         .where(*conditions)
         .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + len(drafts), **values)
-        .returning(jobs.c.id, jobs.c.last_seq)
+        .returning(jobs.c.id, jobs.c.last_seq, jobs.c.owned_by, jobs.c.claimed_at, jobs.c.devices_needed)
     )
     row = connection.execute(change).one_or_none()
     if row is None:
         return None
     insert_events(database, connection, row.id, row.last_seq, drafts)
+    if "claimed_at" in values and row.claimed_at is not None:
+        book(database, connection, row.owned_by, row.claimed_at, row.devices_needed)
     last_seq: int = row.last_seq
     return last_seq
 
@@ -85,6 +90,7 @@ def end_values(database: Database, state: JobState, error: str | None) -> dict[s
         "lease_expires_at": None,
         "waiting_reason": None,
         "finished_at": database.clock(),
+        "claimed_at": held_since(database),
     }
 
 

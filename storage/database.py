@@ -34,6 +34,13 @@ DATABASE_TROUBLE = (
 _READ_ONLY = "bexp_read_only"
 
 
+def describe_trouble(error: sa.exc.SQLAlchemyError) -> str:
+    """Return the cause of an error of the database, as the driver names it, in one line."""
+    cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return lines[0] if lines else type(cause).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class DatabaseLimits:
     """How long a process waits for a database, and how many connections it opens.

@@ -1,28 +1,50 @@
-"""The event log of a job: appended under the job's row, read by cursor."""
+"""The event log of a job: appended under the job's row, read by cursor.
+
+Recommendations resemble one another and take most of the room. Each is stored as what differs from the recommendation
+before it in its block of BLOCK events, so that a reader has to begin at most a block earlier.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
 from explorer.records.event import Event, EventCode, EventDraft
+from storage.compact import dump_json, pack, unpack
 from storage.database import Database
-from storage.tables import events
+from storage.notifications import notify_events
+from storage.tables import events, jobs
+
+BLOCK = 32
+"""This is a part of the stored format: it never changes."""
 
 
 def read_events(database: Database, job_id: str, *, after: int = 0, limit: int = 500) -> list[Event]:
     """Return events with `seq` > `after`, in order, at most `limit`; none for a job that does not exist."""
-    query = sa.select(events).where(events.c.job_id == job_id, events.c.seq > after).order_by(events.c.seq).limit(limit)
+    query = sa.select(events).where(
+        events.c.job_id == job_id,
+        events.c.seq >= _start_of_block(after + 1),
+        (events.c.seq > after) | (events.c.code == int(EventCode.RECOMMENDATION)),
+    )
     with database.read() as connection:
-        rows = connection.execute(query).all()
-    return [Event(seq=row.seq, at=row.at, code=EventCode(row.code), message=row.message, data=row.data) for row in rows]
+        rows = connection.execute(query.order_by(events.c.seq).limit(limit + BLOCK)).all()
+    return [event for event in _unpack_rows(rows) if event.seq > after][:limit]
+
+
+def read_last_seqs(database: Database, job_ids: Collection[str]) -> dict[str, int]:
+    """Return the seq of the last event of each of these jobs; a job that does not exist is left out."""
+    with database.read() as connection:
+        rows = connection.execute(sa.select(jobs.c.id, jobs.c.last_seq).where(jobs.c.id.in_(job_ids)))
+        return {row.id: row.last_seq for row in rows}
 
 
 def insert_events(
     database: Database, connection: sa.Connection, job_id: str, last_seq: int, drafts: Sequence[EventDraft]
 ) -> None:
-    """Insert `drafts` so that the last of them has `last_seq`.
+    """Insert `drafts` so that the last of them has `last_seq`, and tell those who listen when they are committed.
 
     The caller has taken those numbers by adding len(drafts) to the job's `last_seq` in this transaction. The row lock
     of that update keeps the numbers of concurrent writers apart, and a rollback leaves no gap.
@@ -31,17 +53,67 @@ def insert_events(
         return
     now = database.now(connection)
     first = last_seq - len(drafts) + 1
-    connection.execute(
-        sa.insert(events),
-        [
-            {
-                "job_id": job_id,
-                "seq": first + i,
-                "at": now,
-                "code": int(draft.code),
-                "message": draft.message,
-                "data": draft.data,
-            }
-            for i, draft in enumerate(drafts)
-        ],
+    chain = _Chain()
+    if any(draft.code is EventCode.RECOMMENDATION for draft in drafts):
+        chain = _read_chain(connection, job_id, first)
+    rows = []
+    for seq, draft in enumerate(drafts, first):
+        message, data = chain.pack(seq, draft.code, draft.message, dump_json(draft.data))
+        code = int(draft.code)
+        rows.append({"job_id": job_id, "seq": seq, "at": now, "code": code, "message": message, "data": data})
+    connection.execute(sa.insert(events), rows)
+    notify_events(database, connection, job_id, last_seq)
+
+
+class _Chain:
+    """The texts of the recommendation that the next one in the same block follows."""
+
+    def __init__(self) -> None:
+        self._block = 0
+        self._message = self._data = ""
+
+    def pack(self, seq: int, code: EventCode, message: str, data: str) -> tuple[bytes, bytes]:
+        if code is not EventCode.RECOMMENDATION:
+            return pack(message), pack(data)
+        self._enter(seq)
+        packed = pack(message, self._message), pack(data, self._data)
+        self._message, self._data = unpack(packed[0], self._message), unpack(packed[1], self._data)
+        return packed
+
+    def unpack(self, seq: int, code: EventCode, message: bytes | str, data: bytes | str) -> tuple[str, str]:
+        if code is not EventCode.RECOMMENDATION:
+            return unpack(message), unpack(data)
+        self._enter(seq)
+        self._message, self._data = unpack(message, self._message), unpack(data, self._data)
+        return self._message, self._data
+
+    def _enter(self, seq: int) -> None:
+        if self._block != _start_of_block(seq):
+            self._block = _start_of_block(seq)
+            self._message = self._data = ""
+
+
+def _start_of_block(seq: int) -> int:
+    return (seq - 1) // BLOCK * BLOCK + 1
+
+
+def _read_chain(connection: sa.Connection, job_id: str, seq: int) -> _Chain:
+    """Return the chain of the recommendations in the block of `seq` that come before it."""
+    query = sa.select(events).where(
+        events.c.job_id == job_id,
+        events.c.code == int(EventCode.RECOMMENDATION),
+        events.c.seq >= _start_of_block(seq),
+        events.c.seq < seq,
     )
+    chain = _Chain()
+    for row in connection.execute(query.order_by(events.c.seq)):
+        chain.unpack(row.seq, EventCode(row.code), row.message, row.data)
+    return chain
+
+
+def _unpack_rows(rows: Iterable[sa.Row[Any]]) -> Iterator[Event]:
+    chain = _Chain()
+    for row in rows:
+        code = EventCode(row.code)
+        message, data = chain.unpack(row.seq, code, row.message, row.data)
+        yield Event(seq=row.seq, at=row.at, code=code, message=message, data=json.loads(data))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -14,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.rules import rule_of
 from storage.database import Database
-from storage.tables import jobs
+from storage.tables import jobs, labels
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -31,7 +32,7 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the state never changes again."""
+        """Whether nothing runs or waits. A cancelled or failed job can be resumed; a succeeded one never changes."""
         return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
 
@@ -43,16 +44,14 @@ class JobNotFoundError(LookupError):
         self.job_id = job_id
 
 
-class InvalidCursorError(ValueError):
-    """A page cursor that `list_jobs` has not given out."""
-
-
 @dataclass(frozen=True, slots=True)
 class JobSummary:
     """What a list shows of a job. It is read from columns of its own, so no stored document is parsed for it."""
 
     id: str
     state: JobState
+    owned_by: str
+    priority: int
     model_name: str
     micro_batch_size: int | None
     confidence: int | None
@@ -62,11 +61,14 @@ class JobSummary:
     cancel_requested: bool
     waiting_reason: str | None
     error: str | None
+    reused_from: str | None
+    measured_at: datetime | None
     last_seq: int
     version: int
+    labels: Mapping[str, str]
 
 
-_SUMMARY = tuple(jobs.c[part.name] for part in fields(JobSummary))
+SUMMARY_COLUMNS = tuple(jobs.c[part.name] for part in fields(JobSummary) if part.name != "labels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,14 @@ class Job:
 
     A part that another version of this program stored may break the rules of this version. It is then null, and
     `unreadable` names the first such part with the rule.
+
+    `reused_from` is the exploration that measured the answer at `measured_at`; null if this one measured it.
     """
 
     id: str
     state: JobState
+    owned_by: str
+    priority: int
     request: ExplorationRequest | None
     model_name: str
     created_at: datetime
@@ -94,63 +100,49 @@ class Job:
     answer: Answer | None
     error: str | None
     waiting_reason: str | None
+    reused_from: str | None
+    measured_at: datetime | None
     last_seq: int
     version: int
     unreadable: str | None
 
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The labels of the request."""
+        return self.request.labels if self.request is not None else {}
 
-def get_job(database: Database, job_id: str) -> Job:
-    """Read one job.
+
+def get_job(database: Database, job_id: str, *, owner: str | None = None) -> Job:
+    """Read one job; with `owner`, only if it belongs to that owner.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        row = select_row(connection, job_id)
+        row = select_row(connection, job_id, owner=owner)
     return job_from_row(row)
 
 
-def get_summary(database: Database, job_id: str) -> JobSummary:
-    """Read the summary of one job.
+def get_summary(database: Database, job_id: str, *, owner: str | None = None) -> JobSummary:
+    """Read the summary of one job; with `owner`, only if it belongs to that owner.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
     with database.read() as connection:
-        row = connection.execute(sa.select(*_SUMMARY).where(jobs.c.id == job_id)).one_or_none()
-    if row is None:
-        raise JobNotFoundError(job_id)
-    return _summary_of(row)
+        rows = connection.execute(sa.select(*SUMMARY_COLUMNS).where(*_is(job_id, owner))).all()
+        if not rows:
+            raise JobNotFoundError(job_id)
+        return summaries_of(connection, rows)[0]
 
 
-def list_jobs(
-    database: Database, *, state: JobState | None = None, limit: int = 50, cursor: str | None = None
-) -> tuple[list[JobSummary], str | None]:
-    """Return a page of jobs, newest first, and the cursor of the next page (null at the end).
-
-    Raises:
-        InvalidCursorError: `cursor` is not one that this function gave out.
-    """
-    query = sa.select(*_SUMMARY).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit + 1)
-    if state is not None:
-        query = query.where(jobs.c.state == state.value)
-    if cursor is not None:
-        created_at, job_id = _parse_cursor(cursor)
-        older = jobs.c.created_at < created_at
-        query = query.where(older | ((jobs.c.created_at == created_at) & (jobs.c.id < job_id)))
-    with database.read() as connection:
-        rows = connection.execute(query).all()
-    page = [_summary_of(row) for row in rows[:limit]]
-    return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
-
-
-def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False) -> sa.Row[Any]:
+def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False, owner: str | None = None) -> sa.Row[Any]:
     """Return the row of a job for `job_from_row`, which then parses it after the transaction.
 
     Raises:
         JobNotFoundError: there is none with this id.
     """
-    query = sa.select(jobs).where(jobs.c.id == job_id)
+    query = sa.select(jobs).where(*_is(job_id, owner))
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
         raise JobNotFoundError(job_id)
@@ -175,6 +167,8 @@ def job_from_row(row: sa.Row[Any]) -> Job:
     return Job(
         id=row.id,
         state=JobState(row.state),
+        owned_by=row.owned_by,
+        priority=row.priority,
         request=parse(ExplorationRequest, "request"),
         model_name=row.model_name,
         created_at=row.created_at,
@@ -190,6 +184,8 @@ def job_from_row(row: sa.Row[Any]) -> Job:
         answer=parse(Answer, "answer"),
         error=row.error,
         waiting_reason=row.waiting_reason,
+        reused_from=row.reused_from,
+        measured_at=row.measured_at,
         last_seq=row.last_seq,
         version=row.version,
         unreadable=problems[0] if problems else None,
@@ -200,25 +196,17 @@ def describe_unreadable(name: str, error: ValidationError) -> str:
     """Return why a stored document cannot be read: its first field that breaks a rule, and the rule."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
-    return f"another version stored what this one cannot read: {field}: {first['msg']}"
+    return f"another version stored what this one cannot read: {field}: {rule_of(first)}"
 
 
-def _summary_of(row: sa.Row[Any]) -> JobSummary:
-    values = row._asdict()
-    return JobSummary(**values | {"state": JobState(values["state"])})
+def summaries_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[JobSummary]:
+    """Return the jobs in rows of `SUMMARY_COLUMNS`, with their labels."""
+    found: dict[str, dict[str, str]] = {row.id: {} for row in rows}
+    query = sa.select(labels).where(labels.c.job_id.in_(found)).order_by(labels.c.key)
+    for label in connection.execute(query) if found else ():
+        found[label.job_id][label.key] = label.value
+    return [JobSummary(**row._asdict() | {"state": JobState(row.state), "labels": found[row.id]}) for row in rows]
 
 
-def _cursor_after(job: JobSummary) -> str:
-    return base64.urlsafe_b64encode(f"{job.created_at.isoformat()}~{job.id}".encode()).decode()
-
-
-def _parse_cursor(cursor: str) -> tuple[datetime, str]:
-    try:
-        moment, _, job_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition("~")
-        created_at = datetime.fromisoformat(moment)
-        in_utc = created_at.astimezone(UTC)  # as it is compared; at the edges of the calendar there is no such time
-    except (ValueError, OverflowError) as error:
-        raise InvalidCursorError("the cursor is not one that this list gave out") from error
-    if created_at.tzinfo is None or not job_id.isalnum():
-        raise InvalidCursorError("the cursor is not one that this list gave out")
-    return in_utc, job_id
+def _is(job_id: str, owner: str | None) -> list[sa.ColumnElement[bool]]:
+    return [jobs.c.id == job_id, *([] if owner is None else [jobs.c.owned_by == owner])]

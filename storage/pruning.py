@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 
 import sqlalchemy as sa
 
+from storage.audit import Action, note_action
 from storage.database import Database
-from storage.jobs import JobState
-from storage.studies import drop_studies
+from storage.jobs import JobState, get_summary
+from storage.owners import LOCAL, Caller
 from storage.tables import jobs
 
 _BATCH = 20
 """Jobs a transaction, so that nobody waits long for the lock."""
+
+
+class JobNotFinishedError(ValueError):
+    """A job that has not ended cannot be deleted."""
+
+    def __init__(self, job_id: str, state: JobState) -> None:
+        super().__init__(f"exploration {job_id} is {state}")
+        self.state = state
 
 
 def find_prunable(database: Database, *, older_than: timedelta | None = None, keep: int | None = None) -> list[str]:
@@ -38,7 +48,7 @@ def find_prunable(database: Database, *, older_than: timedelta | None = None, ke
 
 def prune(database: Database, job_ids: list[str]) -> None:
     """Delete finished jobs and all that belongs to them; a job that is not finished stays."""
-    drop_studies(database, job_ids)
+    _drop_studies(database, job_ids)
     final = [state.value for state in JobState if state.is_final]
     for start in range(0, len(job_ids), _BATCH):
         batch = job_ids[start : start + _BATCH]
@@ -46,6 +56,29 @@ def prune(database: Database, job_ids: list[str]) -> None:
             connection.execute(sa.delete(jobs).where(jobs.c.id.in_(batch), jobs.c.state.in_(final)))
 
 
+def delete_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> None:
+    """Delete a finished job and all that belongs to it.
+
+    Raises:
+        JobNotFoundError: there is no such job that the caller sees.
+        JobNotFinishedError: it has not ended.
+    """
+    state = get_summary(database, job_id, owner=by.sees).state
+    if not state.is_final:
+        raise JobNotFinishedError(job_id, state)
+    _drop_studies(database, [job_id])
+    with database.begin() as connection:
+        final = [state.value for state in JobState if state.is_final]
+        connection.execute(sa.delete(jobs).where(jobs.c.id == job_id, jobs.c.state.in_(final)))
+        note_action(database, connection, by, Action.DELETE, job_id)
+
+
 def drop_finished_studies(database: Database) -> int:
     """Drop the Optuna studies of all finished jobs, which can be written again; return how many there were."""
-    return drop_studies(database, set(find_prunable(database, keep=0)))
+    return _drop_studies(database, set(find_prunable(database, keep=0)))
+
+
+def _drop_studies(database: Database, job_ids: Collection[str]) -> int:
+    from storage.studies import drop_studies  # noqa: PLC0415 - Optuna takes long to import
+
+    return drop_studies(database, job_ids)

@@ -23,17 +23,24 @@ from explorer.records.trial import Trial
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP, describe_target
+from storage.audit import Action, note_action
 from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
+from storage.components import find_earlier_runs
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
+from storage.notifications import QUEUED_JOBS, notify
+from storage.owners import LOCAL, Caller
 from storage.queue_settings import QueueSettings
+from storage.resuming import resume_job
+from storage.reuse import Offer, find_answer, offer_of, software_of
 from storage.run_reports import find_reported_runs
 from storage.steps import claim_event, step_values
-from storage.submission import insert_submission
+from storage.submission import Submission, insert_submission
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
+from storage.turns import find_next, held_since, take_turn
 from storage.waiting import MAX_WAIT, end_overdue, note_reasons
 from storage.workers import LIVE_WITHIN
 
@@ -50,19 +57,30 @@ class Queue:
         self.settings = settings or QueueSettings()
 
     def enqueue(
-        self, request: ExplorationRequest, *, idempotency_key: str | None = None, body_hash: str | None = None
+        self,
+        request: ExplorationRequest,
+        *,
+        idempotency_key: str | None = None,
+        body_hash: str | None = None,
+        priority: int = 0,
+        by: Caller = LOCAL,
     ) -> tuple[Job, bool]:
         """Store a job and its first event; return it, and whether it is new.
 
         Args:
             request: what to explore.
-            idempotency_key: at most 255 characters; the same key with the same request gives the same job.
+            idempotency_key: at most 255 characters; the same key of the same owner with the same request gives the
+                same job for KEY_LIFETIME, unless that job failed or was cancelled.
             body_hash: two requests are the same if it is equal; default: a hash of the validated content.
+            priority: among the jobs of the owner, the highest is first.
+            by: who submits it; the job belongs to its owner.
 
         Raises:
             IdempotencyConflictError: the key was used for another request.
+            QueuedQuotaError: the owner has as many jobs in the queue as its quota allows.
         """
-        return insert_submission(self.database, request, idempotency_key, body_hash)
+        submission = Submission(request, by, idempotency_key, body_hash, priority)
+        return insert_submission(self.database, submission)
 
     def claim(
         self,
@@ -75,12 +93,15 @@ class Queue:
         description: str | None = None,
         among: Collection[str] | None = None,
     ) -> Claim | None:
-        """Take the oldest job that this worker can run; return null if there is none.
+        """Take the next job that this worker can run; return null if there is none.
+
+        Owners take turns, as `storage.turns` says; within an owner, the highest priority and then the oldest is next.
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
         with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another
         target is left. `description` of the hardware goes into the event. If another version stored the job and this
-        one cannot read it, the job is ended and the next one is taken.
+        one cannot read it, the job is ended and the next one is taken. A job that a stored answer serves is ended
+        with that.
         """
         self._end_abandoned(jobs.c.cancel_requested | self._is_exhausted())
         conditions = (
@@ -94,50 +115,49 @@ class Queue:
             sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= self.database.clock()),
             *([jobs.c.id.in_(among)] if among is not None else []),
         )
-        oldest = (
-            sa.select(jobs.c.id)
-            .where(*conditions)
-            .order_by(jobs.c.created_at, jobs.c.id)
-            .limit(1)
-            .with_for_update(skip_locked=True)
-            .scalar_subquery()
-        )
-        take = (
-            sa.update(jobs)
-            .where(jobs.c.id == oldest)
-            .values(
-                state=JobState.RUNNING.value,
-                owner=owner,
-                attempt=jobs.c.attempt + 1,
-                lease_expires_at=self.database.clock(self.settings.lease),
-                started_at=sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
-                waiting_reason=None,
-                not_before=None,
-                last_seq=jobs.c.last_seq + 1,
-                version=jobs.c.version + 1,
-            )
-            .returning(*jobs.c)
-        )
+        values = {
+            "state": JobState.RUNNING.value,
+            "owner": owner,
+            "attempt": jobs.c.attempt + 1,
+            "lease_expires_at": self.database.clock(self.settings.lease),
+            "software": _software(targets),
+            "started_at": sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
+            "claimed_at": self.database.clock(),
+            "waiting_reason": None,
+            "not_before": None,
+            "last_seq": jobs.c.last_seq + 1,
+            "version": jobs.c.version + 1,
+        }
         while True:
             with self.database.read() as connection:  # an idle worker takes no write lock
-                if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
-                    return None
+                found = find_next(self.database, connection, conditions)
+            if found is None:
+                return None
+            take = sa.update(jobs).where(jobs.c.id == found.scalar_subquery()).values(values).returning(*jobs.c)
             with self.database.begin() as connection:
                 row = connection.execute(take).one_or_none()
                 if row is None:
                     return None
+                if not take_turn(self.database, connection, row.owned_by):
+                    connection.rollback()
+                    continue
                 documents = select_trial_documents(connection, row.id)
                 measured = describe_target(row.target, targets[row.target])
                 draft = claim_event(row.attempt, owner, description, measured, len(documents))
                 insert_events(self.database, connection, row.id, row.last_seq, [draft])
             claim = self._open_claim(job_from_row(row), owner, documents)
-            if claim is not None:
+            if claim is not None and not self._answer_from_stored(
+                claim, row.owned_by, offer_of(claim.request, fingerprint, num_devices, targets)
+            ):
                 return claim
 
-    def pin(self, lease: Lease, report: DeviceReport) -> DeviceReport:
+    def pin(
+        self, lease: Lease, report: DeviceReport, *, software: Mapping[str, str] = MappingProxyType({})
+    ) -> DeviceReport:
         """Bind the job to the hardware of its first claim; return the report of that hardware.
 
-        What real runs with the same model on such hardware have reached by then becomes a part of the report.
+        What real runs with the same model on such hardware have reached by then becomes a part of the report. So do
+        components that were measured on such hardware with the same versions of torch and of `software`.
 
         The job then needs as many devices as it uses there, to share sequences or to train together.
 
@@ -149,7 +169,10 @@ class Queue:
         fingerprint = report.hardware.fingerprint
         values: dict[str, Any] = {}
         if not job.report:
-            report = report.model_copy(update={"reported_runs": find_reported_runs(self.database, job, report)})
+            found: dict[str, Any] = {"reported_runs": find_reported_runs(self.database, job, report)}
+            if job.request is not None:
+                found["earlier"] = find_earlier_runs(self.database, job.request, report, software)
+            report = report.model_copy(update=found)
             values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
             if job.request is not None:
                 values["devices_needed"] = job.request.devices_needed(report.hardware.num_devices)
@@ -283,22 +306,28 @@ class Queue:
             self._put_back(connection, lease, draft, wait=wait, num_releases=jobs.c.num_releases + 1)
             return JobState.QUEUED
 
-    def request_cancel(self, job_id: str) -> Job:
+    def request_cancel(self, job_id: str, *, by: Caller = LOCAL) -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as its worker sees this. A finished job stays.
 
         Raises:
-            JobNotFoundError: there is no such job.
+            JobNotFoundError: there is no such job that `by` sees.
         """
         with self.database.begin() as connection:
-            row = select_row(connection, job_id, lock=True)
+            row = select_row(connection, job_id, lock=True, owner=by.sees)
             here = jobs.c.id == job_id
             if not JobState(row.state).is_final:
+                if not row.cancel_requested:
+                    note_action(self.database, connection, by, Action.CANCEL, job_id)
                 if row.lease_expires_at is None or row.lease_expires_at <= self.database.now(connection):
                     end_job(self.database, connection, [here], JobState.CANCELLED)
                 elif not row.cancel_requested:
                     change_job(self.database, connection, [here], cancel_requested=True)
                 row = select_row(connection, job_id)
         return job_from_row(row)
+
+    def resume(self, job_id: str, *, by: Caller = LOCAL) -> Job:
+        """Queue a job again that was cancelled or has failed, as `resume_job` does."""
+        return resume_job(self.database, job_id, by=by)
 
     def confirm_cancel(self, lease: Lease) -> None:
         """Record that a running job has been stopped because it was cancelled.
@@ -338,6 +367,18 @@ class Queue:
             return None
         return Claim(job, job.request, lease, history)
 
+    def _answer_from_stored(self, claim: Claim, submitter: str, offer: Offer) -> bool:
+        """End a claimed job that has measured nothing yet with a stored answer, if there is one; return whether."""
+        if claim.history:
+            return False
+        stored = find_answer(self.database, claim.request, submitter, [offer])
+        if stored is None:
+            return False
+        values = {**stored.values, **end_values(self.database, JobState.SUCCEEDED, None)}
+        with self.database.begin() as connection:
+            write_job(self.database, connection, claim.lease, stored.drafts, **values)
+        return True
+
     def _put_back(
         self,
         connection: sa.Connection,
@@ -353,8 +394,10 @@ class Queue:
             "lease_expires_at": None,
             "queued_at": self.database.clock(),
             "not_before": None if wait is None else self.database.clock(wait),
+            "claimed_at": held_since(self.database),
         }
         write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
+        notify(self.database, connection, QUEUED_JOBS)
 
     def _is_exhausted(self) -> sa.ColumnElement[bool]:
         return jobs.c.attempt - jobs.c.num_releases >= self.settings.max_attempts
@@ -378,3 +421,9 @@ def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:
     if cancel_requested is None:
         raise LeaseLostError(lease)
     return HeartbeatStatus(cancel_requested)
+
+
+def _software(targets: Mapping[str, str]) -> sa.ColumnElement[str | None]:
+    """Return what a job that is claimed has been measured with: null if an earlier claim had other versions."""
+    own = sa.case({target: software_of(target, targets) for target in targets}, value=jobs.c.target)
+    return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)

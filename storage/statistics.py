@@ -11,20 +11,31 @@ import sqlalchemy as sa
 from explorer.records.measurement import Outcome
 from storage.database import Database
 from storage.jobs import JobState
-from storage.tables import jobs, trials
-from storage.workers import LIVE_WITHIN, select_workers
+from storage.tables import jobs, trials, workers
+from storage.workers import KEEP, LIVE_WITHIN, select_workers
+
+RECENT = timedelta(hours=1)
+MOST_RECENT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Every state and every outcome has an entry; a device kind, and a target with its version, have
     one while a worker that has it lives.
+
+    `recent_answer_seconds` are those from submission to answer, ascending, of the explorations of the last day that
+    measured their answer and finished within `RECENT`; of `MOST_RECENT` at most. A lost worker is one that went silent
+    within a day and did not shut down.
     """
 
     jobs_by_state: dict[JobState, int]
+    num_without_worker: int
+    num_reused: int
     oldest_queued_seconds: float
+    recent_answer_seconds: list[float]
     workers_by_device_kind: dict[str, int]
     workers_by_target: dict[tuple[str, str], int]
+    num_lost_workers: int
     trials_by_outcome: dict[Outcome, int]
 
 
@@ -36,16 +47,26 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
         oldest = connection.scalar(
             sa.select(sa.func.min(jobs.c.queued_at)).where(jobs.c.state == JobState.QUEUED.value)
         )
+        waits = jobs.c.waiting_reason.is_not(None)
+        without_worker = _number(connection, jobs, waits, jobs.c.state.in_(["queued", "running"]))
+        reused = _number(connection, jobs, jobs.c.reused_from.is_not(None))
+        recent = _recent_answer_seconds(database, connection)
         age = 0.0 if oldest is None else max(0.0, (database.now(connection) - oldest).total_seconds())
+        silent = workers.c.last_seen_at < database.clock(-live_within)
+        lost = _number(connection, workers, silent, workers.c.last_seen_at >= database.clock(-KEEP))
         live = select_workers(database, connection, live_within=live_within)
     trials_by_outcome = dict.fromkeys(Outcome, 0)
     for stored, number in outcomes.items():
         trials_by_outcome[Outcome(stored)] += number
     return Statistics(
         jobs_by_state={state: states.get(state.value, 0) for state in JobState},
+        num_without_worker=without_worker,
+        num_reused=reused,
         oldest_queued_seconds=age,
+        recent_answer_seconds=recent,
         workers_by_device_kind=dict(Counter(worker.info.device_kind for worker in live)),
         workers_by_target=dict(Counter(item for worker in live for item in worker.info.targets.items())),
+        num_lost_workers=lost,
         trials_by_outcome=trials_by_outcome,
     )
 
@@ -53,3 +74,22 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
 def _count(connection: sa.Connection, column: sa.Column[str]) -> dict[str, int]:
     rows = connection.execute(sa.select(column, sa.func.count()).group_by(column))
     return {row[0]: row[1] for row in rows}
+
+
+def _number(connection: sa.Connection, table: sa.Table, *conditions: sa.ColumnElement[bool]) -> int:
+    return connection.scalar(sa.select(sa.func.count()).select_from(table).where(*conditions)) or 0
+
+
+def _recent_answer_seconds(database: Database, connection: sa.Connection) -> list[float]:
+    query = (
+        sa.select(jobs.c.created_at, jobs.c.finished_at)
+        .where(
+            jobs.c.state == JobState.SUCCEEDED.value,
+            jobs.c.created_at > database.clock(-timedelta(days=1)),
+            jobs.c.finished_at > database.clock(-RECENT),
+            jobs.c.reused_from.is_(None),
+        )
+        .order_by(jobs.c.created_at.desc())
+        .limit(MOST_RECENT)
+    )
+    return sorted((row.finished_at - row.created_at).total_seconds() for row in connection.execute(query))

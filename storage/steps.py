@@ -18,6 +18,7 @@ def step_values(step: Progress) -> dict[str, Any]:
         values["confidence"] = step.recommendation.confidence
     if step.answer is not None:
         values["answer"] = step.answer.model_dump(mode="json")
+        values["serves_up_to"] = step.answer.serves_up_to
     return values
 
 

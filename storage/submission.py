@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import sqlalchemy as sa
 
 from explorer.records.event import EventCode, EventDraft
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.request_key import request_key
+from storage.audit import Action, note_action
 from storage.database import Database
 from storage.events import insert_events
+from storage.idempotency import asks_the_same
 from storage.jobs import Job, JobState, job_from_row, select_row
-from storage.tables import jobs
+from storage.notifications import QUEUED_JOBS, notify
+from storage.owners import Caller
+from storage.quotas import check_queued
+from storage.reuse import find_answer_of_live
+from storage.tables import jobs, labels
+
+KEY_LIFETIME = timedelta(hours=24)
+"""How long an idempotency key stands for its first job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What is submitted, and by whom; `Queue.enqueue` explains the fields."""
+
+    request: ExplorationRequest
+    by: Caller
+    idempotency_key: str | None
+    body_hash: str | None
+    priority: int
 
 
 class IdempotencyConflictError(ValueError):
@@ -24,49 +49,86 @@ class IdempotencyConflictError(ValueError):
         self.job_id = job_id
 
 
-def insert_submission(
-    database: Database, request: ExplorationRequest, idempotency_key: str | None, body_hash: str | None
-) -> tuple[Job, bool]:
-    """Store a job and its first event, as `Queue.enqueue` says."""
-    if body_hash is None:
-        body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]:
+    """Store a job and its first events, as `Queue.enqueue` says."""
+    request, key, owner = given.request, given.idempotency_key, given.by.owner
+    hashed = None if key is None else stored_key(owner, key)
+    body_hash = given.body_hash or hashlib.sha256(request.model_dump_json().encode()).hexdigest()
     job_id = secrets.token_hex(8)
-    document = request.model_dump(mode="json")  # before the transaction, which others wait for
-    devices_needed = request.devices_needed()
-    drafts = [EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices]
-    draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued")
+    drafts = [
+        EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued"),
+        *(EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices),
+    ]
+    values = {
+        "id": job_id,
+        "state": JobState.QUEUED.value,
+        "owned_by": owner,
+        "priority": given.priority,
+        "request": request.model_dump(mode="json"),
+        "model_name": request.model_name,
+        "device_kind": request.device_kind,
+        "target": request.target_name,
+        "devices_needed": request.devices_needed(),
+        "attempt": 0,
+        "num_releases": 0,
+        "num_faults": 0,
+        "cancel_requested": False,
+        "version": 1,
+        "idempotency_key": hashed,
+        "body_hash": body_hash,
+        "request_key": request_key(request),
+    }
+    stored = find_answer_of_live(database, request, owner)
+    if stored is not None:
+        values |= {**stored.values, "state": JobState.SUCCEEDED.value}
+        drafts += stored.drafts
     try:
         with database.begin() as connection:
-            now = database.now(connection)
-            connection.execute(
-                sa.insert(jobs).values(
-                    id=job_id,
-                    state=JobState.QUEUED.value,
-                    request=document,
-                    model_name=request.model_name,
-                    device_kind=request.device_kind,
-                    target=request.target_name,
-                    devices_needed=devices_needed,
-                    created_at=now,
-                    queued_at=now,
-                    attempt=0,
-                    num_releases=0,
-                    num_faults=0,
-                    cancel_requested=False,
-                    last_seq=1 + len(drafts),
-                    version=1,
-                    idempotency_key=idempotency_key,
-                    body_hash=body_hash,
-                )
-            )
-            insert_events(database, connection, job_id, 1 + len(drafts), [draft, *drafts])
-            row = select_row(connection, job_id)
-        return job_from_row(row), True
-    except sa.exc.IntegrityError:
-        if idempotency_key is None:
+            first = None if hashed is None else _find_first(database, connection, hashed)
+            if first is None:
+                if stored is None:
+                    check_queued(connection, owner)
+                now = database.now(connection)
+                times = {"created_at": now, "queued_at": now, "finished_at": None if stored is None else now}
+                connection.execute(sa.insert(jobs).values(**values, **times, last_seq=len(drafts)))
+                _insert_labels(connection, job_id, request.labels)
+                insert_events(database, connection, job_id, len(drafts), drafts)
+                note_action(database, connection, given.by, Action.SUBMIT, job_id)
+                if stored is None:
+                    notify(database, connection, QUEUED_JOBS)
+                row = select_row(connection, job_id)
+    except sa.exc.IntegrityError:  # another submission with the same key was faster
+        if hashed is None:
             raise
-    with database.read() as connection:
-        first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == idempotency_key)).one()
-    if first.body_hash != body_hash:
-        raise IdempotencyConflictError(str(idempotency_key), first.id)
+        with database.read() as connection:
+            first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == hashed)).one()
+    if first is None:
+        return job_from_row(row), True
+    if not asks_the_same(first, request, body_hash):
+        raise IdempotencyConflictError(str(key), first.id)
     return job_from_row(first), False
+
+
+def stored_key(owner: str, key: str) -> str:
+    """Return what is stored of an idempotency key: a hash, so that the keys of one owner are not those of another."""
+    return hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
+
+
+def _find_first(database: Database, connection: sa.Connection, hashed: str) -> sa.Row[Any] | None:
+    """Return the job that a key stands for. The key is free again if that is old, has failed or is cancelled."""
+    here = jobs.c.idempotency_key == hashed
+    is_void = sa.or_(
+        jobs.c.state.in_((JobState.FAILED.value, JobState.CANCELLED.value)),
+        jobs.c.cancel_requested,
+        jobs.c.created_at <= database.clock(-KEY_LIFETIME),
+    )
+    connection.execute(sa.update(jobs).where(here, is_void).values(idempotency_key=None))
+    return connection.execute(sa.select(jobs).where(here)).one_or_none()
+
+
+def _insert_labels(connection: sa.Connection, job_id: str, given: Mapping[str, str]) -> None:
+    """Store the labels of a job, by which lists find it."""
+    if given:
+        connection.execute(
+            sa.insert(labels), [{"job_id": job_id, "key": key, "value": value} for key, value in given.items()]
+        )

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 from sqlalchemy.types import TypeDecorator
 
-from storage.compact import CompactJSON, CompactText
+from storage.compact import CompactJSON, PackedJSON, PackedText
 
 PREFIX = "bexp_"
 
@@ -61,7 +61,7 @@ jobs = sa.Table(
     metadata,
     sa.Column("id", sa.String(32), primary_key=True),
     sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("request", _JSON, nullable=False),
+    sa.Column("request", CompactJSON, nullable=False),
     sa.Column("model_name", sa.String(128), nullable=False, server_default="unknown", doc="Of the request."),
     sa.Column("device_kind", sa.String(16)),
     sa.Column("target", sa.String(64), nullable=False, server_default="bexp", doc="A worker must have it."),
@@ -92,12 +92,36 @@ jobs = sa.Table(
     sa.Column("waiting_reason", PlainText),
     sa.Column("last_seq", sa.Integer, nullable=False),
     sa.Column("version", sa.Integer, nullable=False, doc="Grows with every visible change."),
-    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("idempotency_key", sa.String(255), unique=True, doc="A hash of the owner and its key."),
     sa.Column("body_hash", sa.String(64)),
+    sa.Column(
+        "request_key", sa.String(64), index=True, doc="Equal for requests that ask the same; null: never reused."
+    ),
+    sa.Column("software", sa.String(255), doc="What measured it, with versions; null if that changed on the way."),
+    sa.Column("serves_up_to", sa.Integer, doc="The highest confidence target of a request that the answer serves."),
+    sa.Column(
+        "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
+    ),
+    sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
+    sa.Column("owned_by", sa.String(64), nullable=False, server_default="local", doc="`owner` is its worker."),
+    sa.Column("priority", sa.Integer, nullable=False, server_default="0", doc="Among the jobs of its owner."),
+    sa.Column("claimed_at", UTCDateTime, doc="The last claim; null if the time since then is not to be booked."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
+    sa.Index(None, "owned_by", "created_at"),
+    sa.Index(None, "model_name", "created_at"),
 )
 
+labels = sa.Table(
+    f"{PREFIX}labels",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("key", sa.String(63), primary_key=True),
+    sa.Column("value", sa.String(128), nullable=False),
+    sa.Index(None, "key", "value", "job_id"),
+)
+
+# A rowid would make SQLite store each primary key twice.
 events = sa.Table(
     f"{PREFIX}events",
     metadata,
@@ -105,8 +129,9 @@ events = sa.Table(
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("code", sa.Integer, nullable=False),
-    sa.Column("message", CompactText, nullable=False),
-    sa.Column("data", CompactJSON, nullable=False),
+    sa.Column("message", PackedText, nullable=False),
+    sa.Column("data", PackedJSON, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 trials = sa.Table(
@@ -119,6 +144,7 @@ trials = sa.Table(
     sa.Column("outcome", sa.String(16), nullable=False),
     sa.Column("trial", CompactJSON, nullable=False),
     sa.UniqueConstraint("job_id", "seq"),
+    sqlite_with_rowid=False,
 )
 
 run_reports = sa.Table(
@@ -128,6 +154,22 @@ run_reports = sa.Table(
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False, doc="Counts from 1 in the order of storing."),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("report", _JSON, nullable=False),
+)
+
+components = sa.Table(
+    f"{PREFIX}components",
+    metadata,
+    sa.Column("environment", sa.String(16), primary_key=True, doc="A hash of hardware and versions."),
+    sa.Column("subject", sa.String(32), primary_key=True, doc="A hash of what the component is a part of."),
+    sa.Column("component", sa.String(32), primary_key=True, doc="A hash of the component's key."),
+    sa.Column("source", sa.String(16), primary_key=True, doc="Tells explorations apart without naming one."),
+    sa.Column("device", sa.String(255), nullable=False),
+    sa.Column("versions", sa.String(255), nullable=False, doc="For people."),
+    sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("measurement", CompactJSON, nullable=False),
+    sa.Index(None, "subject"),
+    sa.Index(None, "source"),
+    sa.Index(None, "at"),
 )
 
 workers = sa.Table(
@@ -140,6 +182,8 @@ workers = sa.Table(
     sa.Column("device_name", sa.String(255), nullable=False),
     sa.Column("num_devices", sa.Integer, nullable=False),
     sa.Column("fingerprint", sa.String(64), nullable=False),
+    sa.Column("devices", sa.String(255), nullable=False, server_default=""),
+    sa.Column("versions", _JSON, nullable=False, server_default="{}", doc="Of what it measures with, by name."),
     sa.Column("targets", _JSON, nullable=False, server_default="{}", doc="The version of each target, by name."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),
@@ -152,4 +196,45 @@ tokens = sa.Table(
     sa.Column("prefix", sa.String(16), nullable=False, index=True),
     sa.Column("digest", sa.String(64), nullable=False, doc="SHA-256 of the secret, in hexadecimal."),
     sa.Column("created_at", UTCDateTime, nullable=False),
+    sa.Column("owner", sa.String(64), nullable=False, server_default="local"),
+    sa.Column("scopes", sa.String(64), nullable=False, server_default="admin cancel read submit"),
+    sa.Column("expires_at", UTCDateTime),
+)
+
+quotas = sa.Table(
+    f"{PREFIX}quotas",
+    metadata,
+    sa.Column("owner", sa.String(64), primary_key=True, doc="`*`: of each owner without a row of its own."),
+    sa.Column("max_queued", sa.Integer),
+    sa.Column("max_running", sa.Integer),
+    sa.Column("max_device_seconds", sa.Integer, doc="A day, in UTC."),
+)
+
+usage = sa.Table(
+    f"{PREFIX}usage",
+    metadata,
+    sa.Column("owner", sa.String(64), primary_key=True),
+    sa.Column("claimed_at", UTCDateTime, nullable=False, doc="When a worker last took a job of this owner."),
+    sa.Column("day", sa.Date, nullable=False, doc="In UTC."),
+    sa.Column("device_seconds", sa.Float, nullable=False, doc="Booked on that day."),
+)
+
+audit = sa.Table(
+    f"{PREFIX}audit",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at", UTCDateTime, nullable=False, index=True),
+    sa.Column("action", sa.String(32), nullable=False),
+    sa.Column("subject", sa.String(64), nullable=False, doc="The id of a job, or the name of a token or an owner."),
+    sa.Column("owner", sa.String(64), nullable=False, doc="Who did it."),
+    sa.Column("token", sa.String(64)),
+    sa.Column("origin", sa.String(255)),
+)
+
+leaders = sa.Table(
+    f"{PREFIX}leaders",
+    metadata,
+    sa.Column("role", sa.String(32), primary_key=True),
+    sa.Column("holder", sa.String(128), nullable=False),
+    sa.Column("expires_at", UTCDateTime, nullable=False),
 )

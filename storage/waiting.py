@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,6 +17,7 @@ from storage.changes import change_job, end_job, is_unowned
 from storage.database import Database
 from storage.jobs import JobState
 from storage.tables import jobs
+from storage.turns import HELD_BACK, find_held_back
 from storage.workers import REPLAYED, WorkerInfo, select_workers
 
 MAX_WAIT = timedelta(days=7)
@@ -27,20 +29,38 @@ def select_overdue(
 ) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
     """Return the live workers and the `overdue` jobs, within a transaction."""
     live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
-    columns = (jobs.c.id, jobs.c.device_kind, jobs.c.target, jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.report)
+    columns = (
+        jobs.c.id,
+        jobs.c.owned_by,
+        jobs.c.device_kind,
+        jobs.c.target,
+        jobs.c.devices_needed,
+        jobs.c.fingerprint,
+        jobs.c.report,
+    )
     query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
     return live, list(connection.execute(query))
 
 
 def find_waiting(
-    live: Sequence[WorkerInfo], overdue: Sequence[sa.Row[*tuple[Any, ...]]]
+    live: Sequence[WorkerInfo],
+    overdue: Sequence[sa.Row[*tuple[Any, ...]]],
+    held_back: Mapping[str, tuple[str, bool]] = MappingProxyType({}),
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
-    The reason is null when a live worker could run the job and is merely busy.
+    The reason is null when a live worker could run the job and is merely busy. `held_back` is what `find_held_back`
+    returns. A reason that it gave stays while the quota is the same: between two claims it does not hold for a moment.
     """
-    found = [(row.id, row.waiting_reason, waiting_reason(row, live)) for row in overdue]
-    return [(job_id, new) for job_id, old, new in found if new != old]
+    found = []
+    for row in overdue:
+        new = waiting_reason(row, live)
+        quota, holds = held_back.get(row.owned_by, (None, False))
+        if new is None and (holds or row.waiting_reason == quota):
+            new = quota
+        if new != row.waiting_reason:
+            found.append((row.id, new))
+    return found
 
 
 def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
@@ -50,8 +70,9 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
             (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < database.clock(-grace)),
             (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
         )
-        found = select_overdue(database, connection, overdue, live_within=live_within)
-    for job_id, reason in find_waiting(*found):
+        live, rows = select_overdue(database, connection, overdue, live_within=live_within)
+        held_back = find_held_back(database, connection)
+    for job_id, reason in find_waiting(live, rows, held_back):
         conditions = [
             jobs.c.id == job_id,
             is_unowned(database),
@@ -59,7 +80,7 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
         ]
         drafts = []
         if reason is not None:
-            message = f"Waiting for a worker: {reason}"
+            message = f"Waiting: {reason}" if reason.startswith(HELD_BACK) else f"Waiting for a worker: {reason}"
             drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
         with database.begin() as connection:
             change_job(database, connection, conditions, drafts, waiting_reason=reason)
@@ -70,6 +91,7 @@ def end_overdue(database: Database, max_wait: timedelta) -> None:
     overdue = [
         jobs.c.state == JobState.QUEUED.value,
         jobs.c.waiting_reason.is_not(None),
+        sa.not_(jobs.c.waiting_reason.startswith(HELD_BACK)),
         jobs.c.queued_at < database.clock(-max_wait),
     ]
     with database.read() as connection:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
 
 import sqlalchemy as sa
 
 from storage.database import Database
-from storage.tables import workers
+from storage.jobs import JobState
+from storage.tables import jobs, workers
 
 LIVE_WITHIN = timedelta(seconds=15)
 """A worker that has not been seen for longer counts as gone."""
@@ -17,14 +20,17 @@ LIVE_WITHIN = timedelta(seconds=15)
 REPLAYED = ", replayed"
 """The end of the device's name of a worker that replays a recorded table, and takes only what the table answers."""
 
-_KEEP = timedelta(days=1)
+KEEP = timedelta(days=1)
+"""How long a worker stays in the list that went silent and did not shut down."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker reports about itself.
 
-    `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name.
+    `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
+    and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
+    that one and three more.
     """
 
     id: str
@@ -35,6 +41,16 @@ class WorkerInfo:
     num_devices: int
     fingerprint: str
     targets: Mapping[str, str] = field(default_factory=dict)
+    devices: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class WorkerState(StrEnum):
+    """What a worker does."""
+
+    IDLE = "idle"
+    MEASURING = "measuring"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +62,21 @@ class RegisteredWorker:
     last_seen_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class KnownWorker:
+    """A worker that lives, or that was lost within a day. `job_id` is the job that it measures, or measured last."""
+
+    info: WorkerInfo
+    state: WorkerState
+    job_id: str | None
+    started_at: datetime
+    last_seen_at: datetime
+
+
 def register_worker(database: Database, worker: WorkerInfo) -> None:
     """Enter a worker, replacing an entry of the same id; entries that are long dead are dropped."""
     with database.begin() as connection:
-        dead = workers.c.last_seen_at < database.clock(-_KEEP)
+        dead = workers.c.last_seen_at < database.clock(-KEEP)
         connection.execute(sa.delete(workers).where(dead | (workers.c.id == worker.id)))
         now = database.now(connection)
         connection.execute(sa.insert(workers).values(**asdict(worker), started_at=now, last_seen_at=now))
@@ -77,14 +104,42 @@ def list_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) ->
 def select_workers(database: Database, connection: sa.Connection, *, live_within: timedelta) -> list[RegisteredWorker]:
     """`list_workers` within a transaction."""
     query = sa.select(workers).where(workers.c.last_seen_at >= database.clock(-live_within)).order_by(workers.c.id)
+    return [RegisteredWorker(_info_of(row), row.started_at, row.last_seen_at) for row in connection.execute(query)]
+
+
+def list_known_workers(
+    database: Database, *, live_within: timedelta = LIVE_WITHIN, owner: str | None = None
+) -> list[KnownWorker]:
+    """Return the workers that live, and those that were lost and not removed yet, ordered by id.
+
+    A worker that shuts down is removed. One that is killed stays for a day. With `owner`, the jobs of other owners are
+    not named.
+    """
+    alive = (workers.c.last_seen_at >= database.clock(-live_within)).label("alive")
+    owned = sa.and_(jobs.c.owner == workers.c.id, jobs.c.state == JobState.RUNNING.value)
+    query = (
+        sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owned_by)
+        .join(jobs, owned, isouter=True)
+        .where(workers.c.last_seen_at >= database.clock(-KEEP))
+        .order_by(workers.c.id, jobs.c.lease_expires_at)  # of several, the last one holds: others await another owner
+    )
+    with database.read() as connection:
+        rows = {row.id: row for row in connection.execute(query)}
     return [
-        RegisteredWorker(
-            WorkerInfo(
-                *(row.id, row.host, row.pid, row.device_kind, row.device_name, row.num_devices, row.fingerprint),
-                targets=row.targets,
-            ),
-            row.started_at,
-            row.last_seen_at,
+        KnownWorker(
+            *(_info_of(row), _state_of(row)),
+            row.job_id if owner in {None, row.owned_by} else None,
+            *(row.started_at, row.last_seen_at),
         )
-        for row in connection.execute(query)
+        for row in rows.values()
     ]
+
+
+def _state_of(row: sa.Row[Any]) -> WorkerState:
+    if not row.alive:
+        return WorkerState.LOST
+    return WorkerState.IDLE if row.job_id is None else WorkerState.MEASURING
+
+
+def _info_of(row: sa.Row[Any]) -> WorkerInfo:
+    return WorkerInfo(**{part.name: getattr(row, part.name) for part in fields(WorkerInfo)})

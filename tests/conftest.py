@@ -112,6 +112,13 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 
 @pytest.fixture
+def postgresql_url(postgresql_server: str, postgresql_template: str) -> Iterator[str]:
+    """A PostgreSQL database with the current schema."""
+    with _fresh_postgresql(postgresql_server, postgresql_template) as url:
+        yield url
+
+
+@pytest.fixture
 def database(open_url: Callable[[str], Database], database_url: str) -> Database:
     """An open database with the current schema; each test runs on SQLite and on PostgreSQL."""
     return open_url(database_url)

@@ -20,7 +20,8 @@ from filelock import Timeout
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.target import LOCAL
-from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
+from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
+from storage.notifications import QUEUED_JOBS, Listener
 from storage.queue import Queue
 from storage.schema import upgrade
 from workers.devices.discovery import visible_devices
@@ -38,8 +39,11 @@ from workers.settings import Settings, read_settings
 SERVICE_FAILED = 3
 """The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""
 
-LIMITS = DatabaseLimits(max_connections=10)
-"""A busy worker uses up to three connections at once: for its steps, its lease and its entry in the list."""
+CONNECTIONS_OF_A_WORKER = 3
+"""A busy worker uses so many at once: for its steps, its lease and its entry in the list."""
+
+MAX_CONNECTIONS = 10
+"""Of the whole process, whose workers wait for one another if they have more devices than that suffices for."""
 
 _log = logging.getLogger("workers")
 
@@ -94,12 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     try:
         settings = read_settings()
-        database = open_database(options.database_url or settings.database_url, LIMITS)
         job_ids: list[str] | None = [] if options.jobs_from_stdin else None
+        url = options.database_url or settings.database_url
         if options.ray is not None:
+            database = open_database(url, database_limits(1))
             workers = [_build_cluster_worker(database, options.ray, options.device, settings, job_ids)]
         else:
             devices = _devices(options.device, options.num_devices, settings, group=options.group)
+            database = open_database(url, database_limits(len(devices)))
             workers = [_build_worker(database, owned, settings, job_ids) for owned in devices]
     except ValueError as error:
         parser.error(str(error))
@@ -109,10 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _upgrade(database)
         return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)
     except sa.exc.SQLAlchemyError as error:
-        _log.error("the database cannot be used: %s", str(error).splitlines()[0])
+        _log.error("the database cannot be used: %s", describe_trouble(error))
         return SERVICE_FAILED
     finally:
         database.dispose()
+
+
+def database_limits(num_workers: int) -> DatabaseLimits:
+    """Return the limits of a process with so many workers; one connection more listens for queued jobs."""
+    return DatabaseLimits(max_connections=min(MAX_CONNECTIONS, CONNECTIONS_OF_A_WORKER * num_workers + 1))
 
 
 def _upgrade(database: Database) -> None:
@@ -193,6 +204,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    listener = listen(workers)
     threads = [threading.Thread(target=run, args=(worker,), name=worker.id) for worker in workers]
     for thread in threads:
         thread.start()
@@ -205,7 +217,22 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
         while thread.is_alive():
             thread.join(1.0)
             worker.stop()  # again, because a profiler that was starting may have missed it
+    listener.close()
     return SERVICE_FAILED if failed.is_set() else 0
+
+
+def listen(workers: Sequence[Worker]) -> Listener:
+    """Tell the workers of queued jobs from now on."""
+
+    def notice(_: str | None) -> None:
+        for worker in workers:
+            worker.notice()
+
+    listener = Listener(workers[0].database, QUEUED_JOBS, notice)
+    for worker in workers:
+        worker.rely_on(listener)
+    listener.start()
+    return listener
 
 
 def _read_stdin(lines: list[str], ending: threading.Event) -> None:

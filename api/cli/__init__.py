@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli import administration, explore, jobs, report, service
+from api.cli import access, administration, deletion, explore, jobs, report, resume, service, workers
 from api.cli.errors import ExitCode, GuardedGroup, say
 
 app = typer.Typer(
@@ -21,22 +21,28 @@ app = typer.Typer(
         "3 the service failed. Environment: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN."
     ),
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 app.command("explore")(explore.explore)
 app.command("submit")(jobs.submit)
 app.command("watch")(jobs.watch)
+app.command("resume")(resume.resume)
 app.command("best")(jobs.best)
 app.command("list")(jobs.list_)
 app.command("report")(report.report)
 app.command("cancel")(jobs.cancel)
+app.command("delete")(deletion.delete)
+app.command("workers")(workers.workers)
 app.command("serve")(service.serve)
 app.command("worker")(service.worker)
 app.command("doctor")(service.doctor)
 app.command("study")(administration.study)
 app.command("prune")(administration.prune)
-app.add_typer(administration.token_commands, name="token")
+app.command("audit")(access.audit)
+app.add_typer(access.token_commands, name="token")
+app.add_typer(access.quota_commands, name="quota")
 app.add_typer(administration.database_commands, name="db")
 
 
@@ -58,7 +64,7 @@ def options(
 def main() -> None:
     """Run the command line."""
     try:
-        app()
+        app(prog_name="bexp")
     except Exception as error:  # noqa: BLE001 - a defect: the user gets a line, the developers get the traceback
         with tempfile.NamedTemporaryFile("w", prefix="bexp-", suffix=".traceback", delete=False) as file:
             traceback.print_exc(file=file)

@@ -1,4 +1,4 @@
-"""`bexp token`, `bexp db`, `bexp study` and `bexp prune`: commands on the database itself, without a service."""
+"""`bexp db`, `bexp study` and `bexp prune`: commands on the database itself, without a service."""
 
 from __future__ import annotations
 
@@ -17,56 +17,17 @@ from api.cli.results import print_json
 if TYPE_CHECKING:
     from storage.database import Database
 
-token_commands = typer.Typer(help="Create, list and revoke the bearer tokens of the service.", no_args_is_help=True)
+AUDIT_DAYS = 365.0
+
 database_commands = typer.Typer(help="Maintain the database.", no_args_is_help=True)
-
-TokenName = Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")]
-
-
-@token_commands.command("create")
-def create(name: TokenName, as_json: options.AsJson = False) -> None:
-    """Create a token and print its secret, which is shown only once."""
-    from storage.tokens import create_token  # noqa: PLC0415 - the database layer takes long to import
-
-    with open_storage() as database:
-        secret = create_token(database, name)
-    if as_json:
-        print_json({"name": name, "token": secret})
-    else:
-        say("keep it, because it is not shown again")
-        typer.echo(secret)
-
-
-@token_commands.command("list")
-def list_(as_json: options.AsJson = False) -> None:
-    """List the tokens, without their secrets."""
-    from storage.tokens import list_tokens  # noqa: PLC0415 - for this command alone
-
-    with open_storage() as database:
-        tokens = list_tokens(database)
-    if as_json:
-        print_json([{"name": t.name, "prefix": t.prefix, "created_at": t.created_at.isoformat()} for t in tokens])
-        return
-    width = max((len(token.name) for token in tokens), default=0)
-    for token in tokens:
-        typer.echo(f"{token.name:<{width}}  {token.prefix}...  {token.created_at.astimezone():%Y-%m-%d %H:%M:%S}")
-
-
-@token_commands.command("revoke")
-def revoke(name: TokenName) -> None:
-    """Revoke a token."""
-    from storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
-
-    with open_storage() as database:
-        found = revoke_token(database, name)
-    if not found:
-        raise CommandError(ExitCode.USAGE, f"there is no token named {name!r}")
-    say(f"token {name} is revoked")
 
 
 @database_commands.command("upgrade")
 def upgrade() -> None:
-    """Bring the tables up to date; several processes may do so at once."""
+    """Bring the tables up to date; several processes may do so at once.
+
+    Example: bexp db upgrade
+    """
     with open_storage():
         say("the database is up to date")
 
@@ -74,7 +35,10 @@ def upgrade() -> None:
 def study(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
 ) -> None:
-    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools."""
+    """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools.
+
+    Example: bexp study 0123456789abcdef
+    """
     from storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
@@ -93,20 +57,39 @@ def study(
 def prune(
     older_than_days: Annotated[
         float | None,
-        typer.Option(min=0, max=36_500, metavar="DAYS", help="Delete explorations that finished longer ago."),
+        typer.Option(
+            min=0, max=36_500, metavar="DAYS", help="Delete what is older: finished explorations, measured components."
+        ),
     ] = None,
     keep: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep only the N newest finished ones.")] = None,
     studies: Annotated[
         bool, typer.Option("--studies", help="Drop the Optuna studies of all finished ones; `bexp study` rewrites one.")
     ] = False,
+    audit_older_than_days: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=36_500, metavar="DAYS", help="Delete older records of `bexp audit`; each run deletes after 365."
+        ),
+    ] = None,
+    components: Annotated[
+        bool, typer.Option("--components", help="Forget all measured components, which later explorations would reuse.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would be deleted.")] = False,
 ) -> None:
-    """Delete finished explorations, with their logs, trials, run reports and studies."""
+    """Delete finished explorations with their logs, trials, run reports and studies, old records of the audit, and
+    measured components.
+
+    Example: bexp prune --older-than-days 90 --keep 10000 --dry-run
+    """
+    from storage.audit import prune_audit  # noqa: PLC0415 - for this command alone
+    from storage.components import prune_components  # noqa: PLC0415 - for this command alone
     from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
-    if older_than_days is None and keep is None and not studies:
-        raise CommandError(ExitCode.USAGE, "say what to delete: --older-than-days DAYS, --keep NEWEST, or --studies")
+    if older_than_days is None and keep is None and audit_older_than_days is None and not (studies or components):
+        what = "--older-than-days DAYS, --keep NEWEST, --studies, --components, or --audit-older-than-days DAYS"
+        raise CommandError(ExitCode.USAGE, f"say what to delete: {what}")
+    kept = timedelta(days=AUDIT_DAYS if audit_older_than_days is None else audit_older_than_days)
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
     with open_storage() as database:
         found = find_prunable(database, older_than=older_than, keep=keep)
@@ -115,6 +98,11 @@ def prune(
             return
         prune_jobs(database, found)
         say(f"deleted {_explorations(len(found))}")
+        if num_records := prune_audit(database, kept):
+            say(f"records of the audit deleted: {num_records}")
+        if components or older_than is not None:
+            num_components = prune_components(database, older_than=None if components else older_than)
+            say(f"measured components deleted: {num_components}")
         if studies:
             say(f"Optuna studies dropped: {drop_finished_studies(database)}")
 
@@ -144,11 +132,13 @@ def database_errors() -> Iterator[None]:
     from filelock import Timeout  # noqa: PLC0415 - for this command alone
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
 
+    from storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
+
     try:
         yield
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from None
     except SQLAlchemyError as error:
-        raise CommandError(ExitCode.SERVICE, f"the database failed: {str(error).splitlines()[0]}") from None
+        raise CommandError(ExitCode.SERVICE, f"the database cannot be used: {describe_trouble(error)}") from None
     except Timeout:
         raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None

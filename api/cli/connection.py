@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from api.cli.errors import CommandError, ExitCode
 from api.client import Client, ServiceError
 from api.embedded import EmbeddedService
-from api.settings import DEFAULT_API_URL, Environment, read_environment, without_secrets
+from api.settings import DEFAULT_API_URL, Environment, read_environment
+from bexp.client.address import without_secrets
 
 
 def environment() -> Environment:
@@ -36,18 +37,25 @@ def connect() -> Iterator[Client]:
 
 
 @contextmanager
-def connect_or_embed() -> Iterator[Client]:
-    """Connect as `connect` does, but if nothing answers at the default address, start an API on the same database."""
+def find_service() -> Iterator[Client | None]:
+    """Connect as `connect` does, but yield null if nothing answers at the default address."""
     told = environment()
     if told.api_url != DEFAULT_API_URL:
         with connect() as client:
             yield client
         return
     with Client(told.api_url, told.api_token) as client:
-        if client.is_alive():
-            yield client
+        yield client if client.is_alive() else None
+
+
+@contextmanager
+def connect_or_embed() -> Iterator[Client]:
+    """Connect as `connect` does, but if nothing answers at the default address, start an API on the same database."""
+    with find_service() as found:
+        if found is not None:
+            yield found
             return
-    with EmbeddedService(told.database_url, with_worker=False) as service, Client(service.url) as client:
+    with EmbeddedService(environment().database_url, with_worker=False) as service, Client(service.url) as client:
         yield client
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typer.core import TyperGroup
 
 from api.client import ProblemError, ServiceError
 from api.embedded import ChildEndedError
+from api.text import wrap
 from explorer.formats.document import FormatError, describe_problem
 
 
@@ -52,6 +55,9 @@ class GuardedGroup(TyperGroup):
         with _signals_raise():
             try:
                 return super().invoke(ctx)
+            except typer.BadParameter as error:
+                error.message = error.message.removeprefix("Value error, ")  # pydantic's prefix says nothing here
+                raise
             except CommandError as error:
                 _fail(error.code, *error.lines)
             except FormatError as error:
@@ -76,8 +82,11 @@ class GuardedGroup(TyperGroup):
 
 
 def say(text: str) -> None:
-    """Print lines to stderr, because stdout holds the result alone."""
-    typer.echo(text, err=True)
+    """Print lines to stderr, because stdout holds the result alone. On a terminal they break between words."""
+    if sys.stderr.isatty():
+        text = "\n".join(wrap(text.split("\n"), shutil.get_terminal_size().columns, indent=4))
+    sys.stderr.write(f"{text}\n")  # rich replaces this stream while it draws, so that the line comes above the drawing
+    sys.stderr.flush()
 
 
 def _fail(code: ExitCode, first: str, *rest: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import typer
@@ -13,19 +15,25 @@ from api.cli import options
 from api.cli.connection import environment, shown_url
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
-from api.cli.results import conclude
+from api.cli.results import conclude, say_best
+from api.cli.watchdog import Watchdog
 from api.client import Client, Job, ProblemError, ServiceError
 from api.embedded import EmbeddedService
 from bexp.target_registry import installed_targets
 from explorer.records.event import Event
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.spelling import did_you_mean
 from explorer.spec.target import TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
-START_SECONDS = 10.0
 
 WorkerDevice = Annotated[
-    str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices to explore on.")
+    str | None,
+    typer.Option(
+        metavar="DEVICES",
+        help="cpu, cuda:0, cuda:0-3 or replay:TABLE.",
+        show_default="as many GPUs as the request can use, else the CPU",
+    ),
 ]
 
 
@@ -46,11 +54,17 @@ def explore(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
+    labels: options.Label = None,
+    fresh: options.Fresh = False,
     fields: options.Set = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Explore a model on this machine and print the best micro_batch_size."""
-    target, local_target = options.split_target(target)
+    """Explore a model on this machine and print the best micro_batch_size.
+
+    Example: bexp explore config.json --seq-length 4096 --batch-size 512
+
+    Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
+    """
     request = options.read_request(
         config,
         {
@@ -64,15 +78,17 @@ def explore(
             "prefer": prefer,
             "mode": mode,
             "execution": execution,
-            "target": target,
+            "target": options.split_target(target)[0],
             "max_seconds": max_seconds,
             "max_trials": max_trials,
             "confidence_target": confidence_target,
             "seed": seed,
+            "labels": options.parse_labels(labels),
+            "fresh": fresh or None,
             **options.parse_fields(fields),
         },
     )
-    raise typer.Exit(_explore(request, device, local_target, as_json=as_json))
+    raise typer.Exit(_explore(request, device, target, as_json=as_json))
 
 
 def check_target(request: ExplorationRequest, device: str | None) -> None:
@@ -84,36 +100,63 @@ def check_target(request: ExplorationRequest, device: str | None) -> None:
         hint = "pip install 'bexp[transformers]'"
         raise CommandError(ExitCode.USAGE, f"the target '{name}' needs the library {name}, which is missing: {hint}")
     has = ", ".join(describe_target(*item) for item in installed.items())
+    meant = did_you_mean(name, [*installed, TRANSFORMERS])
     raise CommandError(
-        ExitCode.USAGE, f"there is no target '{name}' here; there are {has}; a file is named as train.py:Target"
+        ExitCode.USAGE, f"there is no target '{name}' here{meant}; there are {has}; a file is named as train.py:Target"
     )
 
 
-def _explore(request: ExplorationRequest, device: str | None, local_target: str | None, *, as_json: bool) -> ExitCode:
+def _explore(request: ExplorationRequest, device: str | None, target: str | None, *, as_json: bool) -> ExitCode:
+    _, local_target = options.split_target(target)
     if local_target is None:
         check_target(request, device)
-    database_url = environment().database_url
+    return run_embedded(request, lambda client: client.submit(request), device, target, as_json=as_json)
+
+
+def run_embedded(
+    request: ExplorationRequest,
+    start: Callable[[Client], Job],
+    device: str | None,
+    target: str | None,
+    *,
+    as_json: bool,
+) -> ExitCode:
+    """Run an exploration as `open_embedded` does, follow it to its end and print the answer."""
+    local = target if options.split_target(target)[1] is not None else None
+    with open_embedded(request, start, device, target) as (client, job, watchdog):
+        say(f"exploration {job.id}, kept in {shown_url(environment().database_url)}")
+        given = [part for name, value in (("--device", device), ("--target", local)) if value for part in (name, value)]
+        again = shlex.join(["bexp", "resume", job.id, *given])
+        last = _follow_or_cancel(client, job, watchdog, again, as_json=as_json)
+        return conclude(client, job.id, last, as_json=as_json)
+
+
+@contextmanager
+def open_embedded(
+    request: ExplorationRequest, start: Callable[[Client], Job], device: str | None, target: str | None = None
+) -> Iterator[tuple[Client, Job, Watchdog]]:
+    """Start a service with one worker and `start` an exploration there, which is the worker's only one.
+
+    `device` and `target` are as on the command line, null if they were not given.
+    """
     counts = usable_device_counts(request)
     group = counts[-1] > 1
     _check_number_of_devices(device, counts[0])
-    if device is None and (request.device_kind == "cpu" or not group):
-        device = request.device_kind
+    owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
     with (
         EmbeddedService(
-            database_url,
+            environment().database_url,
             with_worker=True,
-            device=device,
+            device=owned,
             group=group,
             num_devices=counts,
-            local_target=local_target,
+            local_target=options.split_target(target)[1],
         ) as service,
         Client(service.url) as client,
     ):
-        job = client.submit(request)
+        job = start(client)
         service.adopt(job.id)
-        say(f"exploration {job.id}, kept in {shown_url(database_url)}")
-        last = _follow_or_cancel(client, job, service, counts[0], as_json=as_json)
-        return conclude(client, job.id, last, as_json=as_json)
+        yield client, job, Watchdog(client, job, service, counts[0])
 
 
 def _check_number_of_devices(device: str | None, needed: int) -> None:
@@ -142,38 +185,21 @@ def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
     return tuple(sorted({request.devices_needed(available) for available in steps}))
 
 
-def _follow_or_cancel(client: Client, job: Job, service: EmbeddedService, needed: int, *, as_json: bool) -> Event:
+def _follow_or_cancel(client: Client, job: Job, watchdog: Watchdog, again: str, *, as_json: bool) -> Event:
     try:
-        return follow(client, job, to_stderr=as_json, check=Watchdog(client, job, service, needed))
-    except BaseException:
+        return follow(client, job, to_stderr=as_json, check=watchdog)
+    except BaseException as error:
         # No other worker will run the exploration, so what stopped the command stops it, too.
         with suppress(ProblemError, ServiceError):
-            _cancel(client, job.id)
+            cancel(client, job.id)
+        if isinstance(error, KeyboardInterrupt):
+            say_best(client, job.id)
+            say(f"`{again}` goes on where it stopped")
         raise
 
 
-class Watchdog:
-    """Checks that the children are alive, and says once why a job that needs `num_devices` does not start."""
-
-    def __init__(self, client: Client, job: Job, service: EmbeddedService, num_devices: int = 1) -> None:
-        self._client = client
-        self._job_id = job.id
-        self._service = service
-        self._num_devices = num_devices
-        self._speak_at = time.monotonic() + START_SECONDS
-
-    def __call__(self) -> None:
-        """Check once."""
-        self._service.check()
-        if time.monotonic() < self._speak_at:
-            return
-        self._speak_at = float("inf")
-        if self._client.get(self._job_id).state == "queued":
-            needs = f"; it needs a worker with {self._num_devices} devices" if self._num_devices > 1 else ""
-            say(f"not started after {START_SECONDS:.0f} s{needs}; the worker says: {self._service.last_words()}")
-
-
-def _cancel(client: Client, job_id: str) -> None:
+def cancel(client: Client, job_id: str) -> None:
+    """Cancel an exploration, and wait some seconds for its end."""
     say(f"cancelling exploration {job_id}")
     deadline = time.monotonic() + CANCEL_SECONDS
     job = client.cancel(job_id)

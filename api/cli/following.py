@@ -19,9 +19,13 @@ from api.cli.errors import say
 from api.client import Client, Job
 from api.live import LiveView
 from api.run_log import ObservationLog, log_path
+from api.text import wrap
 from explorer.records.event import Event, EventCode, render_line
+from explorer.records.recommendation import Recommendation
 
 TICK_SECONDS = 0.2
+_ANSWERED = {EventCode.SUCCEEDED, EventCode.NOTHING_FITS}
+"""The ends of which the answer says the same."""
 
 
 class Output(Protocol):
@@ -50,18 +54,30 @@ class LineOutput:
 
 
 class LiveOutput:
-    """The live view, with the lines of important events above it."""
+    """The live view, with the lines of important events above it.
+
+    The view and the log file have what gets no line: trials, recommendations of the micro-batch that was recommended
+    before, and the end, which the answer follows.
+    """
 
     def __init__(self, live: Live, view: LiveView) -> None:
         self._live = live
         self._view = view
 
     def show(self, event: Event) -> None:
-        """Show `event`; trials get no line, because their lines would only scroll."""
+        """Show `event`."""
+        before = self._view.best
         self._view.show(event)
-        if event.code is not EventCode.TRIAL:
-            self._live.console.print(Text(render_line(event)), soft_wrap=True)
+        if not self._is_known(event, before):
+            line = wrap([render_line(event)], self._live.console.width, indent=len("BEXP000 "))
+            self._live.console.print(Text("\n".join(line)))
         self._live.refresh()
+
+    def _is_known(self, event: Event, before: Recommendation | None) -> bool:
+        best = self._view.best
+        if event.code is EventCode.RECOMMENDATION and before is not None and best is not None:
+            return before.candidate.micro_batch_size == best.candidate.micro_batch_size
+        return event.code is EventCode.TRIAL or event.code in _ANSWERED
 
     def tick(self) -> None:
         """Draw the clock."""
@@ -104,17 +120,19 @@ def follow(client: Client, job: Job, *, to_stderr: bool = False, check: Callable
 
     `check` is called several times a second and may raise to give up. Raises what `Client.events` raises.
     """
-    received: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+    received: queue.SimpleQueue[Event | Exception | None] = queue.SimpleQueue()
 
     def receive() -> None:
         try:
             for event in client.events(job.id):
                 received.put(event)
+            received.put(None)
         except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
             received.put(error)
 
     with open_run_log(job) as log, open_output(job, to_stderr=to_stderr) as output:
         threading.Thread(target=receive, name="events", daemon=True).start()
+        last: Event | None = None
         while True:
             try:
                 item = received.get(timeout=TICK_SECONDS)
@@ -125,8 +143,10 @@ def follow(client: Client, job: Job, *, to_stderr: bool = False, check: Callable
             if isinstance(item, Exception):
                 check()
                 raise item
+            if item is None:
+                assert last is not None, "a log has at least one event"
+                return last
+            last = item
             if log is not None:
                 log.write(item)
             output.show(item)
-            if item.code.ends_job:
-                return item

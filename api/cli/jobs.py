@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from api.answer import render_run_report
+from api.answer import is_provisional, render_run_report
 from api.answer_choices import no_dividing_text
 from api.cli import options
 from api.cli.connection import connect, connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
 from api.cli.job_ids import find_job
-from api.cli.results import conclude, document, print_json
+from api.cli.results import conclude, document, print_json, print_table, say_best
 from api.client import Client, Job, JobState, Result
 from api.text import slower_text
 from explorer.exports.exploration import UnknownFormatError
@@ -28,7 +28,9 @@ JobId = Annotated[
 
 def submit(
     config: options.Config,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="The kind of device to explore on.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="The kind of device to explore on.", show_default="any")
+    ] = None,
     micro_batch_size: options.MicroBatchSize = None,
     batch_size: options.BatchSize = None,
     num_devices: options.NumDevices = None,
@@ -43,11 +45,19 @@ def submit(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     seed: options.Seed = None,
+    labels: options.Label = None,
+    fresh: options.Fresh = False,
     fields: options.Set = None,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Among the explorations of its owner, the highest is next.")
+    ] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Submit a model to the service and print the id of the exploration."""
+    """Submit a model to the service and print the id of the exploration.
+
+    Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
+    """
     request = options.read_request(
         config,
         {
@@ -66,16 +76,18 @@ def submit(
             "max_trials": max_trials,
             "confidence_target": confidence_target,
             "seed": seed,
+            "labels": options.parse_labels(labels),
+            "fresh": fresh or None,
             **options.parse_fields(fields),
         },
     )
     with connect() as client:
-        job = client.submit(request)
+        job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():
             say(notice)
         if watch:
             say(f"exploration {job.id}")
-            raise typer.Exit(_watch(client, job, as_json=as_json))
+            raise typer.Exit(follow_job(client, job, as_json=as_json))
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:
@@ -83,9 +95,12 @@ def submit(
 
 
 def watch(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """Follow an exploration to its end and print its answer."""
+    """Follow an exploration to its end and print its answer.
+
+    Example: bexp watch latest
+    """
     with connect_or_embed() as client:
-        raise typer.Exit(_watch(client, find_job(client, job_id), as_json=as_json))
+        raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json))
 
 
 def best(
@@ -146,6 +161,9 @@ def best(
         typer.echo(size)
         if result is not None and result.target_version is not None:
             say(f"measured: {result.measured}")
+        if job.answered_from is not None:
+            at = f"{job.answered_from.measured_at.astimezone():%Y-%m-%d %H:%M}"
+            say(f"measured by exploration {job.answered_from.exploration}, {at}; `--fresh` measures again")
         for report in reports:
             say(render_run_report(report, known))
     for warning in () if exported is not None else _warnings(job, known, chosen):
@@ -166,6 +184,9 @@ def _check_format(name: str, *, as_json: bool) -> None:
 def _warnings(job: Job, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
     """Yield what a script that reads the printed number alone would not know."""
     other = known.dividing
+    if job.is_final and job.request is not None and is_provisional(chosen.confidence, job.request):
+        target = job.request.budget.confidence_target
+        yield f"provisional: confidence {chosen.confidence} is below {target}, which was asked for"
     if isinstance(chosen, DividingCandidate):
         if chosen.predicted:
             yield "predicted in part; an exploration with `--micro-batch-size auto` measures what divides the batch"
@@ -181,48 +202,66 @@ def _warnings(job: Job, known: Recommendation, chosen: Recommendation | Dividing
 
 def list_(
     state: Annotated[JobState | None, typer.Option(help="List only explorations in this state.")] = None,
+    model: Annotated[str | None, typer.Option(help="List only explorations of the model with this name.")] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=VALUE", help="List only explorations with this label; may be repeated."),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the newest first.")] = 20,
     as_json: options.AsJson = False,
 ) -> None:
-    """List explorations, the newest first."""
+    """List explorations, the newest first.
+
+    Example: bexp list --label team=search --state succeeded
+    """
+    options.parse_labels(labels)
     with connect_or_embed() as client:
-        jobs = _newest(client, state, limit)
+        jobs = _newest(client, limit, state=state, model=model, labels=labels or ())
     if as_json:
         print_json([job.model_dump(mode="json") for job in jobs])
         return
-    rows = [("ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED")]
+    labelled = any(job.labels for job in jobs)
+    names = ("ID", "STATE", "MODEL", "MICRO_BATCH_SIZE", "CONFIDENCE", "CREATED")
+    rows: list[tuple[str, ...]] = []
     for job in jobs:
         created = f"{job.created_at.astimezone():%Y-%m-%d %H:%M:%S}"
-        rows.append((job.id, job.state, job.model, _or_dash(job.micro_batch_size), _or_dash(job.confidence), created))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        row = (job.id, job.state, job.model, _or_dash(job.micro_batch_size), _or_dash(job.confidence), created)
+        rows.append(row + (" ".join(f"{key}={value}" for key, value in job.labels.items()),) * labelled)
+    print_table(names + ("LABELS",) * labelled, rows)
 
 
 def cancel(job_id: JobId, as_json: options.AsJson = False) -> None:
-    """End an exploration."""
+    """End an exploration. `bexp resume` goes on with it.
+
+    Example: bexp cancel latest
+    """
     with connect_or_embed() as client:
-        job = client.cancel(find_job(client, job_id).id)
+        before = find_job(client, job_id)
+        job = client.cancel(before.id)
     if as_json:
         print_json(job.model_dump(mode="json"))
+    elif before.is_final or job.state not in {"cancelled", "queued", "running"}:
+        say(f"exploration {job.id} had ended before: it is {job.state}")
     else:
         say(f"exploration {job.id} is cancelled" if job.is_final else f"exploration {job.id} is being cancelled")
 
 
-def _watch(client: Client, job: Job, *, as_json: bool) -> ExitCode:
+def follow_job(client: Client, job: Job, *, as_json: bool) -> ExitCode:
+    """Follow an exploration that goes on whatever happens to this command, and print its answer."""
     try:
         last = follow(client, job, to_stderr=as_json)
     except KeyboardInterrupt:
+        say_best(client, job.id)
         say(f"the exploration goes on; `bexp watch {job.id}` follows it again, `bexp cancel {job.id}` ends it")
         raise
     return conclude(client, job.id, last, as_json=as_json)
 
 
-def _newest(client: Client, state: JobState | None, limit: int) -> list[Job]:
+def _newest(client: Client, limit: int, **wanted: Any) -> list[Job]:
     jobs: list[Job] = []
     cursor: str | None = None
     while len(jobs) < limit:
-        page = client.list(state=state, limit=min(100, limit - len(jobs)), cursor=cursor)
+        page = client.list(**wanted, limit=min(100, limit - len(jobs)), cursor=cursor)
         jobs += page.jobs
         cursor = page.next_cursor
         if cursor is None:

@@ -11,6 +11,7 @@ import typer
 from api.cli.errors import CommandError, ExitCode
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
+from explorer.spec.labels import parse_label
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import LOCAL
 
@@ -37,54 +38,112 @@ class Prefer(StrEnum):
     MEMORY = "memory"
 
 
+def _default(field: str, otherwise: str | None = None) -> str:
+    """Return what the help says of an option that replaces a field of the configuration."""
+    fields = {**ExplorationRequest.model_fields["budget"].default.model_dump(), **_plain_defaults()}
+    return f"of CONFIG, else {fields[field] if otherwise is None else otherwise}"
+
+
+def _plain_defaults() -> dict[str, Any]:
+    return {name: field.default for name, field in ExplorationRequest.model_fields.items()}
+
+
 Config = Annotated[
     Path,
     typer.Argument(
+        metavar="CONFIG",
         help="A request (YAML or JSON), a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags; "
-        "- reads stdin."
+        "- reads stdin.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 MicroBatchSize = Annotated[
     str | None,
-    typer.Option(metavar="explore|auto|MIN-MAX|N", help="Micro-batch sizes to consider; MIN-MAX limits the range."),
+    typer.Option(
+        metavar="explore|auto|MIN-MAX|N",
+        help="Micro-batch sizes to consider; MIN-MAX limits the range.",
+        show_default=_default("micro_batch_size"),
+    ),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="The effective batch size, over all devices.")]
-NumDevices = Annotated[int | None, typer.Option(help="The number of devices that share the batch.")]
-SeqLength = Annotated[int | None, typer.Option(help="The number of tokens in a sequence.")]
+BatchSize = Annotated[
+    int | None, typer.Option(help="The effective batch size, over all devices.", show_default=_default("batch_size"))
+]
+NumDevices = Annotated[
+    int | None, typer.Option(help="The number of devices that share the batch.", show_default=_default("num_devices"))
+]
+SeqLength = Annotated[int | None, typer.Option(help="The number of tokens in a sequence.", show_default="of CONFIG")]
 MemoryLimitGiB = Annotated[
-    float | None, typer.Option("--memory-limit-gib", help="Plan for a device with less memory than this one.")
+    float | None,
+    typer.Option(
+        "--memory-limit-gib",
+        help="Plan for a device with less memory than this one.",
+        show_default=_default("memory_limit_gib", "all of it"),
+    ),
 ]
 Headroom = Annotated[
-    float | None, typer.Option(help="Leave this share of the memory free, beyond the usual margin (0 to 0.9).")
+    float | None,
+    typer.Option(
+        help="Leave this share of the memory free, beyond the usual margin (0 to 0.9).",
+        show_default=_default("headroom"),
+    ),
 ]
 PreferOption = Annotated[
-    Prefer | None, typer.Option(help="Recommend the fastest, or the smallest peak within the tolerance of it.")
+    Prefer | None,
+    typer.Option(
+        help="Recommend the fastest, or the smallest peak within the tolerance of it.", show_default=_default("prefer")
+    ),
 ]
-ModeOption = Annotated[Mode | None, typer.Option(help="Train, or evaluate with forward passes only.")]
+ModeOption = Annotated[
+    Mode | None, typer.Option(help="Train, or evaluate with forward passes only.", show_default=_default("mode"))
+]
 ExecutionOption = Annotated[
-    Execution | None, typer.Option(help="Run eagerly, through torch.compile, or find out which.")
+    Execution | None,
+    typer.Option(help="Run eagerly, through torch.compile, or find out which.", show_default=_default("execution")),
 ]
+_TARGET = "of CONFIG, else transformers for a config.json of Hugging Face, and bexp for a model of shapes"
 TargetOption = Annotated[
     str | None,
-    typer.Option(metavar="bexp|transformers|NAME", help="The code whose training step is measured."),
+    typer.Option(
+        metavar="NAME",
+        help="The code whose training step is measured: bexp, transformers, or a registered one.",
+        show_default=_TARGET,
+    ),
 ]
 LocalTargetOption = Annotated[
     str | None,
     typer.Option(
         "--target",
-        metavar="bexp|transformers|NAME|FILE.py:NAME",
-        help="The code whose training step is measured; FILE.py:NAME is a class of your own.",
+        metavar="NAME",
+        help="The code whose training step is measured: bexp, transformers, a registered one, or a class of your own "
+        "as FILE.py:NAME.",
+        show_default=_TARGET,
     ),
 ]
-MaxSeconds = Annotated[float | None, typer.Option(help="Stop when trials have taken this time, added up over all.")]
-MaxTrials = Annotated[int | None, typer.Option(help="Stop after this many trials.")]
-ConfidenceTarget = Annotated[int | None, typer.Option(help="Stop when the confidence reaches this (1 to 99).")]
+MaxSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="Stop when trials have taken this time, added up over all.", show_default=_default("max_seconds")
+    ),
+]
+MaxTrials = Annotated[
+    int | None, typer.Option(help="Stop after this many trials.", show_default=_default("max_trials"))
+]
+ConfidenceTarget = Annotated[
+    int | None,
+    typer.Option(help="Stop when the confidence reaches this (1 to 99).", show_default=_default("confidence_target")),
+]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Set any field of the request, such as padding=right."),
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Set any field of the request, such as padding=right; may be repeated."
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed for everything that is random.")]
+Label = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="Find the exploration by this later; may be repeated."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is stored already.")]
+Seed = Annotated[int | None, typer.Option(help="Seed for everything that is random.", show_default=_default("seed"))]
 
 FIELDS = {
     "seq_length": "model.seq_length",
@@ -127,6 +186,19 @@ def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
             raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
         fields[name] = load_document(f"value: {value}")["value"]
     return fields
+
+
+def parse_labels(given: list[str] | None) -> dict[str, str] | None:
+    """Return the field of a request that `--label` stands for; null without any.
+
+    Raises CommandError if one is no label.
+    """
+    if not given:
+        return None
+    try:
+        return dict(parse_label(text) for text in given)
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, f"--label: {error}") from None
 
 
 def split_target(target: str | None) -> tuple[str | None, str | None]:

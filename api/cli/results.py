@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import typer
 from pydantic import BaseModel
 
-from api.answer import render_answer, render_recommendation
+from api.answer import is_provisional, render_answer, render_recommendation
 from api.cli.errors import ExitCode, say
-from api.client import Client, Job
-from api.text import WIDTH
+from api.client import Client, Job, ProblemError, ServiceError
+from api.text import WIDTH, rate_text, row, wrap
+from explorer.exports.registry import FORMATS
 from explorer.records.event import Event, EventCode
+from explorer.records.recommendation import Recommendation
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""
@@ -30,12 +34,42 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
     result = client.recommendation(job_id)
     if result is not None and result.answer is not None:
         typer.echo("\n" + render_answer(result.answer, job.request, result.measured, terminal_width()))
+        if result.recommendation is not None:
+            typer.echo("\n".join(["", *wrap(usage_rows(job, result.recommendation), terminal_width())]))
     elif result is not None and result.recommendation is not None:
         lines = render_recommendation(result.recommendation, job.request, result.measured, terminal_width())
         typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
     if code is not ExitCode.ANSWER and (result is None or result.answer is None):
         say(f"bexp: {last.message}")
     return code
+
+
+def say_best(client: Client, job_id: str) -> None:
+    """Say what is recommended so far; nothing if the service does not answer."""
+    with suppress(ProblemError, ServiceError):
+        result = client.recommendation(job_id)
+        best = None if result is None else result.recommendation
+        if best is None:
+            say("nothing is recommended yet")
+        else:
+            rate = rate_text(best.expected_tokens_per_second)
+            say(f"best so far: {best.candidate.describe()}")
+            say(f"  {rate} per device, {best.performance:.2f}x base, confidence {best.confidence} out of 100")
+
+
+def usage_rows(job: Job, best: Recommendation) -> list[str]:
+    """Return the commands that use an answer, and how to get a surer one if it is provisional."""
+    job_id, request, surer = job.id, job.request, []
+    if request is not None and is_provisional(best.confidence, request):
+        budget = request.budget
+        limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
+        surer = [row("to be surer", f"explore again with a higher --max-seconds or --max-trials; these were {limits}")]
+    return [
+        *surer,
+        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(FORMATS)}"),
+        row("for bexp.apply", f"bexp best {job_id} --json > best.json"),
+        row("as a page", f"bexp report {job_id} --out report.html"),
+    ]
 
 
 def document(client: Client, job: Job) -> dict[str, Any]:
@@ -58,6 +92,13 @@ def terminal_width() -> int:
 def print_json(value: Any) -> None:
     """Print `value` for a program to read."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in columns under their names."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for cells in (head, *rows):
+        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def _dump(part: BaseModel | None) -> dict[str, Any] | None:

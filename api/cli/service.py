@@ -13,7 +13,7 @@ from api.cli.administration import database_errors
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
 from api.embedded import child_environment
-from api.settings import MAX_WAIT_HOURS, ServiceSettings
+from api.settings import DEFAULT_ADDRESS_RATE, DEFAULT_TOKEN_RATE, MAX_WAIT_HOURS, ServiceSettings
 from bexp.child_process import module_command
 
 
@@ -35,8 +35,23 @@ def serve(
             min=0.001, help="Fail an exploration that no running worker can run after so many hours in the queue."
         ),
     ] = MAX_WAIT_HOURS,
+    token_rate: Annotated[
+        float, typer.Option(min=0, help="Requests a second of a token, where tokens are required; 0: no limit.")
+    ] = DEFAULT_TOKEN_RATE,
+    address_rate: Annotated[
+        float, typer.Option(min=0, help="The same of an address, with and without a valid token.")
+    ] = DEFAULT_ADDRESS_RATE,
+    keep_days: Annotated[
+        float | None, typer.Option(min=0.0, help="Delete finished explorations that are older. Default: never.")
+    ] = None,
+    keep_jobs: Annotated[
+        int | None, typer.Option(min=0, help="Keep so many finished explorations, the newest ones. Default: all.")
+    ] = None,
 ) -> None:
-    """Serve the REST API."""
+    """Serve the REST API.
+
+    Example: bexp serve --host 0.0.0.0 --port 8642
+    """
     from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
     from api.serve import serve as serve_api  # noqa: PLC0415 - for this command alone
 
@@ -44,7 +59,15 @@ def serve(
     try:
         with database_errors():
             serve_api(
-                ServiceSettings(told.database_url, require_token=require_token, max_wait_seconds=3600 * max_wait_hours),
+                ServiceSettings(
+                    told.database_url,
+                    require_token=require_token,
+                    max_wait_seconds=3600 * max_wait_hours,
+                    token_rate=token_rate,
+                    address_rate=address_rate,
+                    keep_days=keep_days,
+                    keep_jobs=keep_jobs,
+                ),
                 host if host is not None else told.host,
                 port if port is not None else told.port,
                 on_ready=lambda url: say(f"serving {url}"),
@@ -56,7 +79,12 @@ def serve(
 
 def worker(
     device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda:0|cuda:0-3|replay:TABLE", help="The devices of the worker.")
+        str | None,
+        typer.Option(
+            metavar="DEVICES",
+            help="cpu, cuda:0, cuda:0-3 or replay:TABLE.",
+            show_default="the first GPU, with --group all of them; without a GPU the CPU",
+        ),
     ] = None,
     group: Annotated[
         bool,
@@ -70,7 +98,10 @@ def worker(
         ),
     ] = None,
 ) -> None:
-    """Claim and run explorations until a signal ends the worker."""
+    """Claim and run explorations until a signal ends the worker.
+
+    Example: bexp worker --device cuda:0-3
+    """
     options.device_kind(device)
     given = {"--device": device, "--ray": ray}
     valued = [part for name, value in given.items() if value is not None for part in (name, value)]
@@ -78,7 +109,10 @@ def worker(
 
 
 def doctor(as_json: options.AsJson = False) -> None:
-    """Show which devices and back ends can be used here, and why the others cannot."""
+    """Show which devices and back ends can be used here, and why the others cannot.
+
+    Example: bexp doctor
+    """
     _become_workers("doctor", *(["--json"] if as_json else []))
 
 

@@ -9,28 +9,24 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from api import bodies, examples
+from api.auth import Canceller, Reader, Submitter
 from api.negotiation import accepts_json
-from api.problems import invalid_parameter
+from api.problems import ProblemException, invalid_parameter
 from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from api.service import ServiceDep
 from explorer.formats.document import FormatError
 from explorer.formats.request import parse_request
+from explorer.spec.labels import MAX_LABELS, parse_label
 from explorer.spec.target import LOCAL
-from storage.jobs import (
-    InvalidCursorError,
-    Job,
-    JobNotFoundError,
-    JobState,
-    JobSummary,
-    get_job,
-    get_summary,
-    list_jobs,
-)
+from storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
+from storage.listing import InvalidCursorError, JobFilter, list_jobs
+from storage.pruning import JobNotFinishedError, delete_job
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
 
 _HERE = "/v1/explorations"
 _ONE = exploration_path(examples.JOB_ID)
+_LOCATION: dict[str, Any] = {"headers": {"Location": {"description": "The exploration.", "schema": {"type": "string"}}}}
 _ETAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
@@ -48,12 +44,12 @@ def job_id_of(exploration_id: str) -> str:
 JobIdDep = Annotated[str, Depends(job_id_of)]
 
 
-def _job_of(job_id: JobIdDep, service: ServiceDep) -> Job:
-    return get_job(service.database, job_id)
+def _job_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> Job:
+    return get_job(service.database, job_id, owner=caller.sees)
 
 
-def _summary_of(job_id: JobIdDep, service: ServiceDep) -> JobSummary:
-    return get_summary(service.database, job_id)
+def _summary_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> JobSummary:
+    return get_summary(service.database, job_id, owner=caller.sees)
 
 
 JobDep = Annotated[Job, Depends(_job_of)]
@@ -70,13 +66,16 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
     status_code=HTTPStatus.ACCEPTED,
     summary="Submit an exploration",
     responses={
-        202: examples.example(examples.QUEUED, description="Queued")
-        | {"headers": {"Location": {"description": "The exploration.", "schema": {"type": "string"}}}},
+        202: examples.example(examples.QUEUED, description="Queued") | _LOCATION,
+        201: examples.example(examples.ANSWERED, description="Answered at once from what is stored")
+        | _LOCATION
+        | {"model": Exploration},
         **examples.problems(
             _HERE,
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             HTTPStatus.UNPROCESSABLE_ENTITY,
+            HTTPStatus.TOO_MANY_REQUESTS,
         ),
     },
     openapi_extra={
@@ -94,18 +93,27 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
     },
 )
 def submit_exploration(
+    caller: Submitter,
     document: Annotated[dict[str, Any], Depends(_document_of)],
     service: ServiceDep,
     response: Response,
     idempotency_key: Annotated[
         str | None,
         Header(
-            description="The same key with the same request gives the same exploration; with another request, a 422.",
+            description="For 24 hours, the same key of an owner with the same request gives the same exploration; "
+            "with another request, a 422. The key of an exploration that failed or was cancelled is free again.",
             examples=["run-7"],
         ),
     ] = None,
+    priority: Annotated[
+        int, Query(ge=-100, le=100, description="Among the explorations of its owner, the highest is next.")
+    ] = 0,
 ) -> Exploration:
-    """Queue an exploration. A worker will run it."""
+    """Queue an exploration, which a worker will run.
+
+    If the same request has been measured on the hardware and with the versions of a live worker, the exploration has
+    that answer and ends at once: 201. `fresh: true` in the request measures again.
+    """
     if idempotency_key is not None and not re.fullmatch(
         r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?", idempotency_key
     ):
@@ -115,7 +123,9 @@ def submit_exploration(
         raise FormatError(
             [(("target",), f"'{LOCAL}' is a file on somebody's machine; `bexp explore` measures it there")]
         )
-    job, _ = service.queue.enqueue(request, idempotency_key=idempotency_key)
+    job, is_new = service.queue.enqueue(request, idempotency_key=idempotency_key, priority=priority, by=caller)
+    if is_new and job.state.is_final:
+        response.status_code = HTTPStatus.CREATED
     response.headers["Location"] = exploration_path(job.id)
     return Exploration.of_job(job)
 
@@ -130,15 +140,36 @@ def submit_exploration(
 )
 def list_explorations(
     service: ServiceDep,
+    caller: Reader,
     state: Annotated[
         JobState | None, Query(description="List only explorations in this state.", examples=["running"])
+    ] = None,
+    model: Annotated[
+        str | None, Query(max_length=128, description="List only explorations of this model.", examples=["tiny-moe"])
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        Query(
+            max_length=MAX_LABELS,
+            description="List only explorations with this label, `key=value`. Several must all be there.",
+            examples=[["team=search"]],
+        ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
-    """One page of explorations."""
+    """One page of the explorations of the token's owner; with the scope `admin`, of all owners.
+
+    A cursor is a place in the order of submission: no exploration comes twice or is missed because others are added or
+    deleted meanwhile.
+    """
     try:
-        jobs, next_cursor = list_jobs(service.database, state=state, limit=limit, cursor=cursor)
+        labels = [parse_label(text) for text in label or ()]
+    except ValueError as error:
+        raise invalid_parameter("label", str(error)) from None
+    wanted = JobFilter(state, model, tuple(labels), owner=caller.sees)
+    try:
+        jobs, next_cursor = list_jobs(service.database, wanted=wanted, limit=limit, cursor=cursor)
     except InvalidCursorError:
         raise invalid_parameter("cursor", "is not one that this list gave out") from None
     return ExplorationPage(items=[ExplorationSummary.of(job) for job in jobs], next_cursor=next_cursor)
@@ -175,6 +206,31 @@ def get_exploration(
     return Exploration.of_job(job)
 
 
+@router.delete(
+    "/{exploration_id}",
+    status_code=HTTPStatus.NO_CONTENT,
+    summary="Delete an exploration that has ended",
+    responses={
+        204: {"description": "Deleted"},
+        **examples.problems(_ONE, HTTPStatus.NOT_FOUND),
+        **examples.problems(_ONE, HTTPStatus.CONFLICT, **examples.NOT_FINISHED),
+    },
+)
+def delete_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller) -> None:
+    """Delete an exploration with its log, trials, study and run reports. Streams of its log end.
+
+    409 for one that has not ended: cancel it first. Explorations that were answered from it keep their answers.
+    """
+    try:
+        delete_job(service.database, job_id, by=caller)
+    except JobNotFinishedError as error:
+        raise ProblemException(
+            HTTPStatus.CONFLICT,
+            f"The exploration is {error.state}: end it first with POST {exploration_path(job_id)}/cancel.",
+            name="not-finished",
+        ) from None
+
+
 @router.post(
     "/{exploration_id}/cancel",
     status_code=HTTPStatus.ACCEPTED,
@@ -186,8 +242,8 @@ def get_exploration(
         **examples.problems(f"{_ONE}/cancel", HTTPStatus.NOT_FOUND),
     },
 )
-def cancel_exploration(job_id: JobIdDep, service: ServiceDep, response: Response) -> Exploration:
+def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller, response: Response) -> Exploration:
     """End an exploration. One that has ended stays as it is, so the call can be repeated."""
-    job = service.queue.request_cancel(job_id)
+    job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
     return Exploration.of_job(job)

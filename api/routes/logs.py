@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 
 from api import examples
+from api.auth import Reader
 from api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
 from api.problems import invalid_parameter
 from api.resources import EventPage, exploration_path
@@ -55,6 +57,7 @@ async def follow_events(
     request: Request,
     job_id: JobIdDep,
     service: ServiceDep,
+    caller: Reader,
     after: After = 0,
     limit: Annotated[int, Query(ge=1, le=500, description="The most events on a page of JSON.", examples=[100])] = 500,
     last_event_id: Annotated[
@@ -64,20 +67,21 @@ async def follow_events(
     """The log of an exploration.
 
     A server-sent event has the seq as its id, the name of the code as its event, and the event's JSON as its data.
-    The stream ends with the exploration.
+    The stream ends with the exploration, and within seconds after its token was revoked or has expired.
     """
     media_type = choose_media_type(request, (EVENT_STREAM, JSON))
     if last_event_id:
         if re.fullmatch(r"[0-9]{1,10}", last_event_id) is None or int(last_event_id) > _MAX_SEQ:
             raise invalid_parameter("Last-Event-ID", "must be the seq of an event")
         after = int(last_event_id)
-    job = await run_sync(get_summary, service.database, job_id)
+    job = await run_sync(partial(get_summary, service.database, job_id, owner=caller.sees))
     if media_type == JSON:
         page = await run_sync(_read_page, service, job_id, after, limit)
         return Response(page.model_dump_json(), media_type=JSON, headers={"Vary": "Accept"})
     if job.state.is_final and after >= job.last_seq:
         return Response(status_code=HTTPStatus.NO_CONTENT, headers={"Vary": "Accept"})
-    return EventSourceResponse(_server_sent(service, job_id, after), headers={**_LIVE, "Vary": "Accept"})
+    stream = _server_sent(service, request.state.secret, job_id, after)
+    return EventSourceResponse(stream, headers={**_LIVE, "Vary": "Accept"})
 
 
 @router.get(
@@ -93,13 +97,15 @@ async def read_log(
     request: Request,
     job_id: JobIdDep,
     service: ServiceDep,
+    caller: Reader,
     follow: Annotated[bool, Query(description="Stream until the exploration ends.", examples=[True])] = False,
     after: After = 0,
 ) -> StreamingResponse:
     """The log for people: `curl -N '.../log?follow=true'` shows it live."""
     choose_media_type(request, (PLAIN_TEXT,))
-    await run_sync(get_summary, service.database, job_id)
-    return StreamingResponse(_lines(service, job_id, after, follow=follow), media_type=PLAIN_TEXT, headers=_LIVE)
+    await run_sync(partial(get_summary, service.database, job_id, owner=caller.sees))
+    lines = _follow_lines(service, request.state.secret, job_id, after) if follow else _lines(service, job_id, after)
+    return StreamingResponse(lines, media_type=PLAIN_TEXT, headers=_LIVE)
 
 
 def _read_page(service: Service, job_id: str, after: int, limit: int) -> EventPage:
@@ -108,22 +114,25 @@ def _read_page(service: Service, job_id: str, after: int, limit: int) -> EventPa
     return EventPage(items=page, next_cursor=str(page[-1].seq) if len(events) > limit else None)
 
 
-async def _server_sent(service: Service, job_id: str, after: int) -> AsyncIterator[bytes]:
+async def _server_sent(service: Service, secret: str | None, job_id: str, after: int) -> AsyncIterator[bytes]:
     yield format_sse_event(retry=RETRY_MILLISECONDS)
-    async for events in service.feed.follow(job_id, after):
-        yield b"".join(map(_frame, events)) or KEEPALIVE_COMMENT
+    with service.tokens.stream(secret, job_id) as may_continue:
+        async for events in service.feed.follow(job_id, after, may_continue):
+            yield b"".join(map(_frame, events)) or KEEPALIVE_COMMENT
 
 
 def _frame(event: Event) -> bytes:
     return format_sse_event(id=str(event.seq), event=event.code.name.lower(), data_str=event.model_dump_json())
 
 
-async def _lines(service: Service, job_id: str, after: int, *, follow: bool) -> AsyncIterator[str]:
-    if follow:
-        async for events in service.feed.follow(job_id, after):
+async def _follow_lines(service: Service, secret: str | None, job_id: str, after: int) -> AsyncIterator[str]:
+    with service.tokens.stream(secret, job_id) as may_continue:
+        async for events in service.feed.follow(job_id, after, may_continue):
             if events:
                 yield _text(events)
-        return
+
+
+async def _lines(service: Service, job_id: str, after: int) -> AsyncIterator[str]:
     while events := await service.feed.read(job_id, after):
         yield _text(events)
         after = events[-1].seq

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Response
 from sqlalchemy.exc import SQLAlchemyError
 
 from api import examples, metrics
-from api.auth import authorize
+from api.auth import Reader, authorize
 from api.problems import ProblemException
 from api.resources import Health
 from api.service import ServiceDep
@@ -78,6 +78,8 @@ router.add_api_route("/readyz", readyz, methods=["HEAD"], include_in_schema=Fals
         **examples.problems("/metrics", HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.SERVICE_UNAVAILABLE),
     },
 )
-def read_metrics(service: ServiceDep) -> Response:
-    """Explorations by state, the age of the oldest queued one, live workers, trials by outcome, request latency."""
-    return Response(service.metrics.render(service.database, service.feed.num_watchers), media_type=metrics.MEDIA_TYPE)
+def read_metrics(service: ServiceDep, _caller: Reader) -> Response:
+    """Explorations by state, how long they wait and take, workers, trials by outcome, request latency."""
+    troubled = service.supervisor.find_trouble() is not None
+    text = service.metrics.render(service.database, service.feed.num_watchers, is_troubled=troubled)
+    return Response(text, media_type=metrics.MEDIA_TYPE)

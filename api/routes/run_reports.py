@@ -9,12 +9,14 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import ValidationError
 
 from api import bodies, examples
+from api.auth import Submitter
 from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_body
 from api.resources import RunReportPage, RunReportResource, exploration_path
 from api.routes.explorations import SummaryDep
 from api.service import ServiceDep
 from explorer.records.run_report import RunReport
+from explorer.spec.rules import rule_of
 from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
@@ -57,13 +59,17 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
     },
 )
 def report_run(
-    job: SummaryDep, document: Annotated[dict[str, Any], Depends(_document_of)], service: ServiceDep, response: Response
+    _caller: Submitter,
+    job: SummaryDep,
+    document: Annotated[dict[str, Any], Depends(_document_of)],
+    service: ServiceDep,
+    response: Response,
 ) -> RunReportResource:
     """Store what a training run with the recommendation reached. 409 while there is no recommendation."""
     try:
         report = RunReport.model_validate(document)
     except ValidationError as error:
-        problems = [(detail["loc"], detail["msg"]) for detail in error.errors(include_url=False, include_input=False)]
+        problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
         raise invalid_body(problems, "This is no report of a run.") from None
     try:
         stored = insert_run_report(service.database, job.id, report)

@@ -42,7 +42,7 @@ function askForToken() {
   const had = token.get() !== null;
   token.clear();
   loginReason.textContent = had
-    ? "The service does not accept this token. It may have been revoked. Enter another one."
+    ? "The service does not accept this token. It may have been revoked or have expired. Enter another one."
     : "The service asks for a token. `bexp token create NAME` prints one.";
   say("Log in to see explorations.");
   logout.textContent = "Log in";

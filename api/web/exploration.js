@@ -28,7 +28,10 @@ export class ExplorationView {
     this.known = null;
     this.variant = null;
     this.title = el("h1", { tabindex: "-1" });
+    this.isLinked = actions.length > 0; // a report in a file has no other explorations to link to
     this.state = el("p", { class: "state" });
+    this.labels = el("p", { class: "labels" });
+    this.source = el("p", { class: "source" });
     this.trouble = el("p", { class: "trouble", role: "alert" });
     this.answer = el("section", { class: "card", "aria-labelledby": "answer-title" });
     this.variants = el("select", { onchange: () => this.#choose(Number(this.variants.value)) });
@@ -41,7 +44,7 @@ export class ExplorationView {
     this.log = new Log();
     this.trials = new TrialsTable();
     root.replaceChildren(
-      el("header", { class: "page-head" }, el("div", {}, this.title, this.state), el("div", { class: "actions" }, actions)),
+      el("header", { class: "page-head" }, el("div", {}, this.title, this.state, this.labels, this.source), el("div", { class: "actions" }, actions)),
       this.trouble,
       this.answer,
       this.variantLabel,
@@ -107,8 +110,21 @@ export class ExplorationView {
       ` ${trials.length} trials · ${times.filter(Boolean).join(" · ")} · id `,
       el("code", {}, exploration.id),
     );
+    this.labels.replaceChildren(...format.labels(exploration.labels).map((text) => el("span", { class: "label" }, text)));
+    this.#drawSource(exploration.answered_from);
     const trouble = exploration.error ?? exploration.waiting_reason ?? "";
     if (this.trouble.textContent !== trouble) this.trouble.textContent = trouble;
+  }
+
+  /** Say where an answer comes from that was not measured for this exploration. */
+  #drawSource(source) {
+    if (!source || this.source.childElementCount > 0) return;
+    const name = el("code", {}, source.exploration);
+    const link = this.isLinked ? el("a", { href: `#/explorations/${source.exploration}` }, name) : name;
+    this.source.replaceChildren(
+      "Answered from exploration ", link, `, measured ${format.moment(source.measured_at)} for the same request on the same hardware and versions. It has the trials. `,
+      el("code", {}, "fresh: true"), " in the request measures again.",
+    );
   }
 
   /** Offer the variants that have trials, and return the recommendation of the chosen one, if it is known. */

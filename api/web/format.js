@@ -64,3 +64,6 @@ export const isWhole = (candidate) => candidate.attention_backend === "own";
 
 /** The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones. */
 export const expected = (best) => best.whole_model?.tokens_per_second ?? best.tokens_per_second;
+
+/** Labels as `key=value`; a report of an earlier version has none. */
+export const labels = (given) => Object.entries(given ?? {}).map(([key, value]) => `${key}=${value}`);

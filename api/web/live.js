@@ -3,16 +3,17 @@
 import { el, throttle } from "./dom.js";
 import { exportControl } from "./exports.js";
 import { ExplorationView, isFinal } from "./exploration.js";
-import { cancelExploration, followEvents, getExploration, readTrials } from "./service.js";
+import { cancelExploration, deleteExploration, followEvents, getExploration, readTrials } from "./service.js";
 
 const READ_MILLISECONDS = 700;
 
 /** Show the exploration with this id until `signal` is aborted. `shell` shows problems. */
 export async function showExploration(id, root, signal, shell) {
   const cancel = el("button", { type: "button", hidden: true }, "Cancel the exploration");
+  const remove = el("button", { type: "button", hidden: true }, "Delete the exploration");
   const exports = exportControl(id, signal, shell);
   let exploration = await getExploration(id, signal);
-  const view = new ExplorationView(root, [exports, cancel]);
+  const view = new ExplorationView(root, [exports, cancel, remove]);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];
@@ -21,6 +22,7 @@ export async function showExploration(id, root, signal, shell) {
   const show = () => {
     exports.hidden = !exploration.recommendation;
     cancel.hidden = isFinal(exploration) || exploration.cancel_requested;
+    remove.hidden = !isFinal(exploration);
     view.update(exploration, trials, events);
   };
 
@@ -42,6 +44,16 @@ export async function showExploration(id, root, signal, shell) {
     try {
       exploration = await cancelExploration(id);
       show();
+    } catch (error) {
+      shell.report(error, signal);
+    }
+  });
+
+  remove.addEventListener("click", async () => {
+    if (!confirm("Delete this exploration, with its log, trials and run reports? It cannot be undone.")) return;
+    try {
+      await deleteExploration(id);
+      location.hash = "#/";
     } catch (error) {
       shell.report(error, signal);
     }

@@ -51,6 +51,8 @@ export const getExploration = (id, signal) => json(one(id), { signal });
 
 export const cancelExploration = (id) => json(`${one(id)}/cancel`, { method: "POST" });
 
+export const deleteExploration = (id) => send(one(id), { method: "DELETE" });
+
 /** Return the answer in a format of a training framework, as a blob, and the name of its file. */
 export async function exportAnswer(id, format, signal) {
   const query = new URLSearchParams({ format });

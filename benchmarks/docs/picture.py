@@ -1,4 +1,6 @@
-"""Draws docs/images/live-view.svg: the real live view at the end of a search that is replayed on a recorded table.
+"""Draws docs/images/live-view.svg: the terminal near the end of a search that is replayed on a recorded table.
+
+The lines and the live view are those of `bexp explore`; the clock is that of the recording.
 
 python -m benchmarks.docs.picture
 """
@@ -7,20 +9,23 @@ from __future__ import annotations
 
 import io
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from rich.console import Console
+from rich.live import Live
 
+from api.cli.following import LiveOutput
 from api.live import LiveView
 from benchmarks.docs.results import RESULTS, ROOT
 from explorer.records.event import Event, EventCode
 from explorer.search.explore import explore
+from storage.steps import claim_event
 from workers.replay.device import RecordedDevice, VirtualClock
 from workers.replay.recording import Recording
 
 TABLE = RESULTS / "tables" / "olmoe-zipf.jsonl"
 PICTURE = ROOT / "docs" / "images" / "live-view.svg"
-WIDTH = 104
+WIDTH, HEIGHT = 100, 50
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 """Nothing of the picture depends on the moment it was drawn at."""
 
@@ -33,21 +38,27 @@ def main() -> int:
 
 
 def draw() -> str:
-    """The live view as SVG."""
+    """The terminal as SVG, at the last recommendation that was made before whole models are run."""
     recording = Recording.read(TABLE)
-    request = recording.covered_request()
-    view = LiveView("a recording, replayed", request)
-    view.show(Event(seq=1, at=AT, code=EventCode.STARTED, message="started"))
+    request, hardware = recording.covered_request(), recording.header.report.hardware
     clock = VirtualClock()
-    device = RecordedDevice(recording, seed=request.seed, clock=clock)
+    view = LiveView("0123456789abcdef", request, lambda: AT + timedelta(seconds=clock()))
+    console = Console(
+        record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    output = LiveOutput(Live(view, console=console, auto_refresh=False), view)
+    output.show(Event(seq=1, at=AT, **claim_event(1, "recorded", hardware.describe(), "bexp", 0).model_dump()))
     seq = 1
-    for step in explore(request, recording.header.report, device, clock=clock):
+    for step in explore(
+        request, recording.header.report, RecordedDevice(recording, seed=request.seed, clock=clock), clock=clock
+    ):
         for draft in step.events:
+            if draft.code is EventCode.WARNING or draft.code.ends_job:
+                continue
             seq += 1
-            view.show(Event(seq=seq, at=AT, **draft.model_dump()))
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+            output.show(Event(seq=seq, at=AT + timedelta(seconds=clock()), **draft.model_dump()))
     console.print(view)
-    title = f"bexp explore: {request.model.name}, recorded on {recording.header.report.hardware.device_name}"
+    title = f"bexp explore: {request.model.name}, recorded on {hardware.device_name}"
     return console.export_svg(title=title, unique_id="live-view")
 
 

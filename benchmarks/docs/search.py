@@ -163,6 +163,34 @@ def in_flight(results: Row) -> str:
     )
 
 
+def second_job(results: Row) -> str:
+    """A line for each kind of search: what it reuses, its costs, its regret and its calibration."""
+    titles = {
+        "alone": "nothing",
+        "like": "components of layers (another vocabulary, other layers)",
+        "same": "all components",
+    }
+    columns: Columns = {
+        "reused": lambda row: titles[row[0]],
+        "device time to confidence 90: median / p95": lambda row: _seconds(row[1]["seconds_to_confident"]),
+        "trials": lambda row: f"{row[1]['trials_to_confident']['median']:.0f}",
+        "whole search": lambda row: _seconds(row[1]["seconds"]),
+        "regret: median / p95 / max": lambda row: regret(row[1]),
+        "calibration error": lambda row: f"{row[1]['calibration']['expected_calibration_error']:.3f}",
+        "lines >= 90 that are true": lambda row: percent(row[1]["calibration"]["confident_share_true"]),
+    }
+    number = results["all_tables"]["alone"]["num_runs"]
+    return (
+        table(results["all_tables"].items(), columns)
+        + f"\n{number} runs of each on {len(results['tables'])} tables; the earlier job is off by a common factor of "
+        + f"{percent(results['shift_std'])} (standard deviation); replayed on {results['environment']['date'][:10]}.\n"
+    )
+
+
+def _seconds(spread: Row) -> str:
+    return f"{spread['median']:.1f} / {spread['p95']:.1f} s"
+
+
 def cluster(results: Row) -> str:
     """What a second worker brings through Ray, and what Ray costs a trial."""
     speed, cost = results["goals"]["speed_up"], results["goals"]["overhead_seconds"]

@@ -53,6 +53,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "reliability-drawn": partial(of_result, search.reliability, "replay-drawn"),
     "unseen": partial(of_result, search.unseen, "replay-unseen"),
     "in-flight": partial(of_result, search.in_flight, "replay-in-flight"),
+    "second-job": partial(of_result, search.second_job, "replay-second-job"),
     "cluster": partial(of_result, search.cluster, "cpu-cluster"),
     "context-parallel": partial(
         of_result, context_parallel.attention, "h200x4-context-parallel", "h200x8-context-parallel"

@@ -2,13 +2,15 @@
 
     python -m benchmarks.replay tables/*.jsonl --out results/replay.json [--seeds 100] [--processes 2]
     python -m benchmarks.replay tables/*.jsonl --out results/in-flight.json --in-flight 4 [--seeds 100]
+    python -m benchmarks.replay tables/*.jsonl --out results/second-job.json --second-job [--seeds 100]
 
 Every strategy sees the recorded runs of a component, drawn with the run's seed, and is charged the recorded seconds.
 With `--truth drawn` it sees runs that scatter around their mean as separate jobs do, and whole models with a
 composition error (`benchmarks.replay.drawn_truth`). A strategy is charged once for components that several of its
 candidates share. Optuna's samplers run through the product's search, so they stop by the same confidence. `gp` is slow
 and runs on `--gp-seeds` seeds. With `--in-flight` the product's search with one trial at a time is compared with
-several trials at a time, on as many devices.
+several trials at a time, on as many devices. With `--second-job` it is compared with a search that starts from the
+components of an earlier job, on drawn truths.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from benchmarks.environment import describe_environment, write_results
 from benchmarks.replay.in_flight import compare_in_flight, print_in_flight
 from benchmarks.replay.report import print_summary
 from benchmarks.replay.runs import NUM_SEEDLESS, SAMPLERS, SEEDLESS, STRATEGIES, read_truth, run_all
+from benchmarks.replay.second_job import compare_second_job, print_second_job
 from benchmarks.replay.summary import summarize
 from workers.replay.recording import RecordingError
 
@@ -42,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strategies", nargs="+", choices=(*SAMPLERS, *STRATEGIES), default=[*SAMPLERS, *STRATEGIES])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--in-flight", type=int, metavar="N", help="compare N trials in flight with one")
+    parser.add_argument("--second-job", action="store_true", help="compare a search that reuses an earlier job's")
     parser.add_argument(
         "--truth",
         choices=TRUTHS,
@@ -73,6 +77,11 @@ def main(arguments: list[str] | None = None) -> int:
         compared = compare_in_flight(options.tables, options.in_flight, options.seeds, options.processes)
         write_results(options.out, {"environment": describe_environment(), "tables": tables, **compared})
         print_in_flight(compared)
+        return 0
+    if options.second_job:
+        compared = compare_second_job(options.tables, options.seeds, options.processes)
+        write_results(options.out, {"environment": describe_environment(), "tables": tables, **compared})
+        print_second_job(compared)
         return 0
     seeds = dict.fromkeys(options.strategies, options.seeds)
     seeds |= {name: min(NUM_SEEDLESS, options.seeds) for name in SEEDLESS & seeds.keys()}

@@ -12,6 +12,7 @@ from explorer.formats.document import Location, Problem
 from explorer.spec.base import RuleError
 from explorer.spec.options import MAX_MICRO_BATCH_SIZE
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.rules import rule_of
 from explorer.spec.spelling import did_you_mean
 from explorer.spec.training import Sharding
 
@@ -58,7 +59,7 @@ def relocate(native: Location, sources: Mapping[Location, Location]) -> Location
 def _simplify(detail: ErrorDetails) -> tuple[Location, str]:
     """Return the field of an error, without the names that pydantic gives the members of a union, and the rule."""
     location: Location = detail["loc"]
-    message = "is missing" if detail["type"] == "missing" else detail["msg"].removeprefix("Value error, ")
+    message = "is missing" if detail["type"] == "missing" else rule_of(detail)
     if location[:1] == ("num_csx",):
         location = ("num_devices", *location[1:])
     if location[:2] == SIZES:

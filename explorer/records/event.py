@@ -25,6 +25,8 @@ class EventCode(IntEnum):
     RESUMED = 106
     VARIANT = 107
     REAL_RUNS = 108
+    REUSED = 109
+    ANSWERED = 110
     TRIAL = 201
     RECOMMENDATION = 202
     WHOLE_MODEL = 203
@@ -39,7 +41,7 @@ class EventCode(IntEnum):
 
     @property
     def ends_job(self) -> bool:
-        """Whether this is the last event of a job."""
+        """Whether this is the last event of a job, unless the job is resumed."""
         return self >= EventCode.SUCCEEDED
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from explorer.cost_model.step import MemoryParts
+from explorer.records.earlier_runs import ReusedComponents
 from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
@@ -71,6 +72,9 @@ class DividingCandidate(Frozen):
     whole_model: WholeModelCheck | None = Field(None, description="Null if it was not run as a whole model.")
     composed_tokens_per_second: float | None = Field(
         None, description="Composed of the measured components alone; null in an answer of an earlier version."
+    )
+    reused: ReusedComponents | None = Field(
+        None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
 
 
@@ -144,6 +148,9 @@ class Recommendation(Frozen):
     composed_tokens_per_second: float | None = Field(
         None, description="Composed of the measured components alone; null in an answer of an earlier version."
     )
+    reused: ReusedComponents | None = Field(
+        None, description="Components that earlier explorations measured; null if this one measured all that it used."
+    )
 
     @property
     def expected_tokens_per_second(self) -> float:
@@ -186,6 +193,11 @@ class VariantAnswer(Frozen):
     recommendation: Recommendation | None
     reason: str | None = None
     remedies: tuple[Relaxation, ...] = ()
+    completed_target: int | None = Field(
+        None,
+        description="The confidence target of a search that ended by its own rule; null if its budget or failing "
+        "trials ended it.",
+    )
 
     @classmethod
     def without_model(cls, reason: str) -> VariantAnswer:
@@ -203,3 +215,17 @@ class Answer(Frozen):
     def recommendation(self) -> Recommendation | None:
         """The recommendation of the main variant."""
         return self.variants[0].recommendation
+
+    @property
+    def serves_up_to(self) -> int | None:
+        """The highest confidence target of a request that this answers; null if a variant has no recommendation.
+
+        A search that ended by its own rule serves what asked for it, although whole models may have lowered the
+        confidence after it.
+        """
+        found = []
+        for variant in self.variants:
+            if variant.recommendation is None:
+                return None
+            found.append(max(variant.recommendation.confidence, variant.completed_target or 0))
+        return min(found)

@@ -82,7 +82,10 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
         return _without_fit(context, answer)
     recommendation = yield from VariantSearch(context, space, log).run()
     if recommendation is not None:
-        return answer.model_copy(update={"recommendation": recommendation})
+        history, groups = context.history, context.num_query_groups
+        cut_short = history.exhausted(context.index) or history.is_hopeless(groups)
+        target = None if cut_short else context.request.budget.confidence_target
+        return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
     return _without_recommendation(context, answer)
 
 

@@ -14,6 +14,7 @@ from explorer.records.trial import Trial
 from explorer.search.batch_division import accumulate
 from explorer.search.candidate_posterior import confidence_score
 from explorer.search.choices import dividing_batch_sizes, memory_choices
+from explorer.search.earlier_check import describe_reused
 from explorer.search.reported_runs import describe_reported
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
@@ -90,6 +91,7 @@ def build_recommendation(
             *_predictions(state, references),
             *_doubts(request, runner_up),
             *([describe_reported(state.reported)] if state.reported else []),
+            *([] if state.reused is None else [describe_reused(state.reused)]),
             *_slow_head(state, best.row),
             *(_shortfall(request, confidence_score(best.confidence)) if out_of_budget else ()),
         ),
@@ -99,6 +101,7 @@ def build_recommendation(
         headroom=request.headroom,
         memory_choices=memory_choices(state) if final else (),
         composed_tokens_per_second=state.seconds(best.row).tokens_per_second,
+        reused=state.reused,
     )
 
 

@@ -14,6 +14,7 @@ from optuna.study import Study
 from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
 from explorer.cost_model.components import Component
 from explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
+from explorer.records.earlier_runs import EarlierRuns, ReusedComponents
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from explorer.search.candidate_posterior import (
@@ -24,6 +25,7 @@ from explorer.search.candidate_posterior import (
     wanted_components,
 )
 from explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughput
+from explorer.search.earlier_check import ComponentReuse, choose_check
 from explorer.search.feasibility import Failures
 from explorer.search.optuna_trials import read_measurement
 from explorer.search.preference import recommended_position
@@ -33,6 +35,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.reported_run import ReportedRun
 from explorer.spec.request import ExplorationRequest
+from explorer.surrogate.ageing import age_run
 from explorer.surrogate.gaussian_process import Surrogate
 from explorer.surrogate.observations import ObservationLog
 from explorer.surrogate.whole_model_error import CompositionErrors, ReportedError, WholeModelRun
@@ -46,6 +49,8 @@ MATTERS = 0.25
 """Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""
 FIRST = 0
 """The number of a trial that has none."""
+SOUND = frozenset({Outcome.OK, Outcome.CONTAMINATED})
+"""Outcomes of a trial that ran to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,8 @@ class SearchState:
     It depends on the seed and the set of trials, not on their order, so a resumed exploration goes the way it would
     have gone. `legal` marks the rows of the table that may be recommended; other rows (a base outside the space) are
     only predicted. `reported` real runs of candidates in the table show the composition's error. If they needed more
-    memory than composed, `limit_bytes` is lower by as much.
+    memory than composed, `limit_bytes` is lower by as much. `earlier` runs of components are observations with a wider
+    error; `reuse` says how they are checked, and is null if there are none in the table.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class SearchState:
         request: ExplorationRequest,
         hardware: HardwareSpec,
         reported: Sequence[ReportedRun] = (),
+        earlier: EarlierRuns | None = None,
     ) -> None:
         self.table = table
         self.request = request
@@ -86,13 +93,15 @@ class SearchState:
         self._reported_errors = [ReportedError(table.row[run.candidate], run.log_error) for run in self.reported]
         self._memory_errors = MemoryErrors(len(table.candidates), NUM_SAMPLES, rng)
         self._whole_models: dict[int, WholeModelRun] = {}
-        self._log = ObservationLog()
+        usable = [] if earlier is None else [run for run in earlier.runs if run.measurement.component in table.column]
+        self._log = ObservationLog([age_run(run, hardware.device_kind) for run in usable])
         self._failures = Failures()
         self._learnt: set[int] = set()
         self._pending: dict[int, Suggestion] = {}
         self._expected: frozenset[Component] = frozenset()
         self._expecting: SearchState | None = None
-        self._refresh()
+        self._update(bool(usable), refresh=True)
+        self.reuse = self._begin_reuse(earlier) if earlier is not None and usable else None
 
     # -- learning ------------------------------------------------------------------------------------------------
 
@@ -115,6 +124,7 @@ class SearchState:
                 self._expecting = None
             measured = self._log.add(number, measurement.components) or measured
             self._failures.learn(measurement)
+            measured = self._judge_reuse(failed=measurement.outcome not in SOUND) or measured
         self._update(measured, refresh=before != self._num_troubles())
 
     def learn_shared(self, found: Iterable[tuple[int, Sequence[ComponentMeasurement]]]) -> None:
@@ -123,6 +133,7 @@ class SearchState:
         for number, components in found:
             shared = [m for m in components if m.component in self.table.column]
             measured = self._log.add(number, shared) or measured
+        measured = self._judge_reuse(failed=False) or measured
         self._update(measured, refresh=before != self._num_troubles())
 
     def learn_whole_model(self, candidate: Candidate, tokens_per_second: float, standard_error: float) -> None:
@@ -299,10 +310,37 @@ class SearchState:
             row, left, again=all(self._log.count(c) for c in left), reason="the last run was contaminated"
         )
 
+    @property
+    def reused(self) -> ReusedComponents | None:
+        """What is known from earlier explorations alone; null if that is nothing."""
+        return None if self.reuse is None else self.reuse.describe(len(self._log.earlier))
+
     # -- internals -----------------------------------------------------------------------------------------------
 
     def _recommended_position(self) -> int | None:
         return recommended_position(self.posterior, self._memory.required_C, self.request)
+
+    def _begin_reuse(self, earlier: EarlierRuns) -> ComponentReuse | None:
+        """Choose how earlier components are checked; forget them if that is not worth it. Nothing else is known yet."""
+        rows = np.flatnonzero(self._legal_C & self._open_C & self._memory.fits_C)
+        position = self._recommended_position()
+        preferred = None if position is None else int(self.posterior.rows[position])
+        found = self._log.earlier
+        check = choose_check(self.table, self.surrogate, found, rows, preferred)
+        if check is not None:
+            return ComponentReuse(earlier, check, len(found))
+        self._log.drop_earlier()
+        self._update(True)
+        return None
+
+    def _judge_reuse(self, *, failed: bool) -> bool:
+        """Decide whether earlier components are reused, once that is possible; returns whether they are dropped."""
+        if self.reuse is None or self.reuse.is_decided:
+            return False
+        self.reuse.judge(self._log, failed=failed)
+        if self.reuse.is_dropped:
+            self._log.drop_earlier()
+        return self.reuse.is_dropped
 
     def _num_troubles(self) -> tuple[int, int]:
         return len(self._failures), self._log.num_contaminated

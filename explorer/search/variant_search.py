@@ -10,6 +10,7 @@ from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind
 from explorer.search.candidate_study import CandidateStudy, make_sampler
 from explorer.search.choices import find_dividing
+from explorer.search.earlier_check import ignored_event
 from explorer.search.event_messages import (
     answer_changed_event,
     base_event,
@@ -57,13 +58,17 @@ class VariantSearch:
         self._base: Candidate | None = None
         report = context.report
         self._state = SearchState(
-            space.table, space.legal.candidates, context.request, report.hardware, report.reported_runs
+            space.table, space.legal.candidates, context.request, report.hardware, report.reported_runs, report.earlier
         )
         if self._state.reported and not context.trials:
             log.add(reported_event(self._state.reported))
+        if report.earlier.num_ignored and context.is_main and not context.trials:
+            log.add(ignored_event(report.earlier))
         sampler = make_sampler(context.request.sampler, self._state)
         self._study = CandidateStudy(self._state, sampler, context.trials)
         self._state.learn_shared((t.number, t.measurement.components) for t in self._history.trials)
+        self._reuse = self._state.reuse
+        self._is_reuse_told = self._reuse is None or self._reuse.is_decided
         self._scheduler = TrialScheduler(context, self._state, self._study)
         self._whole_models = WholeModels(self._state, self._history, context.index)
 
@@ -73,6 +78,7 @@ class VariantSearch:
         Each `Progress` is stored before the next is asked for.
         """
         self._context.copy_study(self._context.study_name, self._study.study)
+        yield from self._check_earlier()
         yield from self._find_base()
         yield from self._finish_contaminated()
         while True:
@@ -89,6 +95,12 @@ class VariantSearch:
 
     # -- phases --------------------------------------------------------------------------------------------------
 
+    def _check_earlier(self) -> Iterator[Progress]:
+        """Measure a few components again that earlier explorations measured, before the others are trusted."""
+        if self._reuse is not None and not self._reuse.is_decided:
+            check = self._reuse.check
+            yield from self._run(Suggestion(check.row, check.components, reason="a check of earlier measurements"))
+
     def _find_base(self) -> Iterator[Progress]:
         """Measure the bases in order of preference, until one fits."""
         yield from self._measure_communication()
@@ -99,7 +111,8 @@ class VariantSearch:
             if self._state.is_known(row) and self._state.is_open(row) and self._state.fits(row):
                 self._base = candidate
                 break
-        if self._base is None and all(t.candidate in self._bases for t in self._context.trials):
+        checked = None if self._reuse is None else self._table.candidates[self._reuse.check.row]
+        if self._base is None and all(t.candidate in {*self._bases, checked} for t in self._context.trials):
             self._log.add(no_base_event())
         self._log.resume(self._recommend())
 
@@ -180,13 +193,26 @@ class VariantSearch:
         """Yield a trial that has ended. Once it is stored, tell it to the study and copy the study."""
         trial, suggestion = completed.trial, completed.asked.suggestion
         events = [trial_event(trial, suggestion, trial.seconds)]
-        ok, candidate = trial.measurement.outcome is Outcome.OK, trial.candidate
-        if self._base is None and ok and candidate in self._bases and self._state.is_known(suggestion.row):
-            self._base = candidate
-            events.append(base_event(candidate, is_plainest=candidate == self._plainest))
+        if self._reuse is not None and self._reuse.is_decided and not self._is_reuse_told:
+            self._is_reuse_told = True
+            events.append(self._reuse.event())
+        if self._base is None and self._is_reuse_told and (base := self._known_base()) is not None:
+            self._base = base
+            events.append(base_event(base, is_plainest=base == self._plainest))
         yield self._log.step(trial, events, self._recommend())
         self._study.tell(completed.asked, trial)
         self._context.copy_study(self._context.study_name, self._study.study)
+
+    def _known_base(self) -> Candidate | None:
+        """The first base that fits, if it is measured in full; null if one before it may fit and is not measured."""
+        for candidate in self._bases:
+            row = self._table.row[candidate]
+            if self._state.is_open(row):
+                if not self._state.is_known(row):
+                    return None
+                if self._state.fits(row):
+                    return candidate
+        return None
 
     def _run_whole_model(self, check: NextCheck) -> Iterator[Progress]:
         """Run a whole model and learn from it."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from explorer.records.earlier_runs import EarlierRuns
 from explorer.spec.base import Frozen
 from explorer.spec.model import DType
 from explorer.spec.parts import ModelParts
@@ -97,6 +98,9 @@ class DeviceReport(Frozen):
     refusal: str | None = Field(None, description="Why the target cannot measure this model here.")
     reported_runs: tuple[ReportedRun, ...] = Field(
         (), description="What real runs with this model on such a device had reached when the exploration began."
+    )
+    earlier: EarlierRuns = Field(
+        EarlierRuns(), description="Components that may be reused, as they were known when the exploration began."
     )
 
     @classmethod

@@ -10,6 +10,7 @@ from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
 from explorer.spec.execution import Execution, Kernels
+from explorer.spec.labels import Labels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import (
     BackendName,
@@ -116,12 +117,20 @@ class RequestFields(Frozen):
         "are expected to be within the tolerance of it.",
     )
     budget: Budget = Budget()
+    fresh: bool = Field(
+        False,
+        description="Measure everything again. False: measurements of earlier explorations on the same hardware and "
+        "versions may be used.",
+    )
     verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
     sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
         "bexp",
         description="The Optuna sampler that suggests trials: our own, or a stock one to compare with. Recommendation "
         "and confidence are computed alike for all.",
+    )
+    labels: Labels = Field(
+        default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."
     )
 
     notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(

@@ -96,13 +96,26 @@ class ComponentObservations:
 class ObservationLog:
     """The runs of every component, by the trial that made them, so that a trial that is read twice counts once.
 
-    Contaminated runs are counted and not kept.
+    Contaminated runs are counted and not kept. The `earlier` runs of a component, which other explorations made, count
+    until it is measured by a trial.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Sequence[ComponentMeasurement] = ()) -> None:
         self._by_trial: dict[Component, dict[int, ComponentMeasurement]] = {}
-        self._runs: dict[Component, ComponentObservations] = {}
         self._contaminated: dict[Component, set[int]] = {}
+        grouped: dict[Component, tuple[ComponentMeasurement, ...]] = {}
+        for measurement in earlier:
+            grouped[measurement.component] = (*grouped.get(measurement.component, ()), measurement)
+        self._runs = {component: ComponentObservations(runs) for component, runs in grouped.items()}
+
+    @property
+    def earlier(self) -> dict[Component, ComponentObservations]:
+        """The runs of other explorations that count."""
+        return {component: runs for component, runs in self._runs.items() if component not in self._by_trial}
+
+    def drop_earlier(self) -> None:
+        """Forget the runs of other explorations."""
+        self._runs = {component: runs for component, runs in self._runs.items() if component in self._by_trial}
 
     def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> bool:
         """Keep what trial number `trial` measured; returns whether it has a new run that is not contaminated."""
@@ -128,6 +141,10 @@ class ObservationLog:
         """How often a component was measured, contaminated runs apart."""
         found = self._runs.get(component)
         return len(found.runs) if found else 0
+
+    def count_own(self, component: Component) -> int:
+        """How often this exploration itself measured a component, contaminated runs apart."""
+        return len(self._by_trial.get(component, ()))
 
     def count_contaminated(self, component: Component) -> int:
         """How many runs of a component were contaminated."""

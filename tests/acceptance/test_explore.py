@@ -6,19 +6,24 @@ import json
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
-from storage.jobs import JobState, get_job, list_jobs
+from storage.jobs import JobState, get_job
+from storage.listing import list_jobs
 from storage.queue import Queue
 from storage.schema import upgrade
 from tests.acceptance.conftest import TINY, Machine, await_gone, profilers_of, wait_for
 
 pytestmark = pytest.mark.slow
 
+TABLES = Path(__file__).parents[2] / "benchmarks"
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
 RECOMMENDATION = re.compile(
     r"BEXP202 \d\d:\d\d:\d\d GMT  Current recommended micro_batch_size: (\d+), "
@@ -74,6 +79,21 @@ def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine, open_url: Ca
     await_gone(children, 0)
     assert states(open_url(machine.database_url)) == [JobState.CANCELLED]
     assert "Traceback" not in machine.err(command)
+    assert "` goes on where it stopped" in machine.err(command)
+
+
+def test_an_exploration_that_was_stopped_is_resumed_by_a_worker_of_the_command(
+    machine: Machine, open_url: Callable[[str], Database]
+) -> None:
+    database = open_url(machine.database_url)
+    upgrade(database)
+    queue = Queue(database)
+    job, _ = queue.enqueue(parse_request(load_document((TABLES / "tables/olmoe-zipf.yaml").read_text())))
+    queue.request_cancel(job.id)
+    printed = machine.run("resume", "latest", "--device", f"replay:{TABLES / 'results/tables/olmoe-zipf.jsonl'}")
+    assert re.findall(r"^BEXP([14]\d\d)", printed, re.MULTILINE) == ["101", "404", "101", "102", "103", "104", "401"]
+    assert f"bexp best {job.id} --format NAME" in printed
+    machine.run("resume", job.id, code=2)  # it has succeeded
 
 
 def test_a_killed_command_takes_worker_and_profiler_with_it(

@@ -99,7 +99,8 @@ def test_beyond_loopback_a_token_is_asked_for(machine: Machine) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_a_cancelled_job_stops(machine: Machine, client: Client) -> None:
-    config = machine.configure(micro_batch_size="explore", bta={}, budget={"max_seconds": 40, "confidence_target": 99})
+    budget = {"max_seconds": 40, "confidence_target": 99}
+    config = machine.configure(micro_batch_size="explore", bta={}, budget=budget, fresh=True)
     job_id = machine.run("submit", config, "--device", "cpu").strip()
     first = start_worker(machine)
     wait_for(lambda: num_trials(client, job_id) >= 2, 40, "two trials")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import uvicorn
@@ -24,12 +24,20 @@ from tests.contracts.samples import make_report, make_request
 
 @pytest.fixture
 def settings(sqlite_url: str) -> ServiceSettings:
-    return ServiceSettings(sqlite_url, poll_seconds=0.02, waiting_check_seconds=60.0)
+    return ServiceSettings(sqlite_url, poll_seconds=0.02, waiting_check_seconds=60.0, token_check_seconds=0.02)
 
 
 @pytest.fixture
 def client(settings: ServiceSettings) -> Iterator[TestClient]:
     with TestClient(create_app(settings), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture
+def guarded(settings: ServiceSettings) -> Iterator[TestClient]:
+    """An application that other machines reach, under whatever name."""
+    app = create_app(replace(settings, require_token=True))
+    with TestClient(app, base_url="http://bexp.example.org", raise_server_exceptions=False) as client:
         yield client
 
 

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import time
 
 import pytest
 from fastapi.testclient import TestClient
 
-from api.app import create_app
 from api.examples import REQUEST
 from api.settings import ServiceSettings
 from storage.database import Database
@@ -17,24 +15,19 @@ PROTECTED = [
     ("GET", "/v1/explorations"),
     ("POST", "/v1/explorations"),
     ("GET", "/v1/explorations/0"),
+    ("DELETE", "/v1/explorations/0"),
     ("POST", "/v1/explorations/0/cancel"),
+    ("POST", "/v1/explorations/0/resume"),
     ("GET", "/v1/explorations/0/events"),
     ("GET", "/v1/explorations/0/log"),
     ("GET", "/v1/explorations/0/recommendation"),
     ("GET", "/v1/explorations/0/trials"),
     ("GET", "/v1/explorations/0/run-reports"),
     ("POST", "/v1/explorations/0/run-reports"),
+    ("GET", "/v1/workers"),
     ("GET", "/v1/schema"),
     ("GET", "/metrics"),
 ]
-
-
-@pytest.fixture
-def guarded(settings: ServiceSettings) -> Iterator[TestClient]:
-    """An application that other machines reach, under whatever name."""
-    app = create_app(replace(settings, require_token=True))
-    with TestClient(app, base_url="http://bexp.example.org", raise_server_exceptions=False) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
@@ -56,12 +49,15 @@ def test_health_is_open(guarded: TestClient) -> None:
     assert guarded.get("/readyz").status_code == 200
 
 
-def test_a_token_opens_until_it_is_revoked(guarded: TestClient, sqlite_database: Database) -> None:
+def test_a_token_opens_until_it_is_revoked(
+    guarded: TestClient, sqlite_database: Database, settings: ServiceSettings
+) -> None:
     secret = create_token(sqlite_database, "ci")
     for scheme in ("Bearer", "bearer"):
         headers = {"Authorization": f"{scheme} {secret}"}
         assert guarded.post("/v1/explorations", json=REQUEST, headers=headers).status_code == 202
     revoke_token(sqlite_database, "ci")
+    time.sleep(settings.token_check_seconds)
     response = guarded.get("/v1/explorations", headers=headers)
     assert_problem(response, 401)
     assert "invalid_token" in response.headers["WWW-Authenticate"]

@@ -20,7 +20,7 @@ from api.examples import REQUEST
 from api.routes import explorations
 from api.settings import ServiceSettings
 from storage.database import Database, DatabaseLimits, open_database
-from storage.events import read_events
+from storage.events import read_last_seqs
 from storage.jobs import Job
 from storage.queue import Queue
 from tests.api.conftest import wait_until
@@ -86,12 +86,12 @@ def test_events_go_on_after_a_pool_of_connections_was_exhausted(
     feed = client.app.state.service.feed  # type: ignore[attr-defined]  # of the application that the client holds
     faults = [sa.exc.TimeoutError(), RuntimeError("anything")]
 
-    def fail_twice(database: Database, job_id: str, *, after: int = 0, limit: int = 500) -> object:
-        if limit == 1 and faults:
+    def fail_twice(database: Database, job_ids: list[str]) -> dict[str, int]:
+        if faults:
             raise faults.pop()
-        return read_events(database, job_id, after=after, limit=limit)
+        return read_last_seqs(database, job_ids)
 
-    monkeypatch.setattr("api.streams.read_events", fail_twice)
+    monkeypatch.setattr("api.streams.read_last_seqs", fail_twice)
 
     def cancel() -> None:
         wait_until(lambda: feed.num_watchers > 0)

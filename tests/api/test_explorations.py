@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import time
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -11,10 +12,13 @@ from api.examples import REQUEST
 from api.routes.explorations import list_explorations
 from storage.jobs import Job, JobState
 from storage.leases import Lease
+from storage.owners import LOCAL
 from storage.queue import Queue
 from storage.tables import jobs
+from tests.api.conftest import Served, wait_until
+from tests.api.test_logs import follow
 from tests.api.test_submissions import assert_problem
-from tests.contracts.samples import make_progress, make_request
+from tests.contracts.samples import make_progress, make_report, make_request
 
 EXPLORATIONS = "/v1/explorations"
 
@@ -38,6 +42,68 @@ def test_explorations_are_listed_by_state(client: TestClient, queue: Queue, leas
     assert [item["id"] for item in running] == [lease.job_id]
     assert [item["id"] for item in client.get(f"{EXPLORATIONS}?state=queued").json()["items"]] == [queued.id]
     assert client.get(f"{EXPLORATIONS}?state=failed").json()["items"] == []
+
+
+def test_explorations_are_listed_by_label_model_and_state(client: TestClient, queue: Queue, lease: Lease) -> None:
+    def submit(name: str, labels: dict[str, str]) -> str:
+        document = REQUEST | {"model": REQUEST["model"] | {"name": name}, "labels": labels}
+        submitted: str = client.post(EXPLORATIONS, json=document).json()["id"]
+        return submitted
+
+    both = submit("a", {"team": "search", "run": "x=1 & é"})
+    one = submit("a", {"team": "search"})
+    other = submit("b", {"team": "ads"})
+
+    def listed(**query: str | list[str]) -> list[str]:
+        items = client.get(EXPLORATIONS, params=query).json()["items"]
+        return [item["id"] for item in items]
+
+    assert listed(label="team=search") == [one, both]
+    assert listed(label=["team=search", "run=x=1 & é"]) == [both]
+    assert listed(label=["team=search", "team=ads"]) == []
+    assert listed(model="a") == [one, both]
+    assert listed(model="b", label="team=ads", state="queued") == [other]
+    assert listed(model="b", state="running") == []
+    assert lease.job_id in listed()
+    (item,) = client.get(EXPLORATIONS, params={"model": "b"}).json()["items"]
+    assert item["labels"] == {"team": "ads"}
+    assert client.get(f"{EXPLORATIONS}/{both}").json()["labels"] == {"team": "search", "run": "x=1 & é"}
+
+
+def test_a_cursor_stays_good_while_explorations_come_and_go(client: TestClient, queue: Queue) -> None:
+    labels = {"team": "search"}
+    ids = [queue.enqueue(make_request(labels=labels))[0].id for _ in range(5)]
+    query = {"label": "team=search", "limit": "2"}
+    first = client.get(EXPLORATIONS, params=query).json()
+    queue.enqueue(make_request(labels=labels))
+    for job_id in (ids[3], ids[2]):  # the last of that page, at which the cursor points, and the first of the next
+        queue.request_cancel(job_id)
+        assert client.delete(f"{EXPLORATIONS}/{job_id}").status_code == 204
+    second = client.get(EXPLORATIONS, params=query | {"cursor": first["next_cursor"]}).json()
+    assert [item["id"] for item in (*first["items"], *second["items"])] == [ids[4], ids[3], ids[1], ids[0]]
+    assert second["next_cursor"] is None
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"": "v"},
+        {"-a": "v"},
+        {"a b": "v"},
+        {"a" * 64: "v"},
+        {"a": ""},
+        {"a": " v"},
+        {"a": "v" * 129},
+        {"a": "one\ntwo"},
+        {"a": 7},
+        {f"k{i}": "v" for i in range(17)},
+        ["a"],
+    ],
+)
+def test_labels_have_limits(client: TestClient, labels: Any) -> None:
+    response = client.post(EXPLORATIONS, json=REQUEST | {"labels": labels})
+    assert_problem(response, 422)
+    assert response.json()["errors"][0]["field"].startswith("labels")
 
 
 def test_no_list_and_no_event_reads_a_stored_document(
@@ -67,7 +133,7 @@ def test_a_list_of_200_is_written_in_30_milliseconds(client: TestClient, queue: 
     seconds = []
     for _ in range(5):
         start = time.thread_time()
-        page = list_explorations(service, state=None, limit=200, cursor=None)
+        page = list_explorations(service, LOCAL, state=None, limit=200, cursor=None)
         page.__pydantic_serializer__.to_json(page)
         seconds.append(time.thread_time() - start)
         assert len(page.items) == 200
@@ -89,6 +155,12 @@ EDGES = [
         ("limit=x", "limit"),
         ("limit=NaN", "limit"),
         ("state=done", "state"),
+        ("model=" + "m" * 129, "model"),
+        ("label=team", "label"),
+        ("label=team=", "label"),
+        ("label=%3Da", "label"),
+        ("label=a%00=b", "label"),
+        ("&".join(f"label=k{i}=v" for i in range(17)), "label"),
         ("cursor=%00", "cursor"),
         ("cursor=abc", "cursor"),
         ("cursor=%ff", "cursor"),
@@ -139,11 +211,57 @@ def test_cancelling_a_running_exploration_asks_its_worker(client: TestClient, qu
     assert client.post(f"{EXPLORATIONS}/{lease.job_id}/cancel").status_code == 200
 
 
+def test_what_has_ended_can_be_deleted_with_all_that_belongs_to_it(
+    client: TestClient, queue: Queue, lease: Lease
+) -> None:
+    here = f"{EXPLORATIONS}/{lease.job_id}"
+    response = client.delete(here)
+    assert_problem(response, 409)
+    assert response.json()["type"] == "urn:bexp:problem:not-finished"
+    assert f"{here}/cancel" in response.json()["detail"]
+    queue.record(lease, make_progress(0))
+    queue.finish(lease, JobState.FAILED)
+    assert client.delete(here).status_code == 204
+    for path in ("", "/events", "/log", "/trials", "/recommendation", "/run-reports"):
+        assert_problem(client.get(f"{here}{path}"), 404)
+    assert_problem(client.delete(here), 404)
+    assert client.get(EXPLORATIONS).json()["items"] == []
+
+
+def test_a_stream_ends_when_its_exploration_is_deleted(served: Served, queue: Queue, lease: Lease) -> None:
+    with follow(served, f"{lease.job_id}/log?follow=true&after=2") as (_, lines):
+        wait_until(lambda: served.num_watchers == 1)
+        with queue.database.begin() as connection:  # ended and deleted between two looks of the stream
+            connection.execute(sa.delete(jobs))
+        assert list(lines) == []
+
+
 def test_cancelling_changes_nothing_after_the_end(client: TestClient, queue: Queue, lease: Lease) -> None:
     queue.finish(lease, JobState.SUCCEEDED)
     response = client.post(f"{EXPLORATIONS}/{lease.job_id}/cancel")
     assert response.status_code == 200
     assert response.json()["state"] == "succeeded"
+
+
+def test_a_cancelled_exploration_is_resumed_and_a_finished_one_is_not(
+    client: TestClient, queue: Queue, lease: Lease
+) -> None:
+    path = f"{EXPLORATIONS}/{lease.job_id}"
+    queue.finish(lease, JobState.CANCELLED)
+    for _ in range(2):
+        response = client.post(f"{path}/resume")
+        assert (response.status_code, response.json()["state"]) == (202, "queued")
+    fingerprint = make_report().hardware.fingerprint
+    claim = queue.claim("again", device_kind="cpu", num_devices=1, fingerprint=fingerprint)
+    assert claim is not None
+    queue.finish(claim.lease, JobState.SUCCEEDED)
+    response = client.post(f"{path}/resume")
+    assert (response.status_code, response.json()["type"]) == (409, "urn:bexp:problem:finished")
+    events = client.get(f"{path}/events").text  # the stream goes on after the first end
+    assert [name for name in ("event: cancelled", "event: succeeded") if name in events] == [
+        "event: cancelled",
+        "event: succeeded",
+    ]
 
 
 @pytest.mark.parametrize("job_id", ["0" * 16, "x", "..", "%00", "%ff", "%F0%9F%90%88", "a" * 500, "1;drop"])
@@ -154,7 +272,7 @@ def test_an_unknown_exploration_is_not_found(client: TestClient, job_id: str, pa
 
 def test_other_methods_and_paths_are_refused_in_the_same_shape(client: TestClient, job: Job) -> None:
     assert_problem(client.post(f"{EXPLORATIONS}/{'0' * 16}/cancel"), 404)
-    response = client.delete(f"{EXPLORATIONS}/{job.id}")
+    response = client.put(f"{EXPLORATIONS}/{job.id}")
     assert_problem(response, 405)
     assert "GET" in response.headers["Allow"]
     assert_problem(client.get("/v2"), 404)

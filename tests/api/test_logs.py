@@ -16,7 +16,8 @@ from fastapi.testclient import TestClient
 
 from api.settings import ServiceSettings
 from explorer.records.event import Event, EventCode, EventDraft, Progress, recommendation_event
-from storage.events import read_events
+from storage.database import Database
+from storage.events import read_events, read_last_seqs
 from storage.jobs import Job, JobState
 from storage.leases import Lease
 from storage.queue import Queue
@@ -186,15 +187,19 @@ def test_a_client_that_leaves_is_noticed_though_nothing_happens(served: Served, 
     wait_until(lambda: served.num_watchers == 0)
 
 
-def test_watchers_of_one_job_share_its_poll(
+def test_watchers_of_one_job_share_its_polls_and_its_pages(
     served: Served, queue: Queue, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    polled: list[str] = []
+    polled: list[list[str]] = []
+    read: list[str] = []
 
-    def count(*arguments: Any, limit: int, **options: Any) -> list[Event]:
-        if limit == 1:
-            polled.append(arguments[1])
-        return read_events(*arguments, limit=limit, **options)
+    def count_polls(database: Database, job_ids: list[str]) -> dict[str, int]:
+        polled.append(job_ids)
+        return read_last_seqs(database, job_ids)
+
+    def count_reads(*arguments: Any, **options: Any) -> list[Event]:
+        read.append(arguments[1])
+        return read_events(*arguments, **options)
 
     counts: list[int] = []
 
@@ -206,14 +211,17 @@ def test_watchers_of_one_job_share_its_poll(
     for thread in threads:
         thread.start()
     wait_until(lambda: served.num_watchers == 8)
-    monkeypatch.setattr("api.streams.read_events", count)
+    monkeypatch.setattr("api.streams.read_last_seqs", count_polls)
+    monkeypatch.setattr("api.streams.read_events", count_reads)
     time.sleep(0.5)
-    # A tick of 0.02 s polls the one job once.
-    assert 1 <= len(polled) <= 30
+    assert 1 <= len(polled) <= 30  # one in a tick of 0.02 s
+    assert polled[0] == [lease.job_id]
+    assert read == []
     queue.finish(lease, JobState.SUCCEEDED)
     for thread in threads:
         thread.join(10)
     assert counts == [3] * 8
+    assert read == [lease.job_id]
 
 
 def test_a_watcher_ahead_of_the_log_does_not_keep_others_busy(served: Served, queue: Queue, lease: Lease) -> None:

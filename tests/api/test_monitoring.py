@@ -13,7 +13,7 @@ from api.app import create_app
 from api.settings import ServiceSettings
 from storage.leases import Lease
 from storage.queue import Queue
-from storage.tables import jobs
+from storage.tables import jobs, workers
 from storage.workers import WorkerInfo, register_worker
 from tests.api.conftest import wait_until
 from tests.api.test_submissions import assert_problem
@@ -67,12 +67,23 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
     register_worker(
         queue.database, WorkerInfo("worker-1", "host", 1, "cuda", "NVIDIA H200", 1, "f", {"transformers": "5.23.0"})
     )
+    register_worker(queue.database, WorkerInfo("worker-2", "host", 1, "cpu", "A device", 1, "f"))
+    done, _ = queue.enqueue(make_request(seed=1))
+    with queue.database.begin() as connection:
+        now = queue.database.now(connection)
+        silent = sa.update(workers).where(workers.c.id == "worker-2")
+        connection.execute(silent.values(last_seen_at=now - timedelta(minutes=1)))
+        here = sa.update(jobs).where(jobs.c.id == done.id)
+        connection.execute(here.values(state="succeeded", created_at=now - timedelta(seconds=90), finished_at=now))
     client.get(f"/v1/explorations/{lease.job_id}")
     client.get("/v1/explorations/unknown/trials")
     client.get("/favicon.ico")
     found = read_metrics(client)
     assert found['bexp_jobs{state="queued"}'] == 1
     assert found['bexp_jobs{state="running"}'] == 1
+    assert found["bexp_jobs_without_worker"] == found["bexp_reused_jobs"] == found["bexp_background_trouble"] == 0
+    assert found['bexp_recent_answer_seconds{quantile="0.5"}'] == pytest.approx(90)
+    assert found["bexp_lost_workers"] == 1
     assert found["bexp_oldest_queued_seconds"] > 0
     assert found['bexp_workers{device_kind="cuda"}'] == 1
     assert found['bexp_worker_targets{target="transformers",version="5.23.0"}'] == 1

@@ -76,7 +76,9 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
     [
         (resources.Exploration, examples.EXPLORATION),
         (resources.Exploration, examples.QUEUED),
+        (resources.Exploration, examples.ANSWERED),
         (resources.ExplorationPage, examples.PAGE),
+        (resources.WorkerList, examples.WORKERS),
         (resources.RecommendationResource, examples.RECOMMENDATION),
         (resources.EventPage, examples.EVENTS),
         (resources.TrialPage, examples.TRIALS),

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from api.settings import DEFAULT_API_URL, is_loopback, read_environment
+from api.settings import DEFAULT_API_URL, read_environment
+from bexp.client.address import is_loopback
 
 
 def test_nothing_need_be_set() -> None:

@@ -57,5 +57,5 @@ def test_stored_summaries_are_what_their_rows_say() -> None:
 def test_the_picture_is_that_of_the_recorded_table() -> None:
     text = picture.PICTURE.read_text()
     assert text.startswith("<svg")
-    assert "micro_batch_size&#160;6" in text
-    assert "a&#160;recording,&#160;replayed" in text
+    assert "micro_batch_size=6" in text
+    assert "◀&#160;best&#160;so&#160;far" in text

@@ -13,7 +13,9 @@ def imported(statement: str) -> set[str]:
     return set(found.stdout.split())
 
 
-@pytest.mark.parametrize("package", ["bexp", "bexp.kernels", "bexp.measure", "bexp.measure.nvml"])
+@pytest.mark.parametrize(
+    "package", ["bexp", "bexp.kernels", "bexp.measure", "bexp.measure.nvml", "bexp.config_exploration"]
+)
 def test_importing_the_package_loads_no_torch(package: str) -> None:
     assert not imported(f"import {package}") & {"torch", "triton", "transformers", "pydantic"}
 

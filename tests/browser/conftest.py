@@ -69,7 +69,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
     shutil.copyfile(sqlite_template, folder / "bexp.db")
-    settings = ServiceSettings(f"sqlite:///{folder / 'bexp.db'}", poll_seconds=0.02, require_token=True)
+    settings = ServiceSettings(
+        f"sqlite:///{folder / 'bexp.db'}", poll_seconds=0.02, require_token=True, token_check_seconds=0.1
+    )
     database = open_database(settings.database_url)
     queue, token = Queue(database), create_token(database, "browser")
     write(recording(whole_model_share=1.0), folder / "table.jsonl")

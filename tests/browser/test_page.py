@@ -131,6 +131,26 @@ def test_a_revoked_token_is_asked_for_again_once(browser: Chromium, service: Ser
     browser.wait_for("document.querySelector('.headline')")
 
 
+def test_a_token_that_is_revoked_while_an_exploration_is_followed_is_asked_for_once(
+    browser: Chromium, service: Service
+) -> None:
+    token = create_token(service.database, "leaving")
+    service.profiler.gate.clear()
+    job_id = service.queue.enqueue(request(seed=5))[0].id
+    log_in(browser, service, token, at=f"#/explorations/{job_id}")
+    try:
+        browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
+        revoke_token(service.database, "leaving")
+        browser.wait_for("document.getElementById('login').open")
+        assert "revoked" in browser.evaluate("document.getElementById('login-reason').textContent")
+        asked = len(browser.requests)
+        time.sleep(0.7)
+        browser.evaluate("1")
+        assert len(browser.requests) == asked, "it asks again with no token"
+    finally:
+        service.profiler.gate.set()
+
+
 def test_columns_of_trials_sort_by_keyboard(browser: Chromium, service: Service) -> None:
     open_exploration(browser, service, service.finished)
     browser.wait_for("document.querySelector('[data-column=\"tokens/s\"]')")
@@ -221,3 +241,21 @@ def test_a_report_is_one_file_that_loads_nothing(
     assert count(browser, ".data tbody tr") == len(service.client.trials(service.finished))
     assert browser.problems == []
     assert {url for url in browser.requests if not url.startswith("data:")} == {file.as_uri()}
+
+
+def test_a_reused_answer_is_found_by_its_label_and_deleted(browser: Chromium, service: Service) -> None:
+    document = request(labels={"team": "<b>search</b>"}).model_dump(mode="json")
+    job = service.client.submit(document)
+    assert job.answered_from is not None
+    log_in(browser, service)
+    browser.wait_for("document.querySelector('.list button.label')")
+    browser.evaluate("document.querySelector('.list button.label').click()")
+    browser.wait_for("document.querySelectorAll('.list tbody tr').length === 1")
+    assert browser.evaluate("document.getElementById('wanted').value") == "team=<b>search</b>"
+    browser.evaluate("document.querySelector('.list tbody a').click()")
+    browser.wait_for("document.querySelector('.source a') && document.querySelector('.headline strong')")
+    assert browser.evaluate("document.querySelector('.source a').hash") == f"#/explorations/{service.finished}"
+    assert browser.evaluate("document.querySelector('.labels').textContent") == "team=<b>search</b>"
+    browser.evaluate("(window.confirm = () => true, document.querySelectorAll('.actions > button')[1].click())")
+    browser.wait_for("location.hash === '#/' && document.querySelector('.list tbody a')")
+    assert count(browser, ".list button.label") == 0

@@ -1,4 +1,7 @@
-"""`python -m tests.chaos --minutes 10 [--postgres] [--output FILE]`: one campaign, its result as JSON."""
+"""Hurts a service at random and checks what it promises; the result is JSON.
+
+`python -m tests.chaos --minutes 10 [--postgres]` is one campaign, `--campaigns 24` are so many side by side.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,48 @@ import sys
 import time
 from pathlib import Path
 
-from tests.chaos.campaign import run_campaign
+from tests.chaos.campaign import Plan, run_campaign
+from tests.chaos.result import result_as, sum_results
+from tests.chaos.side_by_side import run_campaigns
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long faults begin")
+    parser.add_argument("--campaigns", type=int, default=1, help="so many at once; each keeps about two cores busy")
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL (pgserver) instead of SQLite")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="of each campaign")
+    parser.add_argument("--fault-seconds", type=float, default=1.6, help="the mean pause between two faults")
+    parser.add_argument("--cancels", type=int, default=5, help="of each campaign, timed when the faults are over")
     parser.add_argument("--seed", type=int, default=None, help="of the faults; default: the time")
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)  # what is summed up
     parser.add_argument("--output", type=Path, help="a file for the JSON; default: standard output")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
-    result = run_campaign(60 * options.minutes, postgres=options.postgres, seed=seed, num_workers=options.workers)
-    text = json.dumps(result.as_json(), indent=1) + "\n"
+    lost: list[str] = []
+    if options.campaigns == 1:
+        plan = Plan(
+            seconds=60 * options.minutes,
+            seed=seed,
+            fault_seconds=options.fault_seconds,
+            num_workers=options.workers,
+            num_cancels=options.cancels,
+            postgres=options.postgres,
+            port=options.port,
+        )
+        results = [run_campaign(plan)]
+    else:
+        passed = [*("--workers", str(options.workers), "--fault-seconds", str(options.fault_seconds))]
+        passed += ["--cancels", str(options.cancels), *(["--postgres"] if options.postgres else [])]
+        results, lost = run_campaigns(options.campaigns, seed, options.minutes, passed)
+    document = result_as(results[0]) if options.raw else sum_results(results, lost)
+    text = json.dumps(document, indent=1) + "\n"
     if options.output is None:
         sys.stdout.write(text)
     else:
         options.output.write_text(text)
-    return 1 if result.violations else 0
+    return 1 if document["violations"] else 0
 
 
 if __name__ == "__main__":

@@ -21,13 +21,11 @@ TABLE = ROOT / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
 class Service:
     """Starts processes on one database, and starts another for each that has ended."""
 
-    def __init__(self, database_url: str, folder: Path, num_workers: int) -> None:
+    def __init__(self, database_url: str, folder: Path, num_workers: int, port: int | None = None) -> None:
         self.database_url = database_url
         self.exits: dict[str, int] = {}
         self.workers: list[subprocess.Popen[bytes]] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port() if port is None else port
         self._num_workers = num_workers
         self._log = (folder / "processes.log").open("w+b")
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
@@ -37,7 +35,7 @@ class Service:
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
             "TMPDIR": str(folder),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
         }
@@ -48,6 +46,11 @@ class Service:
     def url(self) -> str:
         """Where the API answers."""
         return f"http://127.0.0.1:{self.port}"
+
+    def note_answer(self) -> None:
+        """Take note that the API answers."""
+        if self.api_answers_since is None:
+            self.api_answers_since = time.monotonic()
 
     def tend(self) -> None:
         """Start what has ended by itself or by a fault."""
@@ -96,6 +99,7 @@ class Service:
         self.exits[key] = self.exits.get(key, 0) + 1
 
     def _start_api(self) -> subprocess.Popen[bytes]:
+        self.api_answers_since: float | None = None
         return self._start("-m", "api.cli", "serve", "--port", str(self.port))
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
@@ -109,3 +113,12 @@ class Service:
             stdout=self._log,
             stderr=self._log,
         )
+
+
+def free_port(first: int = 0) -> int:
+    """Return a port that nobody listens on: any, or the next one from `first` on."""
+    for port in range(first, first + 1000) if first else (0,):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise RuntimeError(f"no port from {first} on is free")

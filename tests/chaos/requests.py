@@ -132,7 +132,7 @@ def texts(draw: st.DrawFn) -> str:
     size = draw(st.sampled_from((1, 100, 1000, 6000, 9900, 19000, 60000, 120000)))
     for name in draw(st.lists(st.sampled_from(FIELDS), max_size=3, unique=True)):
         filler = FILLERS[draw(st.sampled_from(sorted(FILLERS)))]
-        _put(document, name.split("."), filler(size, draw(st.sampled_from(LEAVES))))
+        put(document, name.split("."), filler(size, draw(st.sampled_from(LEAVES))))
     text = json.dumps(document, separators=(",", ":"))
     if len(text) > MAX_BYTES:
         text = text[:MAX_BYTES]
@@ -146,7 +146,8 @@ def texts(draw: st.DrawFn) -> str:
     return text
 
 
-def _put(document: dict[str, Any], path: list[str], value: Any) -> None:
+def put(document: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set a field of a document, and the sections that lead to it."""
     *parents, last = path
     section = document
     for key in parents:

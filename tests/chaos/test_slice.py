@@ -2,13 +2,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.campaign import run_campaign
+from tests.chaos.campaign import Plan, run_campaign
+from tests.chaos.result import Result, sum_results
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_few_faults_break_no_promise() -> None:
-    result = run_campaign(3.0, postgres=False, seed=1, num_trials=6)
-    assert result.violations == []
+    result = run_campaign(Plan(seconds=3.0, seed=1, num_trials=6, num_cancels=1))
+    found = sum_results([result])
+    assert found["violations"] == []
     assert result.jobs >= 1
-    assert result.as_json()["num_faults"] != 0
+    assert found["num_faults"] != 0
+
+
+def test_campaigns_are_summed_up_with_what_each_broke() -> None:
+    calm = Result("c", "SQLite", 1, faults={"api_kill": 2}, jobs=3, cancel_seconds=[0.5] * 99)
+    hurt = Result("c", "SQLite", 2, faults={"api_kill": 1, "worker_kill": 4}, jobs=2, cancel_seconds=[9.0] * 2)
+    hurt.violations.append("2 orphans")
+    found = sum_results([calm, hurt], ["seed 3: no result"])
+    assert (found["campaigns"], found["jobs"], found["num_faults"]) == (3, 5, 7)
+    assert found["violations"] == ["seed 2: 2 orphans", "seed 3: no result", "of 101 cancels, 1% took 9 s or longer"]

@@ -124,7 +124,7 @@ UNDIVIDED = RECOMMENDATION.model_copy(
 )
 ANSWER = Answer(
     variants=(VariantAnswer(num_query_groups=4, num_parameters=123_456, recommendation=RECOMMENDATION),),
-    timings={"queue": 0.25, "timed": 3.5},
+    timings={"queue": 0.25, "timed": 3.5, "total": 4.0},
 )
 START = datetime(2026, 1, 2, 19, 39, 45, tzinfo=UTC)
 

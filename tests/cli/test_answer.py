@@ -8,6 +8,7 @@ from api.answer import render_answer, render_recommendation
 from api.text import bytes_text
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import (
+    Alternative,
     Answer,
     Recommendation,
     Relaxation,
@@ -16,7 +17,7 @@ from explorer.records.recommendation import (
     VariantAnswer,
 )
 from explorer.spec.request import ExplorationRequest
-from tests.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST, UNDIVIDED
+from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -28,7 +29,8 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "attention flash",
         "experts grouped_mm",
         "expect 11,500 tokens/s per device, 1.23x base",
-        "whole model ran at that speed; its blocks compose a step that is 4.3% shorter, and a peak that is 2.1% higher",
+        "whole model ran at that speed, so this is the figure to expect",
+        "composed 12,017 tokens/s of measured blocks: a step that is 4.3% shorter, and a peak that is 2.1% higher",
         "base micro_batch_size=1 bta_tile=off",
         "87 out of 100 that it is within 1% of the best",
         "84.0 ms per step (11.0 ms per micro-batch, optimizer 20.0 ms)",
@@ -40,14 +42,14 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "6.0 GiB of 8.0 GiB",
         "optimizer states 2.0 GiB",
         "largest that fits 1.12x over micro_batch_size=1",
-        "if recomputed 1.23x over micro_batch_size=4 bta_tile=2",
+        "if recomputed 1.23x: it is the recommended one",
         "stock best 1.37x over micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop "
         "(8,394 tokens/s, predicted in part)",
         "runner-up micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 11,005 tokens/s as a "
         "whole model, and its blocks compose a step that is",
         "; the recommended one is 1.045x as fast",
         "note communication is not in the time",
-        "queue 250.0 ms, timed 3.5 s",
+        "4.0 s in total: queue 250.0 ms, timed 3.5 s",
     ):
         assert part in text
 
@@ -76,6 +78,21 @@ def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() ->
     text = " ".join(" ".join(render_recommendation(alone, REQUEST)).split())
     assert "expect about 12,346 tokens/s per device, 1.23x base" in text
     assert "composed of measured blocks; no whole model has confirmed it" in text
+
+
+def test_a_candidate_is_not_compared_with_itself_and_a_low_confidence_is_said_first() -> None:
+    alone = RECOMMENDATION.model_copy(
+        update={"stock": Alternative(candidate=BEST, tokens_per_second=12_345.6, gain=1.0), "confidence": 59}
+    )
+    text = render_answer(answer_of(alone), REQUEST)
+    assert "stock best        1.00x: it is the recommended one" in text
+    assert "Provisional: confidence 59 is below 60, which was asked for." in text
+    assert "Provisional" not in render_answer(ANSWER, REQUEST)
+
+
+def test_the_time_spent_has_no_total_that_is_less_than_its_parts_and_nothing_tiny() -> None:
+    replayed = ANSWER.model_copy(update={"timings": {"timed": 16.0, "storage": 0.01, "total": 0.4}})
+    assert render_answer(replayed, REQUEST).endswith("time spent        timed 16.0 s")
 
 
 def answer_of(best: Recommendation) -> Answer:

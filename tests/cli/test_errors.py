@@ -124,7 +124,7 @@ def test_a_file_that_is_no_database_is_exit_3(
     monkeypatch.setenv("BEXP_DATABASE_URL", f"sqlite:///{tmp_path / 'notes.txt'}")
     done = bexp(*arguments)
     assert (done.code, done.stdout) == (3, "")
-    assert done.stderr.startswith("bexp: the database failed: ")
+    assert done.stderr.startswith("bexp: the database cannot be used: ")
     assert "file is not a database" in done.stderr
 
 
@@ -140,7 +140,7 @@ def test_a_database_that_does_not_answer_is_exit_3(bexp: Run, monkeypatch: pytes
     monkeypatch.setenv("BEXP_DATABASE_URL", "postgresql://nobody:secret@127.0.0.1:9/none")
     done = bexp("db", "upgrade")
     assert (done.code, done.stdout) == (3, "")
-    assert done.stderr.startswith("bexp: the database failed")
+    assert done.stderr.startswith("bexp: the database cannot be used: ")
     assert "secret" not in done.stderr
 
 
@@ -193,4 +193,11 @@ def test_tokens(bexp: Run, queue: Queue) -> None:
     assert secret not in json.dumps(listed)
     assert bexp("token", "revoke", "ci").code == 0
     assert_usage(bexp("token", "revoke", "ci"), "no token named 'ci'")
-    assert bexp("token", "list").stdout == ""
+    assert bexp("token", "list").stdout.splitlines()[1:] == []
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(bexp: Run) -> None:
+    done = bexp("explore", "config.json", "--execution", "graph")
+    assert done.code == 2
+    assert "'graph' is not one of 'eager', 'compile'," in done.stderr
+    assert "Value error" not in done.stderr

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,53 +12,8 @@ from api.cli import explore
 from api.cli.connection import shown_url
 from api.cli.errors import CommandError
 from api.cli.options import split_target
-from api.client import Client, ServiceError
-from api.embedded import EmbeddedService
 from explorer.spec.request import ExplorationRequest
 from tests.cli.samples import REQUEST
-
-
-class Service:
-    """Stands for an embedded service whose worker waits."""
-
-    def check(self) -> None:
-        pass
-
-    def last_words(self) -> str:
-        return "cpu is in use"
-
-
-@pytest.mark.parametrize(("needed", "said"), [(1, ""), (4, "; it needs a worker with 4 devices")])
-def test_a_job_that_does_not_start_is_explained_once(
-    service: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    needed: int,
-    said: str,
-) -> None:
-    monkeypatch.setattr(explore, "START_SECONDS", 0.05)
-    with Client(service[0]) as client:
-        job = client.submit(REQUEST)
-        watchdog = explore.Watchdog(client, job, cast("EmbeddedService", Service()), needed)
-        watchdog()
-        assert capsys.readouterr().err == ""
-        time.sleep(0.1)
-        watchdog()
-        watchdog()
-        client.cancel(job.id)
-    assert capsys.readouterr().err == f"not started after 0 s{said}; the worker says: cpu is in use\n"
-
-
-def test_a_dead_child_ends_the_watch(service: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def dead(_: Service) -> None:
-        raise ServiceError("dead")
-
-    monkeypatch.setattr(Service, "check", dead)
-    with Client(service[0]) as client:
-        job = client.submit(REQUEST)
-        with pytest.raises(ServiceError, match="dead"):
-            explore.Watchdog(client, job, cast("EmbeddedService", Service()))()
-        client.cancel(job.id)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def config(tmp_path: Path) -> Path:
 def _empty(queue: Queue) -> Any:
     yield
     for state in (JobState.QUEUED, JobState.RUNNING):
-        from storage.jobs import list_jobs
+        from storage.listing import JobFilter, list_jobs
 
-        for job in list_jobs(queue.database, state=state)[0]:
+        for job in list_jobs(queue.database, JobFilter(state=state))[0]:
             queue.request_cancel(job.id)
 
 
@@ -183,8 +183,11 @@ def test_an_exploration_is_found_by_the_beginning_of_its_id(
     monkeypatch.setattr("api.cli.job_ids.FEWEST_CHARACTERS", 1)
     assert f"exploration {ids[0]} is cancelled" in bexp("cancel", ids[0][:12]).stderr
     assert f"exploration {ids[1]} is cancelled" in bexp("cancel", "latest").stderr
-    everything = json.loads(bexp("list", "--json", "--limit", "1000").stdout)
-    first, count = Counter(job["id"][0] for job in everything).most_common(1)[0]
+    count = 1
+    while count < 2:  # of 17 ids, two begin alike
+        bexp("submit", config)
+        everything = json.loads(bexp("list", "--json", "--limit", "1000").stdout)
+        first, count = Counter(job["id"][0] for job in everything).most_common(1)[0]
     several = bexp("best", first)
     assert several.code == 2
     assert (f"several explorations begin with '{first}': " in several.stderr) is (count > 1)
@@ -232,6 +235,7 @@ def test_cancel_ends_it_and_watch_says_so(bexp: Run, config: Path) -> None:
     done = bexp("cancel", job_id)
     assert (done.code, done.stdout) == (0, "")
     assert done.stderr == f"exploration {job_id} is cancelled\n"
+    assert bexp("cancel", job_id).stderr == f"exploration {job_id} had ended before: it is cancelled\n"
     watched = bexp("watch", job_id)
     assert watched.code == 1
     assert "BEXP404" in watched.stdout
@@ -273,3 +277,29 @@ def test_an_unknown_id_is_exit_2(bexp: Run, command: str, job_id: str) -> None:
     done = bexp(command, job_id)
     assert (done.code, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_resume_goes_on_with_a_cancelled_exploration_where_a_service_answers(
+    bexp: Run, config: Path, worker: Worker
+) -> None:
+    job_id = bexp("submit", config).stdout.strip()
+    bexp("cancel", job_id)
+    with worker():
+        done = bexp("resume", job_id[:10])
+    assert done.code == 0
+    codes = re.findall(r"^BEXP(\d+)", done.stdout, re.MULTILINE)
+    assert codes[:3] == ["101", "404", "101"]
+    assert codes[-1] == "401"
+    assert f"bexp best {job_id} --format NAME" in done.stdout
+    again = bexp("resume", job_id)
+    assert (again.code, "has succeeded" in again.stderr) == (2, True)
+
+
+def test_a_search_that_ended_below_its_target_is_provisional(bexp: Run, config: Path, worker: Worker) -> None:
+    config.write_text(config.read_text().replace("confidence_target: 60", "confidence_target: 95"))
+    with worker():
+        done = bexp("submit", config, "--watch")
+    assert "Provisional: confidence 87 is below 95" in done.stdout
+    warned = bexp("best", done.stderr.split()[1])
+    assert (warned.code, warned.stdout) == (0, "4\n")
+    assert "warning: provisional: confidence 87 is below 95, which was asked for" in warned.stderr

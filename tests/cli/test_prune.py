@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from api.cli import app
 from api.cli.errors import ExitCode
 from storage.database import Database
-from storage.jobs import JobState, list_jobs
+from storage.jobs import JobState
+from storage.listing import list_jobs
 from storage.queue import Queue
 from tests.contracts.samples import make_request
 
@@ -26,6 +27,7 @@ def test_explorations_are_pruned_by_count(sqlite_database: Database, monkeypatch
     assert "2 explorations would be deleted" in tried.stderr
     done = run(app, ["prune", "--keep", "1", "--older-than-days", "30", "--studies"])
     assert (done.exit_code, "deleted 2 explorations" in done.stderr) == (0, True)
+    assert "measured components deleted: 0" in done.stderr
     left = list_jobs(sqlite_database)[0]
     assert sorted(job.state for job in left) == [JobState.CANCELLED, JobState.QUEUED]
     assert left[0].id == waiting.id

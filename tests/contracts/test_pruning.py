@@ -8,7 +8,8 @@ import pytest
 import sqlalchemy as sa
 
 from storage.database import Database
-from storage.jobs import JobState, list_jobs
+from storage.jobs import JobState
+from storage.listing import JobFilter, list_jobs
 from storage.pruning import drop_finished_studies, find_prunable, prune
 from storage.queue import Queue
 from storage.studies import write_studies
@@ -49,7 +50,7 @@ def test_finished_jobs_are_kept_by_age_and_by_count(database: Database, finished
 def test_a_pruned_job_leaves_nothing_and_others_stay(database: Database, finished: list[str]) -> None:
     write_studies(database, finished[0])
     write_studies(database, finished[3])
-    running = list_jobs(database, state=JobState.RUNNING)[0][0].id
+    running = list_jobs(database, JobFilter(state=JobState.RUNNING))[0][0].id
     prune(database, [*finished[:2], running])
     left = {job.id for job in list_jobs(database)[0]}
     assert left >= {*finished[2:], running}

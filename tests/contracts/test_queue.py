@@ -23,10 +23,12 @@ from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import JobNotFoundError, JobState, get_job, list_jobs
+from storage.jobs import JobNotFoundError, JobState, get_job
 from storage.leases import Claim, HardwareMismatchError, Lease, LeaseLostError
+from storage.listing import JobFilter, list_jobs
 from storage.queue import Queue
 from storage.queue_settings import QueueSettings
+from storage.resuming import JobFinishedError
 from storage.submission import IdempotencyConflictError
 from storage.tables import jobs, trials
 from storage.trials import read_trials
@@ -185,7 +187,7 @@ def test_jobs_are_listed_newest_first_by_page_and_state(database: Database) -> N
         seen += [job.id for job in page]
     assert cursor is None
     assert seen == ids[::-1]
-    running, _ = list_jobs(database, state=JobState.RUNNING)
+    running, _ = list_jobs(database, JobFilter(state=JobState.RUNNING))
     assert [job.id for job in running] == ids[:1]
     for wrong in ("nonsense", "é", "MjAyNC0wMS0wMX4"):
         with pytest.raises(ValueError, match="cursor"):
@@ -212,6 +214,23 @@ def test_the_same_key_and_request_give_the_same_job(database: Database) -> None:
         queue.enqueue(make_request(seed=1), idempotency_key="k")
     assert caught.value.job_id == first.id
     assert codes(database, first.id) == [101]
+
+
+def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(database: Database) -> None:
+    queue = Queue(database)
+    first, _ = queue.enqueue(make_request(notices=("noted by an earlier version",)), idempotency_key="k")
+    earlier = make_request().model_dump(mode="json")
+    del earlier["fresh"]  # a field that version did not have
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(request=earlier, body_hash="of fewer fields"))
+    again, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    assert (again.id, is_new) == (first.id, False)
+    with pytest.raises(IdempotencyConflictError):
+        queue.enqueue(make_request(fresh=True), idempotency_key="k")
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(request={"model": 1}))
+    with pytest.raises(IdempotencyConflictError):
+        queue.enqueue(make_request(), idempotency_key="k")
 
 
 def test_a_key_makes_one_job_when_used_at_once(database: Database) -> None:
@@ -755,6 +774,38 @@ def test_a_finished_job_is_not_cancelled(database: Database) -> None:
     queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, answer=ANSWER)
     assert queue.request_cancel(job.id) == get_job(database, job.id)
     assert get_job(database, job.id).state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize("end", [JobState.CANCELLED, JobState.FAILED])
+def test_a_job_that_was_stopped_is_resumed_with_its_trials(database: Database, end: JobState) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    lease = claim_one(queue).lease
+    queue.record(lease, make_progress(0))
+    queue.finish(lease, end, error="broken" if end is JobState.FAILED else None)
+    for _ in range(2):  # it can be repeated
+        resumed = queue.resume(job.id)
+        assert (resumed.state, resumed.error, resumed.finished_at) == (JobState.QUEUED, None, None)
+    again = claim_one(queue)
+    assert [trial.number for trial in again.history] == [0]
+    assert queue.resume(job.id).state is JobState.RUNNING
+    queue.finish(again.lease, JobState.SUCCEEDED, answer=ANSWER)
+    log = codes(database, job.id)
+    ended = 403 if end is JobState.FAILED else 404
+    assert [code for code in log if code not in {201, 202}] == [101, 102, ended, 101, 106, 401]
+    with pytest.raises(JobFinishedError):
+        queue.resume(job.id)
+
+
+def test_a_resumed_job_has_all_of_its_attempts_again(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=1))
+    job, _ = queue.enqueue(make_request())
+    claim_one(queue)
+    expire(database, job.id)
+    assert claim_next(queue) is None
+    assert get_job(database, job.id).state is JobState.FAILED
+    queue.resume(job.id)
+    assert claim_one(queue).job.attempt == 2
 
 
 def test_a_candidate_survives_the_round_trip(database: Database) -> None:

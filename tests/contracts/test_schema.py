@@ -14,12 +14,16 @@ from alembic.runtime.migration import MigrationContext
 
 import storage.migrations
 from explorer.formats.request import parse_request
+from explorer.records.event import EventCode, EventDraft, Progress
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import get_job, list_jobs
+from storage.jobs import get_job
+from storage.listing import JobFilter, list_jobs
+from storage.owners import ALL_SCOPES, LOCAL_OWNER
 from storage.queue import Queue
 from storage.schema import VERSION_TABLE, include_name, is_current, upgrade
 from storage.tables import metadata
+from storage.tokens import digest_of, verify_token
 from storage.trials import StoredTrial, read_trials
 from tests.contracts.samples import make_progress, make_request, make_trial
 
@@ -104,12 +108,43 @@ def test_an_upgrade_keeps_the_cursors_of_stored_trials_and_takes_more(
     assert read_trials(database, "old", after=4) == [StoredTrial(5, make_trial(3)), StoredTrial(6, make_trial(2))]
 
 
-def test_a_downgrade_keeps_the_trials(database: Database) -> None:
+def test_an_upgrade_gives_what_is_stored_to_the_local_owner_and_keeps_what_tokens_may_do(
+    open_url: Callable[[str], Database], empty_database_url: str
+) -> None:
+    database = open_url(empty_database_url)
+    migrate(database, command.upgrade, "0007")
+    request, secret = make_request(), "bexp_" + "a" * 43
+    moment = datetime.now(UTC)
+    job = {
+        **{"id": "old", "state": "queued", "request": request.model_dump(mode="json"), "devices_needed": 1},
+        **{"created_at": moment, "queued_at": moment, "attempt": 0, "num_releases": 0, "cancel_requested": False},
+        **{"last_seq": 0, "version": 1, "idempotency_key": "k", "body_hash": "b"},
+    }
+    token = {"name": "t", "prefix": secret[:11], "digest": digest_of(secret), "created_at": moment}
+    with database.begin() as connection:
+        old = sa.MetaData()
+        old.reflect(connection, only=["bexp_jobs", "bexp_tokens"])
+        connection.execute(sa.insert(old.tables["bexp_jobs"]), [job])
+        connection.execute(sa.insert(old.tables["bexp_tokens"]), [token])
+
+    upgrade(database)
+    found = verify_token(database, secret)
+    assert found is not None
+    assert (found.owner, found.scopes, found.expires_at) == (LOCAL_OWNER, ALL_SCOPES, None)
+    assert [job.id for job in list_jobs(database, JobFilter(owner=found.owner))[0]] == ["old"]
+    again, is_new = Queue(database).enqueue(request, idempotency_key="k", body_hash="b")
+    assert (again.id, is_new) == ("old", False)
+
+
+def test_a_downgrade_keeps_the_trials_and_the_log(database: Database) -> None:
     queue = Queue(database)
     queue.enqueue(make_request())
     claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
     assert claim is not None
     queue.record(claim.lease, make_progress(1))
+    line = EventDraft(code=EventCode.RECOMMENDATION, message="a line", data={"confidence": 1})
+    queue.record(claim.lease, Progress(events=(line, line)))
+    log = read_events(database, claim.job.id)
     migrate(database, command.downgrade, "0001")
     with database.read() as connection:
         assert [column["name"] for column in sa.inspect(connection).get_columns("bexp_trials")] == [
@@ -117,6 +152,8 @@ def test_a_downgrade_keeps_the_trials(database: Database) -> None:
         ]
     upgrade(database)
     assert read_trials(database, claim.job.id) == [StoredTrial(1, make_trial(1))]
+    assert read_events(database, claim.job.id) == log
+    assert get_job(database, claim.job.id).request == make_request()
 
 
 def test_an_upgrade_fills_in_what_a_list_shows_of_stored_explorations(database: Database) -> None:

@@ -8,15 +8,20 @@ from storage.tables import tokens
 from storage.tokens import TokenExistsError, create_token, list_tokens, revoke_token, verify_token
 
 
+def name_of(database: Database, secret: str) -> str | None:
+    token = verify_token(database, secret)
+    return None if token is None else token.name
+
+
 def test_a_token_is_known_until_it_is_revoked(database: Database) -> None:
     secret = create_token(database, "laptop")
     other = create_token(database, "ci")
-    assert verify_token(database, secret) == "laptop"
-    assert verify_token(database, other) == "ci"
+    assert name_of(database, secret) == "laptop"
+    assert name_of(database, other) == "ci"
     assert [token.name for token in list_tokens(database)] == ["ci", "laptop"]
     assert revoke_token(database, "laptop")
     assert verify_token(database, secret) is None
-    assert verify_token(database, other) == "ci"
+    assert name_of(database, other) == "ci"
     assert not revoke_token(database, "laptop")
 
 

@@ -106,7 +106,7 @@ def test_a_command_that_does_not_parse_is_noticed() -> None:
     with pytest.raises(Exception, match="No such option"):
         parse(["worker", "--devices", "cuda:0"])
     with pytest.raises(Exception, match="No such command"):
-        parse(["workers"])
+        parse(["labourer"])
 
 
 def test_what_runs() -> None:
@@ -342,8 +342,8 @@ def test_volumes_are_what_is_mounted(container: Container) -> None:
     assert set(mounts) == {volume["name"] for volume in container.pod["volumes"]} | claimed
     assert len(set(mounts.values())) == len(mounts)
     assert "/tmp" in mounts.values()
-    if count_gpus(container):  # compiled kernels lie at home, and NCCL's ranks meet in shared memory
-        assert {"/home/bexp", "/dev/shm"} <= set(mounts.values())
+    if count_gpus(container):  # libraries compile at home, kernels are kept apart, NCCL's ranks meet in shared memory
+        assert {"/home/bexp", "/var/cache/bexp", "/dev/shm"} <= set(mounts.values())
         (shared,) = [volume for volume in container.pod["volumes"] if volume["name"] == "shm"]
         assert shared["emptyDir"]["medium"] == "Memory"
 

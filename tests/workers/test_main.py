@@ -5,18 +5,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
-from storage.database import Database
-from storage.jobs import JobState, get_job, list_jobs
+from storage.database import Database, open_database
+from storage.jobs import JobState, get_job
+from storage.listing import list_jobs
 from storage.queue import Queue
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
-from workers.__main__ import SERVICE_FAILED, main, serve_workers
+from workers.__main__ import SERVICE_FAILED, database_limits, listen, main, serve_workers
 from workers.jobs.worker import Worker
 from workers.process.interface import ProfilerError
 
@@ -60,6 +62,40 @@ def test_a_broken_device_leaves_the_others_at_work(sqlite_database: Database) ->
     workers = [make_worker(sqlite_database, BrokenProfiler()), make_worker(sqlite_database, FakeProfiler())]
     assert serve_workers(workers, max_jobs=1) == SERVICE_FAILED
     assert [job.state for job in list_jobs(sqlite_database)[0]] == [JobState.SUCCEEDED]
+
+
+def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
+    postgresql_url: str, open_url: Callable[[str], Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.jobs.worker.MIN_POLL_SECONDS", 60.0)
+    limits = database_limits(1)
+    database = open_database(postgresql_url, limits)
+    client = open_url(postgresql_url)
+    others = sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
+    counts: list[int] = []
+
+    def count(plan: object) -> None:
+        with client.read() as connection:
+            counts.append((connection.scalar(others) or 0) - 1)
+
+    profiler = FakeProfiler()
+    profiler.before_measure = count
+    worker = Worker(Queue(database), profiler, "cpu", explore=fake_explore)
+    listener = listen([worker])
+    thread = threading.Thread(target=worker.run, kwargs={"max_jobs": 1})
+    try:
+        while not listener.is_listening:
+            time.sleep(0.01)
+        thread.start()
+        time.sleep(0.3)  # it has found no job by now and waits for a minute
+        job, _ = Queue(client).enqueue(make_request())
+        thread.join(30)
+        assert get_job(database, job.id).state is JobState.SUCCEEDED
+        assert 2 <= max(counts) <= limits.max_connections == 4
+    finally:
+        worker.stop()
+        listener.close()
+        database.dispose()
 
 
 def test_a_worker_can_be_told_its_jobs_on_standard_input(

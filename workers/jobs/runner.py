@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from explorer.records.event import EventCode, EventDraft, Progress
@@ -21,6 +22,7 @@ from explorer.search.explore import explore
 from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
+from storage.components import keep_components
 from storage.database import DATABASE_TROUBLE
 from storage.jobs import JobState
 from storage.leases import Claim, HardwareMismatchError, LeaseLostError
@@ -74,14 +76,17 @@ def run_job(
     *,
     stopping: threading.Event,
     explore: Explore = explore,
+    software: Mapping[str, str] = MappingProxyType({}),
 ) -> JobEnd:
     """Run a job until it ends or is cancelled, its lease is lost, or `stopping` is set.
+
+    What it measures is kept for later jobs on such hardware with the same versions, those of `software` included.
 
     The caller that sets `stopping` must then interrupt the profiler, so that a trial ends at once. If the device or the
     host cannot go on, the job is put back with the reason.
     """
     with LeaseHeartbeat(queue, claim.lease, profiler.interrupt) as heartbeat:
-        run = _Run(claim, queue, profiler, heartbeat, stopping)
+        run = _Run(claim, queue, profiler, heartbeat, stopping, software)
         try:
             return run.explore(explore)
         except (ProfilerInterruptedError, _JobStoppedError, LeaseLostError):
@@ -102,6 +107,7 @@ class _Run:
         profiler: DeviceProfiler,
         heartbeat: LeaseHeartbeat,
         stopping: threading.Event,
+        software: Mapping[str, str],
     ) -> None:
         job = claim.job
         assert job.started_at is not None
@@ -110,6 +116,9 @@ class _Run:
         self._profiler = profiler
         self._heartbeat = heartbeat
         self._stopping = stopping
+        self._software = software
+        self._report: DeviceReport | None = None
+        self._trials = list(claim.history)
         self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
         self._last_seq = job.last_seq
@@ -118,7 +127,8 @@ class _Run:
         claim, account = self._claim, self._account
         report = self._begin()
         with account.spend("storage"):
-            report = self._hold(partial(self._queue.pin, claim.lease, report), self.check)
+            pin = partial(self._queue.pin, claim.lease, report, software=self._software)
+            self._report = report = self._hold(pin, self.check)
         measure = _Trials(self, self._profiler) if isinstance(self._profiler, DevicePool) else self._measure
         steps = explore(claim.request, report, measure, history=claim.history)
         while True:
@@ -132,12 +142,14 @@ class _Run:
                 step = self._with_replacements(step)
                 record = partial(self._queue.record, claim.lease, step, after_seq=self._last_seq)
                 self._last_seq = self._hold(record, self.check)
+                self._trials += [] if step.trial is None else [step.trial]
 
     def give_up(self) -> JobEnd:
         """Confirm the cancellation of a job, or put the job back."""
 
         def give_up() -> JobEnd:
             if self._queue.watch(self._claim.lease).cancel_requested:
+                self._keep_components()
                 self._queue.confirm_cancel(self._claim.lease)
                 return JobEnd.CANCELLED
             self._queue.release(self._claim.lease)
@@ -233,12 +245,21 @@ class _Run:
         if self._stopping.is_set():
             raise _JobStoppedError
 
+    def _keep_components(self) -> None:
+        """Keep what was measured for later jobs; the job ends after that, because its worker may end with it."""
+        if self._report is not None:
+            claim = self._claim
+            keep_components(
+                self._queue.database, claim.job.id, claim.request, self._report, self._software, self._trials
+            )
+
     def _finish(self, step: Progress) -> JobEnd:
         assert step.answer is not None
         answer = step.answer.model_copy(update={"timings": self._account.seconds()})
         found = answer.recommendation is not None
         last = replace(self._with_replacements(step), answer=answer)
         state, error = (JobState.SUCCEEDED, None) if found else (JobState.FAILED, "no feasible candidate")
+        self._hold(self._keep_components, self.check)
         self._hold(partial(self._queue.finish, self._claim.lease, state, error=error, last=last), self.check)
         return JobEnd.SUCCEEDED if found else JobEnd.FAILED
 

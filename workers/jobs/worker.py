@@ -12,17 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
 from explorer.spec.hardware import HardwareSpec
-from storage.database import DATABASE_TROUBLE
+from storage.database import DATABASE_TROUBLE, Database
 from storage.leases import Claim
+from storage.notifications import Listener
 from storage.queue import Queue
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
 from workers.jobs.runner import Explore, JobEnd, run_job
+from workers.jobs.software import installed_software
 from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
 """How long an idle worker waits before it asks for a job again, unless its settings say otherwise."""
+
+LISTENING_FACTOR = 4
+"""So much longer waits an idle worker that is told of queued jobs. A lease that runs out is not told."""
 
 START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
 """The pauses before a device that was usable is tried again."""
@@ -36,7 +41,8 @@ class Worker:
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
     started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those
     jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
-    target by name; the default is what is installed here. An idle worker polls at intervals that grow to
+    target by name, and `software` that of each package that the speed of a component depends on; the default is what is
+    installed here. An idle worker polls at intervals that grow to
     `max_poll_seconds`.
     """
 
@@ -49,20 +55,25 @@ class Worker:
         explore: Explore = explore,
         job_ids: Iterable[str] | None = None,
         targets: Mapping[str, str] | None = None,
+        software: Mapping[str, str] | None = None,
         max_poll_seconds: float = MAX_POLL_SECONDS,
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
     ) -> None:
         host = socket.gethostname()
         self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
         self._host = host
+        self._device = device
         self._queue = queue
         self._profiler = profiler
         self._explore = explore
         self._job_ids = job_ids
         self._targets = dict(installed_targets() if targets is None else targets)
+        self._software = dict(installed_software() if software is None else software)
         self._max_poll_seconds = max_poll_seconds
         self._start_pauses_seconds = tuple(start_pauses_seconds)
+        self._listener: Listener | None = None
         self._stopping = threading.Event()
+        self._noticed = threading.Event()
 
     def run(self, *, max_jobs: int | None = None) -> None:
         """Claim and run jobs until `stop` is called, or `max_jobs` have been run.
@@ -81,6 +92,8 @@ class Worker:
                 num_devices=hardware.num_devices,
                 fingerprint=hardware.fingerprint,
                 targets=self._targets,
+                devices=self._device,
+                versions=hardware.versions.model_dump(exclude_none=True),
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
@@ -94,7 +107,21 @@ class Worker:
     def stop(self) -> None:
         """End soon. A running job is put back into the queue, and keeps its measurements."""
         self._stopping.set()
+        self._noticed.set()
         self._profiler.interrupt()
+
+    def rely_on(self, listener: Listener) -> None:
+        """Poll LISTENING_FACTOR times less often while `listener`, which calls `notice`, listens for queued jobs."""
+        self._listener = listener
+
+    def notice(self) -> None:
+        """Ask for a job soon, because one may have been queued. May be called from any thread."""
+        self._noticed.set()
+
+    @property
+    def database(self) -> Database:
+        """Where it looks for jobs."""
+        return self._queue.database
 
     def _find_hardware(self) -> HardwareSpec:
         """Return the device. A process that is killed as it starts is no fault of the device: another one is started.
@@ -134,10 +161,14 @@ class Worker:
         num_jobs = 0
         pause = MIN_POLL_SECONDS
         while not self._stopping.is_set() and num_jobs != max_jobs:
+            self._noticed.clear()  # before the claim, which then sees what was queued earlier
             claim = self._claim(hardware)
             if claim is None:
-                self._stopping.wait(pause)
-                pause = min(2 * pause, self._max_poll_seconds)
+                if self._stopping.is_set():  # since before the event was cleared
+                    break
+                self._noticed.wait(pause)
+                is_told = self._listener is not None and self._listener.is_listening
+                pause = min(2 * pause, self._max_poll_seconds * (LISTENING_FACTOR if is_told else 1))
                 continue
             pause = MIN_POLL_SECONDS
             num_jobs += 1
@@ -162,7 +193,9 @@ class Worker:
 
     def _run(self, claim: Claim) -> None:
         _log.info("exploration %s begins (attempt %d)", claim.job.id, claim.lease.attempt)
-        end = run_job(claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore)
+        end = run_job(
+            claim, self._queue, self._profiler, stopping=self._stopping, explore=self._explore, software=self._software
+        )
         _log.info("exploration %s: %s", claim.job.id, end)
         if end in {JobEnd.SUCCEEDED, JobEnd.FAILED}:
             self._profiler.finish_job()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from workers.devices.lock import DeviceLocks
@@ -147,13 +147,18 @@ class DeviceProcess:
         return 0 if process is None else _end(process, grace_seconds)
 
     def close(self) -> None:
-        """End the process and the spare, and give the devices back."""
-        self._drop_spare()  # it holds the locks as well
-        self.end()
-        self.locks.release()
-        if self._starter is not None:
-            self._starter.shutdown()
-            self._starter = None
+        """End the spare and the process, and give the devices back, all of it even if one of them does not end.
+
+        A process that does not end keeps the devices, because it has their locks as well.
+
+        Raises:
+            ProfilerError: a process does not end.
+        """
+        with ExitStack() as last_first:
+            last_first.callback(self._end_starter)
+            last_first.callback(self.locks.release)
+            last_first.callback(self.end)
+            last_first.callback(self._drop_spare)
 
     def unexpected(self, reply: Reply) -> ProfilerError:
         """End the process; return the error for a reply that does not answer the command."""
@@ -171,6 +176,11 @@ class DeviceProcess:
             return self._starter.submit(start).result()
         except OSError as error:
             raise ProfilerStartError(f"the profiler process cannot be started: {error}") from error
+
+    def _end_starter(self) -> None:
+        starter, self._starter = self._starter, None
+        if starter is not None:
+            starter.shutdown()
 
     def _take_spare(self) -> ProfilerProcess | None:
         """The spare, if there is one and it is alive."""

@@ -23,6 +23,7 @@ from workers.process.child import ProcessEndedError, ProfilerProcess
 from workers.process.device_process import DeviceProcess
 from workers.process.environment import profiler_environment
 from workers.process.interface import ProfilerError, ProfilerStartError
+from workers.process.kernel_cache import kernel_cache
 from workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
 from workers.process.trial_run import MemoryCeiling, TrialRun, UnexpectedReplyError
 
@@ -84,7 +85,7 @@ class Profiler:
                 f"a profiler has a device, or several of one kind, not {', '.join(self.devices) or 'none'}"
             )
         given = os.environ if environment is None else environment
-        environment = profiler_environment(given, is_group=len(self.devices) > 1)
+        environment = kernel_cache(given) | profiler_environment(given, is_group=len(self.devices) > 1)
         keys = [device_key(name, environment) for name in self.devices]
         if len(set(keys)) < len(keys) and self.devices[0] != "cpu":
             raise ValueError(f"{', '.join(self.devices)} names a device twice")

@@ -15,6 +15,7 @@ from explorer.search.pruned_space import PrunedSpace, prune_space
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.rules import rule_of
 from workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 
@@ -147,5 +148,5 @@ def _parse(path: Path, number: int, line: bytes) -> RecordingHeader | ComponentR
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        message = f"{where}: {first['msg']}" if where else first["msg"]
+        message = f"{where}: {rule_of(first)}" if where else rule_of(first)
         raise RecordingError(f"{path}, line {number}: {message}") from error

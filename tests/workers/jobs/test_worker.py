@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 
 from storage.database import Database, DatabaseLimits, open_database
-from storage.jobs import JobState, get_job, list_jobs
+from storage.jobs import JobState, get_job
+from storage.listing import list_jobs
 from storage.queue import Queue
 from storage.schema import upgrade
 from storage.workers import list_workers

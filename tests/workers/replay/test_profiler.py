@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated_tables import write
-from explorer.records.event import Progress
+from explorer.records.event import EventCode, Progress
 from explorer.search.explore import explore
 from explorer.spec.request import ExplorationRequest
 from storage.database import Database
+from storage.events import read_events
 from storage.jobs import Job, JobState, get_job
 from storage.queue import Queue
 from storage.trials import read_trials
@@ -110,8 +112,8 @@ def enqueue(database: Database, asked: ExplorationRequest) -> tuple[Queue, Job]:
     return queue, queue.enqueue(asked)[0]
 
 
-def replay_job(queue: Queue, path: Path, *, stop_after: int | None = None) -> JobEnd:
-    """One lease of the next job, put back after `stop_after` trials."""
+def replay_job(queue: Queue, path: Path, *, stop_after: int | None = None, cancel: bool = False) -> JobEnd:
+    """One lease of the next job, put back or cancelled after `stop_after` trials."""
     profiler = ReplayProfiler(path)
     hardware = profiler.hardware()
     claim = queue.claim(
@@ -121,25 +123,30 @@ def replay_job(queue: Queue, path: Path, *, stop_after: int | None = None) -> Jo
     stopping = threading.Event()
 
     def search(*arguments: Any, **named: Any) -> Any:
-        return limited(explore(*arguments, **named, clock=profiler.clock), stop_after, stopping)
+        return limited(explore(*arguments, **named, clock=profiler.clock), stop_after, stop)
+
+    def stop() -> None:
+        if cancel:
+            queue.request_cancel(claim.job.id)
+        stopping.set()
 
     return run_job(claim, queue, profiler, stopping=stopping, explore=search)
 
 
-def limited(steps: Any, stop_after: int | None, stopping: threading.Event) -> Any:
+def limited(steps: Any, stop_after: int | None, stop: Callable[[], None]) -> Any:
     number = 0
     step: Progress
     for step in steps:
         yield step
         number += step.trial is not None
         if number == stop_after:
-            stopping.set()
+            stop()
 
 
 def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: Database, path: Path) -> None:
     queue, whole = enqueue(sqlite_database, request())
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
-    _, cut = enqueue(sqlite_database, request())
+    _, cut = enqueue(sqlite_database, request(fresh=True))
     assert replay_job(queue, path, stop_after=3) is JobEnd.RELEASED
     assert len(read_trials(sqlite_database, cut.id)) == 3
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
@@ -148,6 +155,34 @@ def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: D
     answers = [get_job(sqlite_database, job.id).answer for job in (whole, cut)]
     assert answers[0] is not None and answers[1] is not None
     assert answers[0].recommendation == answers[1].recommendation
+
+
+def test_the_next_job_starts_from_what_the_first_has_measured_also_when_it_is_put_back(
+    sqlite_database: Database, path: Path
+) -> None:
+    queue, first = enqueue(sqlite_database, request())
+    assert replay_job(queue, path) is JobEnd.SUCCEEDED
+    _, second = enqueue(sqlite_database, request(batch_size=256))
+    assert replay_job(queue, path, stop_after=1) is JobEnd.RELEASED
+    assert replay_job(queue, path) is JobEnd.SUCCEEDED
+    done = get_job(sqlite_database, second.id)
+    assert done.answer is not None and done.answer.recommendation is not None
+    assert done.answer.recommendation.reused is not None
+    assert done.answer.recommendation.reused.num_explorations == 1
+    number = {job.id: len(read_trials(sqlite_database, job.id)) for job in (first, second)}
+    assert number[second.id] < number[first.id]
+    told = [event.code for event in read_events(sqlite_database, second.id)]
+    assert told.count(EventCode.REUSED) == 1
+
+
+def test_what_a_cancelled_job_has_measured_is_reused(sqlite_database: Database, path: Path) -> None:
+    queue, _ = enqueue(sqlite_database, request())
+    assert replay_job(queue, path, stop_after=3, cancel=True) is JobEnd.CANCELLED
+    _, job = enqueue(sqlite_database, request())
+    assert replay_job(queue, path, stop_after=1) is JobEnd.RELEASED
+    report = get_job(sqlite_database, job.id).report
+    assert report is not None
+    assert report.earlier.num_explorations == 1
 
 
 def test_a_worker_leaves_what_its_table_cannot_answer_to_others(sqlite_database: Database, path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from bexp.transformers.layers import config_depth
+from explorer.spec.spelling import did_you_mean
 
 MINIMUM_VERSION = (5, 0)
 MAX_LAYERS = 512
@@ -130,7 +131,8 @@ def _build_config(model_type: str, raw: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415
 
     if model_type not in CONFIG_MAPPING:
-        raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library")
+        meant = did_you_mean(model_type, CONFIG_MAPPING.keys())
+        raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library{meant}")
     arguments = copy.deepcopy({name: value for name, value in raw.items() if name != "model_type"})
     with quiet_library():
         try:

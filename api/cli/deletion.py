@@ -1,0 +1,26 @@
+"""`bexp delete`: an exploration that is not needed any more."""
+
+from __future__ import annotations
+
+from api.cli.connection import connect_or_embed
+from api.cli.errors import CommandError, ExitCode, say
+from api.cli.job_ids import find_job
+from api.cli.jobs import JobId
+from api.client import NOT_FINISHED, ProblemError
+
+
+def delete(job_id: JobId) -> None:
+    """Delete an exploration that has ended, with its log, trials, study and run reports.
+
+    Example: bexp delete 9f1c2d3e
+    """
+    with connect_or_embed() as client:
+        job = find_job(client, job_id)
+        try:
+            client.delete(job.id)
+        except ProblemError as error:
+            if error.problem.get("type") != NOT_FINISHED:
+                raise
+            message = f"exploration {job.id} has not ended: end it first with `bexp cancel {job.id}`"
+            raise CommandError(ExitCode.USAGE, message) from None
+    say(f"exploration {job.id} is deleted")

@@ -1,0 +1,47 @@
+"""`bexp resume`: an exploration that was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from api.cli import options
+from api.cli.connection import connect_or_embed, find_service
+from api.cli.errors import CommandError, ExitCode, say
+from api.cli.explore import WorkerDevice, run_embedded
+from api.cli.job_ids import find_job
+from api.cli.jobs import JobId, follow_job
+
+LocalTarget = Annotated[
+    str | None, typer.Option("--target", metavar="FILE.py:NAME", help="The class of your own that is measured.")
+]
+
+
+def resume(
+    job_id: JobId, device: WorkerDevice = None, target: LocalTarget = None, as_json: options.AsJson = False
+) -> None:
+    """Go on with an exploration that was interrupted, cancelled or has failed.
+
+    Nothing that is stored is measured again. Where a service answers, its workers go on and this command follows;
+    else it starts a worker of its own, as `bexp explore` does. The worker needs the hardware that the exploration
+    started on.
+
+    Example: bexp resume latest
+    """
+    with find_service() as service:
+        if service is not None:
+            job = service.resume(find_job(service, job_id).id)
+            say(f"exploration {job.id}")
+            raise typer.Exit(follow_job(service, job, as_json=as_json))
+    with connect_or_embed() as client:
+        job = find_job(client, job_id)
+    if job.request is None:
+        raise CommandError(ExitCode.NO_ANSWER, f"exploration {job.id} cannot be resumed: {job.error}")
+    if job.state == "succeeded":
+        raise CommandError(
+            ExitCode.USAGE, f"exploration {job.id} has succeeded: `bexp best {job.id}` prints its answer"
+        )
+    if job.state == "running":
+        say("it runs already, or its worker has died: this command's worker takes it over if it has")
+    raise typer.Exit(run_embedded(job.request, lambda client: client.resume(job.id), device, target, as_json=as_json))

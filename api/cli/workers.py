@@ -1,0 +1,39 @@
+"""`bexp workers`: who measures."""
+
+from __future__ import annotations
+
+from api.cli import options
+from api.cli.connection import connect_or_embed
+from api.cli.errors import say
+from api.cli.results import print_json, print_table
+from api.client import Worker
+from explorer.spec.target import describe_target
+
+
+def workers(as_json: options.AsJson = False) -> None:
+    """List the workers: their devices and versions, and what they do.
+
+    A worker that shut down is not listed. A lost one, whose heartbeats ended without that, is listed for a day.
+
+    Example: bexp workers
+    """
+    with connect_or_embed() as client:
+        found = client.workers()
+    if as_json:
+        print_json([worker.model_dump(mode="json") for worker in found])
+        return
+    if not found:
+        say("no worker is running; start one with `bexp worker`")
+        return
+    rows = []
+    for worker in found:
+        targets = ", ".join(describe_target(*item) for item in worker.targets.items())
+        seen = f"{worker.last_heartbeat_at.astimezone():%Y-%m-%d %H:%M:%S}"
+        hardware = f"{worker.num_devices} x {worker.device_name}" if worker.num_devices > 1 else worker.device_name
+        torch = worker.versions.get("torch", "-")
+        rows.append((worker.id, _state(worker), worker.devices, hardware, torch, targets, seen))
+    print_table(("ID", "STATE", "DEVICES", "HARDWARE", "TORCH", "TARGETS", "LAST_HEARTBEAT"), rows)
+
+
+def _state(worker: Worker) -> str:
+    return worker.state if worker.exploration is None else f"{worker.state} {worker.exploration}"

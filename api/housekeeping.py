@@ -1,0 +1,79 @@
+"""What one of the API processes on a database does for all: it notes why jobs wait, and applies retention."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+from anyio.to_thread import run_sync
+from sqlalchemy.exc import SQLAlchemyError
+
+from api.background import Beat
+from api.settings import ServiceSettings
+from storage.leaders import HOUSEKEEPER, give_up_role, hold_role
+from storage.pruning import find_prunable, prune
+from storage.queue import Queue
+
+TERM = timedelta(seconds=10)
+"""A housekeeper that is silent for so long is replaced, at the next check of another process."""
+
+PRUNE_SECONDS = 300.0
+MOST_PRUNED = 200
+"""Jobs that one round deletes, so that a round does not take long; the next one goes on."""
+
+logger = logging.getLogger(__name__)
+
+
+class Housekeeper:
+    """Does the work whenever this process holds the role, and hands the role on when it ends."""
+
+    def __init__(self, queue: Queue, settings: ServiceSettings) -> None:
+        self.id = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._queue = queue
+        self._settings = settings
+        self._is_elected = False
+        self._prunes_at = 0.0
+
+    async def run(self, beat: Beat) -> None:
+        """Work until cancelled; `beat` is called after each round that went well."""
+        try:
+            while True:
+                try:
+                    await run_sync(self.work)
+                    beat()
+                except SQLAlchemyError as error:
+                    logger.warning("the database does not answer: %s", getattr(error, "orig", error))
+                await asyncio.sleep(self._settings.waiting_check_seconds)
+        finally:
+            if self._is_elected:
+                with suppress(SQLAlchemyError):
+                    await asyncio.to_thread(give_up_role, self._queue.database, HOUSEKEEPER, self.id)
+
+    def work(self) -> bool:
+        """Do what is due if this process is the housekeeper; return whether it is.
+
+        Raises:
+            sqlalchemy.exc.SQLAlchemyError: the database does not answer.
+        """
+        self._is_elected = hold_role(self._queue.database, HOUSEKEEPER, self.id, TERM)
+        if not self._is_elected:
+            return False
+        self._queue.note_waiting(max_wait=timedelta(seconds=self._settings.max_wait_seconds))
+        if self._settings.keeps_all or time.monotonic() < self._prunes_at:
+            return True
+        database = self._queue.database
+        days = self._settings.keep_days
+        older_than = None if days is None else timedelta(days=days)
+        found = find_prunable(database, older_than=older_than, keep=self._settings.keep_jobs)
+        if found:
+            prune(database, found[:MOST_PRUNED])
+            logger.warning("retention deleted %d finished explorations", len(found[:MOST_PRUNED]))
+        if len(found) <= MOST_PRUNED:
+            self._prunes_at = time.monotonic() + PRUNE_SECONDS
+        return True

@@ -1,0 +1,49 @@
+"""How many requests a second a token or an address may send.
+
+The `limits` package was looked at: it counts requests in windows, has no burst apart from its rate, and starts a timer
+thread for its memory. Here one number for each key does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Callable
+
+BURST_SECONDS = 4.0
+MAX_KEYS = 20_000
+
+
+class RateLimiter:
+    """Admits `rate` requests a second for each key, and at once as many as in BURST_SECONDS. A rate of 0 admits all.
+
+    It is the generic cell rate algorithm (ITU-T I.371): for each key it keeps the time at which its bucket is empty.
+    """
+
+    def __init__(self, rate: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate = rate
+        self._clock = clock
+        self._empty_at: dict[str, float] = {}
+
+    def wait_seconds(self, key: str) -> float:
+        """Count a request and return 0 if it is admitted; else return after how many seconds one will be."""
+        if not self.rate:
+            return 0.0
+        now = self._clock()
+        level = max(0.0, self._empty_at.pop(key, now) - now) + 1 / self.rate
+        too_much = level - max(BURST_SECONDS, 1 / self.rate)
+        self._empty_at[key] = now + level - (1 / self.rate if too_much > 0 else 0.0)
+        if len(self._empty_at) > MAX_KEYS:  # the key that has been silent for longest
+            del self._empty_at[next(iter(self._empty_at))]
+        return max(0.0, too_much)
+
+
+def address_key(address: str | None) -> str:
+    """Return the key of an address: an IPv6 host has a network of 64 bits to itself."""
+    try:
+        parsed = ipaddress.ip_address(address or "")
+    except ValueError:
+        return address or "unknown"
+    if parsed.version == 4:
+        return str(parsed)
+    return str(ipaddress.ip_network((int(parsed), 64), strict=False))

@@ -1,0 +1,47 @@
+"""The route that resumes an exploration."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import APIRouter, Depends
+
+from api import examples
+from api.auth import Submitter
+from api.negotiation import accepts_json
+from api.problems import ProblemException
+from api.resources import Exploration, exploration_path
+from api.routes.explorations import JobIdDep
+from api.service import ServiceDep
+from storage.resuming import JobFinishedError
+
+router = APIRouter(
+    prefix="/v1/explorations/{exploration_id}", tags=["explorations"], dependencies=[Depends(accepts_json)]
+)
+
+
+@router.post(
+    "/resume",
+    status_code=HTTPStatus.ACCEPTED,
+    summary="Resume an exploration that was cancelled or has failed",
+    responses={
+        202: examples.example(examples.QUEUED, description="It waits for a worker, or one runs it"),
+        **examples.problems(f"{exploration_path(examples.JOB_ID)}/resume", HTTPStatus.NOT_FOUND),
+        **examples.problems(
+            f"{exploration_path(examples.JOB_ID)}/resume",
+            HTTPStatus.CONFLICT,
+            type="urn:bexp:problem:finished",
+            detail=f"{JobFinishedError(examples.JOB_ID)}.",
+        ),
+    },
+)
+def resume_exploration(job_id: JobIdDep, service: ServiceDep, caller: Submitter) -> Exploration:
+    """Queue an exploration again. It goes on where it stopped; nothing that is stored is measured again.
+
+    One that waits or runs stays as it is, so the call can be repeated.
+    """
+    try:
+        job = service.queue.resume(job_id, by=caller)
+    except JobFinishedError as error:
+        raise ProblemException(HTTPStatus.CONFLICT, f"{error}.", name="finished") from error
+    return Exploration.of_job(job)

@@ -1,0 +1,25 @@
+"""The workers that measure explorations."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends
+
+from api import examples
+from api.auth import Reader
+from api.negotiation import accepts_json
+from api.resources import WorkerList, WorkerResource
+from api.service import ServiceDep
+from storage.workers import list_known_workers
+
+router = APIRouter(prefix="/v1/workers", tags=["workers"], dependencies=[Depends(accepts_json)])
+
+
+@router.get("", summary="List the workers", responses={200: examples.example(examples.WORKERS)})
+def list_workers(service: ServiceDep, caller: Reader) -> WorkerList:
+    """What each worker measures with, and what it does. One that shut down is not listed; a lost one is, for a day.
+
+    An exploration is named only to those who may read it.
+    """
+    return WorkerList(
+        items=[WorkerResource.of(worker) for worker in list_known_workers(service.database, owner=caller.sees)]
+    )

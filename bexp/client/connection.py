@@ -1,0 +1,171 @@
+"""The connection to a service: its requests, its pages, and what is raised if it refuses or fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from bexp.client.address import is_loopback, without_secrets
+
+EXPLORATIONS = "/v1/explorations"
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""What an id may be. A service is not trusted with more: the id becomes a part of a path, here and there."""
+NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
+NOTE_HEADER = "Bexp-Export-Note"
+"""A header for each line that belongs to an export whose format has no comments."""
+
+
+class ServiceError(Exception):
+    """The service cannot be reached, it failed, or its answer cannot be understood."""
+
+
+class ProblemError(Exception):
+    """The service refused a request.
+
+    `problem` is its RFC 9457 document, `status` the HTTP status.
+    """
+
+    def __init__(self, status: int, problem: dict[str, Any]) -> None:
+        self.status = status
+        self.problem = problem
+        super().__init__(str(problem.get("detail") or problem.get("title") or f"HTTP {status}"))
+
+    def lines(self) -> list[str]:
+        """Return lines for a person: what is wrong, then each field with the rule that it breaks."""
+        errors = self.problem.get("errors")
+        listed = [_error_line(e) for e in errors if isinstance(e, dict)] if isinstance(errors, list) else []
+        return [str(self), *listed]
+
+
+class Connection:
+    """Sends requests to one service. `timeout` is in seconds, for one request.
+
+    Every method raises `ProblemError` if the service refuses the request (4xx), and `ServiceError` if it cannot be
+    reached or fails.
+    """
+
+    def __init__(
+        self, url: str, token: str | None = None, timeout: float = 30.0, *, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        address_of_service = url.rstrip("/")
+        self.url = without_secrets(address_of_service)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            address = httpx.URL(address_of_service)
+            if address.scheme not in {"http", "https"}:
+                raise ValueError("it must start with http:// or https://")  # noqa: TRY301 - one message for both
+            beyond = not is_loopback(address.host)  # no proxy stands between this machine and itself
+            self._http = httpx.Client(
+                base_url=address_of_service, headers=headers, timeout=timeout, transport=transport, trust_env=beyond
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ServiceError(f"{self.url!r} is not a URL of a service: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def is_alive(self) -> bool:
+        """Return whether a service of this kind answers at the URL."""
+        try:
+            return bool(self._http.get("/healthz", timeout=2.0).json() == {"status": "alive"})
+        except (httpx.HTTPError, ValueError):
+            return False
+
+    def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request and return the response."""
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise ServiceError(self.reason(error)) from error
+        _raise_for(response)
+        return response
+
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        """Send a request and return the JSON of the response."""
+        response = self.send(method, path, **options)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServiceError(f"{self.url}{path} did not answer with JSON: is this a bexp service?") from error
+
+    def page(self, path: str, **options: Any) -> dict[str, Any]:
+        """Return a page of a list, which has `items`."""
+        document = self.request("GET", path, **options)
+        if not isinstance(document, dict) or not isinstance(document.get("items"), list):
+            raise ServiceError(f"{self.url} did not answer with a list: is this a bexp service?")
+        return document
+
+    def pages(self, path: str, **params: Any) -> Iterator[Any]:
+        """Yield the items of all pages of a list."""
+        while True:
+            page = self.page(path, params=params)
+            yield from page["items"]
+            cursor = page.get("next_cursor")
+            if cursor is None or cursor == params.get("cursor"):
+                return
+            params["cursor"] = cursor
+
+    def recommendation(self, job_id: str) -> Any:
+        """Return the document of a recommendation; null while nothing is known."""
+        try:
+            return self.request("GET", exploration_path(job_id, "recommendation"))
+        except ProblemError as error:
+            if error.problem.get("type") == NO_RECOMMENDATION:
+                return None
+            raise
+
+    @contextmanager
+    def stream(self, path: str, headers: dict[str, str], silence_seconds: float) -> Iterator[httpx.Response]:
+        """Open a stream that ends if nothing comes for `silence_seconds`.
+
+        Raises httpx.HTTPError if the connection breaks, and nothing for a status that is an error.
+        """
+        timeout = httpx.Timeout(self._http.timeout.connect, read=silence_seconds)
+        with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+            yield response
+
+    def reason(self, error: httpx.HTTPError) -> str:
+        """Return what is wrong with a connection."""
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return f"no service answers at {self.url}"
+        if isinstance(error, httpx.TimeoutException):
+            return f"the service at {self.url} did not answer in time"
+        return f"the connection to {self.url} broke: {error or type(error).__name__}"
+
+
+def exploration_path(job_id: str, *rest: str) -> str:
+    """Return the path of an exploration, or of a part of it. Raises ProblemError for what cannot be an id."""
+    if not JOB_ID.fullmatch(job_id):
+        raise ProblemError(404, {"title": "Not Found", "detail": f"{job_id!r} is not the id of an exploration"})
+    return "/".join((EXPLORATIONS, job_id, *rest))
+
+
+def raise_for_stream(response: httpx.Response) -> None:
+    """Raise what the status of an opened stream means."""
+    response.read()
+    _raise_for(response)
+
+
+def _raise_for(response: httpx.Response) -> None:
+    if response.status_code < httpx.codes.BAD_REQUEST:
+        return
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict):
+        problem = {"title": response.reason_phrase or f"HTTP {response.status_code}"}
+    if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        cause = problem.get("detail") or problem.get("title")
+        raise ServiceError(f"the service failed with {response.status_code}: {cause}")
+    raise ProblemError(response.status_code, problem)
+
+
+def _error_line(error: dict[str, Any]) -> str:
+    where, rule = error.get("field"), error.get("message") or "is wrong"
+    return f"{where}: {rule}" if where else str(rule)

@@ -1,0 +1,132 @@
+"""An exploration as a table with bars, in a notebook and as text. It is drawn from the events, so it can be live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from bexp.client.events import FIRST_END_CODE
+from bexp.client.exploration import Event
+
+TRIAL, RECOMMENDATION, VARIANT, INFEASIBLE = 201, 202, 107, 301
+"""The codes of the events that are drawn."""
+GIB = 1 << 30
+_CELL = "text-align:left;padding:2px 8px"
+_BAR = "display:inline-block;height:0.8em;background:"
+_COLORS = {
+    "parameters": "#4269d0",
+    "gradients": "#3ca3b5",
+    "master_weights": "#5aa469",
+    "optimizer_states": "#c9a227",
+    "activations": "#a463c2",
+    "transient": "#d0605e",
+}
+
+
+class ExplorationView:
+    """What is known of an exploration. In a notebook it shows itself; `str` returns it as text."""
+
+    def __init__(self, exploration_id: str, model: str) -> None:
+        self.exploration_id = exploration_id
+        self.model = model
+        self.num_trials = 0
+        self.status = "queued"
+        self.has_ended = False
+        self.best: Mapping[str, Any] | None = None
+        self._rates: dict[int, dict[str, float]] = {}
+        self._failures: dict[int, str] = {}
+
+    def show(self, event: Event) -> None:
+        """Take an event."""
+        self.status = event.message
+        self.has_ended = event.code >= FIRST_END_CODE
+        candidate = event.data.get("candidate")
+        if event.code == RECOMMENDATION and isinstance(event.data.get("recommendation"), Mapping):
+            self.best = event.data["recommendation"]
+            self._note(self.best["candidate"], self.best.get("tokens_per_second"))
+        elif event.code == VARIANT:  # another model: its figures cannot be compared with those of the last one
+            self.best, self._rates, self._failures = None, {}, {}
+        elif event.code == TRIAL:
+            self.num_trials += 1
+            self._note(candidate, event.data.get("tokens_per_second"))
+        elif event.code == INFEASIBLE and isinstance(candidate, Mapping):
+            self._failures.setdefault(candidate["micro_batch_size"], str(event.data.get("outcome", "infeasible")))
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """The composed tokens per second of one device by micro-batch size: the best that was measured for each."""
+        return {size: max(rates.values()) for size, rates in sorted(self._rates.items())}
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} {self.exploration_id}: {self._headline()}"]
+        lines += [f"{size:>6}  {rate:>12,.0f} tokens/s" for size, rate in self.rates.items()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        parts = [
+            f"<p><b>{escape(self.model)}</b> {escape(self.exploration_id)}, {self.num_trials} trials<br>"
+            f"<b>{escape(self._headline())}</b></p>"
+        ]
+        if self.best is not None:
+            parts.append(f"<p><code>{escape(describe(self.best['candidate']))}</code></p>")
+        if self._rates or self._failures:
+            parts.append(self._table())
+        if self.best is not None and isinstance(self.best.get("memory"), Mapping):
+            parts.append(_memory(self.best["memory"], self.best["memory_limit_bytes"]))
+        if not self.has_ended:
+            parts.append(f"<p><small>{escape(self.status)}</small></p>")
+        return "".join(parts)
+
+    def _note(self, candidate: Any, rate: Any) -> None:
+        if isinstance(candidate, Mapping) and isinstance(rate, int | float):
+            self._rates.setdefault(candidate["micro_batch_size"], {})[describe(candidate)] = float(rate)
+
+    def _headline(self) -> str:
+        best = self.best
+        if best is None:
+            return self.status
+        rate = (best.get("whole_model") or {}).get("tokens_per_second") or best["tokens_per_second"]
+        size = best["candidate"]["micro_batch_size"]
+        return (
+            f"{'Recommended' if self.has_ended else 'Best so far'}: micro_batch_size {size}, {rate:,.0f} tokens/s per "
+            f"device, {best['performance']:.2f}x base, confidence {best['confidence']} out of 100"
+        )
+
+    def _table(self) -> str:
+        rates = self.rates
+        top = max(rates.values(), default=1.0)
+        chosen = self.best["candidate"]["micro_batch_size"] if self.best is not None else None
+        rows = []
+        for size in sorted({*rates, *self._failures}):
+            if size in rates:
+                color = "#2e9e5b" if size == chosen else "#4269d0"
+                bar = f'<span style="{_BAR}{color};width:{round(240 * rates[size] / top)}px"></span>'
+                cells = [str(size), bar, f"{rates[size]:,.0f}", "recommended" if size == chosen else ""]
+            else:
+                cells = [str(size), "", "", escape(self._failures[size].replace("_", " "))]
+            rows.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>")
+        names = ("micro_batch_size", "", "composed tokens/s", "")
+        head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def describe(candidate: Mapping[str, Any]) -> str:
+    """Return the choices of a candidate, without those that it leaves open."""
+    return " ".join(f"{name}={value}" for name, value in candidate.items() if value is not None)
+
+
+def _memory(memory: Mapping[str, int], limit: int) -> str:
+    """Return the parts of the peak as a bar as wide as the limit, or as the peak if that is larger."""
+    parts = {name: size for name, size in memory.items() if name in _COLORS and size}
+    total = sum(parts.values())
+    bars = "".join(
+        f'<span style="{_BAR}{_COLORS[name]};width:{round(400 * size / max(limit, total))}px" title="{name}"></span>'
+        for name, size in parts.items()
+    )
+    listed = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts.items())
+    return (
+        f"<p>Memory at the peak: {total / GIB:.2f} of {limit / GIB:.2f} GiB<br>"
+        f'<span style="display:inline-block;width:400px;border:1px solid #888">{bars}</span><br>'
+        f"<small>{escape(listed)} GiB</small></p>"
+    )

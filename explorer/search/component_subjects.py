@@ -1,0 +1,128 @@
+"""Whether a component of one request is the same as a component of another, so that its time can be reused.
+
+A subject is a hash of what the time of a component depends on beyond the component itself, the hardware and the
+versions of libraries: the shapes, number formats and code of its part of the model, the training, the routing, the
+padding and the allocator. Names of people and models are no part of it. Fields that are not known to be irrelevant
+count, so a new field of a model or of a request keeps components apart until it is listed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from explorer.cost_model.collectives import is_exchange_timed
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.spec.execution import Execution
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import ModelSpec
+from explorer.spec.parts import ModelParts
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import BEXP, TRANSFORMERS
+
+Subject = tuple[ComponentKind, str | None]
+"""A kind of component, and the kind of layer that it stands for, if any."""
+
+IRRELEVANT = frozenset(
+    {
+        # of the space and the search
+        *("micro_batch_size", "batch_size", "num_query_groups", "bta", "recompute", "attention_backends"),
+        *("flash_attention", "expert_backends", "context_parallel", "sharding_levels", "executions"),
+        *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
+        *("sampler", "fresh", "notices", "labels", "device_kind"),
+        # taken into account in another way
+        *("target", "model", "hf_config", "num_devices", "execution", "training"),
+    }
+)
+"""Fields of a request that a component's time does not depend on, or that `component_subjects` treats by itself."""
+
+_ATTENTION_FIELDS = {
+    *("num_attention_heads", "head_dim", "rotary_fraction", "qkv_bias", "attention_output_bias", "qk_norm"),
+}
+_FFN_FIELDS = {"ffn_hidden_size", "gated_mlp", "activation", "mlp_bias"}
+_VOCABULARY_FIELDS = {"vocab_size", "tie_embeddings", "lm_head_bias"}
+_POSITION_FIELDS = {"position", "max_position_embeddings"}
+_EVERYWHERE = {"name", "num_query_groups"}
+_MODEL_IRRELEVANT: Mapping[ComponentKind, set[str]] = {
+    ComponentKind.EMBEDDING: {"num_layers", "moe", *_ATTENTION_FIELDS, *_FFN_FIELDS},
+    ComponentKind.ATTENTION: {"num_layers", "moe", *_FFN_FIELDS, *_VOCABULARY_FIELDS},
+    ComponentKind.DENSE_FFN: {"num_layers", "moe", *_ATTENTION_FIELDS, *_POSITION_FIELDS, *_VOCABULARY_FIELDS},
+    ComponentKind.MOE_FFN: {
+        *("num_layers", "ffn_hidden_size"),
+        *_ATTENTION_FIELDS,
+        *_POSITION_FIELDS,
+        *_VOCABULARY_FIELDS,
+    },
+    ComponentKind.HEAD: {"num_layers", "moe", *_ATTENTION_FIELDS, *_FFN_FIELDS, *_POSITION_FIELDS},
+    ComponentKind.OPTIMIZER: set(),
+}
+"""Fields of a ModelSpec that a kind of component does not depend on. A component itself names its query groups."""
+_MOE_PLACES = ("first_k_dense", "moe_layer_frequency")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_CONFIG_NAMES = ("_name_or_path", "transformers_version")
+
+
+def component_subjects(request: ExplorationRequest, report: DeviceReport) -> dict[Subject, str]:
+    """Return the subject of every kind of component of a request's model.
+
+    It is empty for a target that somebody has written, because its code can change while its version does not.
+    """
+    if request.target_name not in {BEXP, TRANSFORMERS} or (request.model is None and report.parts is None):
+        return {}
+    if report.parts is None:
+        kinds: list[Subject] = [(kind, None) for kind in _MODEL_IRRELEVANT]
+    else:
+        kinds = [(ComponentKind.LAYER, part.name) for part in report.parts.kinds]
+        kinds += [(ComponentKind.SHELL, None), (ComponentKind.OPTIMIZER, None)]
+    return {(kind, part): _hash(_describe(kind, part, request, report)) for kind, part in kinds}
+
+
+def subject_of(component: Component, subjects: Mapping[Subject, str]) -> str | None:
+    """Return the subject of a component; null for one that several devices measure together, whose links matter."""
+    return None if component.is_joint else subjects.get((component.kind, component.part))
+
+
+def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest, report: DeviceReport) -> Any:
+    steps = kind is ComponentKind.OPTIMIZER
+    training = request.training.model_dump(mode="json", exclude=set() if steps else {"sharding"})
+    compiled = request.executions is None and request.execution is Execution.COMPILE
+    document = request.model_dump(mode="json", exclude=set(IRRELEVANT))
+    document |= {
+        "kind": kind.value,
+        "target": request.target_name,
+        "training": training,
+        "compiled": compiled,
+        "num_processes": request.num_devices if is_exchange_timed(request, report.hardware) else 1,
+        "num_devices": request.num_devices if steps else None,
+    }
+    if report.parts is None:
+        return document | {"model": _describe_spec(kind, request.model)}
+    return document | {"model": _describe_parts(kind, part, report.parts, request.hf_config or {})}
+
+
+def _describe_spec(kind: ComponentKind, model: ModelSpec) -> dict[str, Any]:
+    document = model.model_dump(mode="json", exclude=_EVERYWHERE | _MODEL_IRRELEVANT[kind])
+    if kind is ComponentKind.MOE_FFN and document.get("moe") is not None:
+        document["moe"] = {name: value for name, value in document["moe"].items() if name not in _MOE_PLACES}
+    return document
+
+
+def _describe_parts(
+    kind: ComponentKind, name: str | None, parts: ModelParts, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    known = {name: value for name, value in config.items() if name not in _CONFIG_NAMES}
+    document: dict[str, Any] = {"class": parts.class_name, "dtype": parts.dtype.value}
+    if kind is ComponentKind.OPTIMIZER:
+        return document | {"config": known}
+    if "#" not in (name or ""):  # a kind with a number is known by its place in this very model
+        known = {name: value for name, value in known.items() if name not in _LAYER_COUNTS}
+        if isinstance(types := known.get("layer_types"), list):
+            known["layer_types"] = sorted({str(one) for one in types})
+    part = parts.shell if name is None else parts.kind(name)
+    return document | {"config": known, "name": name, "part": part.model_dump(mode="json", exclude={"description"})}
+
+
+def _hash(document: Any) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]

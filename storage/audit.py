@@ -1,0 +1,63 @@
+"""The record of who did what, from where, and when. Each row is written in the transaction of the change itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.owners import Caller
+from storage.tables import audit
+
+
+class Action(StrEnum):
+    """What was done to a job, a token, or the quota of an owner."""
+
+    SUBMIT = "submit"
+    CANCEL = "cancel"
+    RESUME = "resume"
+    DELETE = "delete"
+    CREATE_TOKEN = "create token"  # noqa: S105 - no password
+    REVOKE_TOKEN = "revoke token"  # noqa: S105 - no password
+    SET_QUOTA = "set quota"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One action. `owner`, `token` and `origin` are those of the caller."""
+
+    at: datetime
+    action: Action
+    subject: str
+    owner: str
+    token: str | None
+    origin: str | None
+
+
+def note_action(database: Database, connection: sa.Connection, by: Caller, action: Action, *subjects: str) -> None:
+    """Write down that `by` did `action` to each of `subjects`: ids of jobs, or names of tokens or owners."""
+    if not subjects:
+        return
+    now = database.now(connection)
+    who = {"at": now, "action": action.value, "owner": by.owner, "token": by.token, "origin": by.origin}
+    connection.execute(sa.insert(audit), [who | {"subject": subject} for subject in subjects])
+
+
+def read_audit(database: Database, *, owner: str | None = None, limit: int = 100) -> list[AuditRecord]:
+    """Return the latest `limit` records, the newest first; with `owner`, those of this caller alone."""
+    query = sa.select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(limit)
+    if owner is not None:
+        query = query.where(audit.c.owner == owner)
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+    return [AuditRecord(row.at, Action(row.action), row.subject, row.owner, row.token, row.origin) for row in rows]
+
+
+def prune_audit(database: Database, older_than: timedelta) -> int:
+    """Delete the records that are older; return how many there were."""
+    with database.begin() as connection:
+        found = connection.execute(sa.delete(audit).where(audit.c.at < database.clock(-older_than)))
+    return found.rowcount

@@ -1,0 +1,52 @@
+"""Elects one of several processes for a role: the holder renews a row, which another process takes when it expires."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from storage.database import Database
+from storage.tables import leaders
+
+HOUSEKEEPER = "housekeeper"
+"""The role of the API process that notes why jobs wait and deletes what retention does not keep."""
+
+
+def hold_role(database: Database, role: str, holder: str, term: timedelta) -> bool:
+    """Take or renew a role; return whether `holder` has it for the next half of `term` at least.
+
+    It is written only if half of the term is over, so that this may be called often. A holder that is frozen for longer
+    than its term may go on with what it has begun while another one has the role.
+    """
+    half = database.clock(term / 2)
+    with database.read() as connection:
+        row = connection.execute(
+            sa.select(leaders.c.holder, (leaders.c.expires_at > half).label("is_fresh"), _is_held(database)).where(
+                leaders.c.role == role
+            )
+        ).one_or_none()
+    if row is not None and row.holder == holder and row.is_fresh:
+        return True
+    if row is not None and row.holder != holder and row.is_held:
+        return False
+    insert = postgresql.insert(leaders) if database.is_postgresql else sqlite.insert(leaders)
+    values = {"holder": holder, "expires_at": database.clock(term)}
+    take = insert.values(role=role, **values).on_conflict_do_update(
+        index_elements=[leaders.c.role],
+        set_=values,
+        where=(leaders.c.holder == holder) | sa.not_(_is_held(database)),
+    )
+    with database.begin() as connection:
+        return connection.execute(take.returning(leaders.c.role)).one_or_none() is not None
+
+
+def give_up_role(database: Database, role: str, holder: str) -> None:
+    """Let another process take a role at once, if `holder` has it."""
+    with database.begin() as connection:
+        connection.execute(sa.delete(leaders).where(leaders.c.role == role, leaders.c.holder == holder))
+
+
+def _is_held(database: Database) -> sa.ColumnElement[bool]:
+    return (leaders.c.expires_at > database.clock()).label("is_held")

@@ -1,0 +1,110 @@
+"""News between processes on PostgreSQL (LISTEN and NOTIFY): a job has new events, or a job was queued.
+
+A notification saves a reader from polling, and nothing depends on it: a reader that hears nothing still polls, at
+longer intervals. SQLite has no notifications. A pooler between the process and PostgreSQL that shares connections by
+transaction passes none on either.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import sqlalchemy as sa
+
+from storage.database import Database
+
+if TYPE_CHECKING:
+    import psycopg
+
+NEW_EVENTS = "bexp_events"
+"""The channel whose message is `<job id> <seq of the job's last event>`."""
+
+QUEUED_JOBS = "bexp_jobs"
+"""The channel whose message is empty: there may be a job to claim."""
+
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 4.0
+_ROUND_SECONDS = 0.5
+"""How long the thread waits for a notification before it looks whether it should end."""
+
+logger = logging.getLogger(__name__)
+
+
+def notify(database: Database, connection: sa.Connection, channel: str, message: str = "") -> None:
+    """Tell those who listen to `channel`, when the transaction of `connection` commits; on SQLite nothing happens."""
+    if database.is_postgresql:
+        connection.execute(sa.select(sa.func.pg_notify(channel, message)))
+
+
+def notify_events(database: Database, connection: sa.Connection, job_id: str, last_seq: int) -> None:
+    """Tell that a job has events up to `last_seq`."""
+    notify(database, connection, NEW_EVENTS, f"{job_id} {last_seq}")
+
+
+def parse_events_message(message: str) -> tuple[str, int]:
+    """Return the job id and the seq in a message of NEW_EVENTS."""
+    job_id, _, seq = message.partition(" ")
+    return job_id, int(seq)
+
+
+class Listener:
+    """A thread that listens to a channel of PostgreSQL, over one of the database's pooled connections.
+
+    `receive` gets each message, in that thread. After each connect it gets null: messages may have been missed, so the
+    receiver should read what it waits for. A lost connection is opened again after a pause of at most 4 s. On SQLite
+    nothing happens, and `is_listening` stays false.
+    """
+
+    def __init__(self, database: Database, channel: str, receive: Callable[[str | None], None]) -> None:
+        self.is_listening = False
+        self._database = database
+        self._channel = channel
+        self._receive = receive
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_listening, name=f"listener-{channel}", daemon=True)
+
+    def start(self) -> None:
+        """Listen from now on."""
+        if self._database.is_postgresql:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, which takes half a second."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _keep_listening(self) -> None:
+        import psycopg  # noqa: PLC0415 - only where the database is PostgreSQL
+
+        pause = FIRST_PAUSE_SECONDS
+        while not self._ended.is_set():
+            try:
+                with self._database.engine.connect() as connection:
+                    try:
+                        self._listen(connection)
+                    finally:
+                        connection.invalidate()  # nobody else should get a connection that listens
+            except (sa.exc.SQLAlchemyError, psycopg.Error) as error:
+                if self.is_listening:
+                    pause = FIRST_PAUSE_SECONDS
+                self.is_listening = False
+                reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+                logger.warning("no notifications from the database, which is polled meanwhile: %s", reason)
+                self._ended.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        self.is_listening = False
+
+    def _listen(self, connection: sa.Connection) -> None:
+        """Listen until the end, or until the connection is lost."""
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+        connection.exec_driver_sql(f"LISTEN {self._channel}")
+        driver = cast("psycopg.Connection[object]", connection.connection.driver_connection)
+        self.is_listening = True
+        self._receive(None)
+        while not self._ended.is_set():
+            for notification in driver.notifies(timeout=_ROUND_SECONDS):
+                self._receive(notification.payload)

@@ -1,0 +1,88 @@
+"""Quotas of owners: how many jobs may wait, how many may run, and how many device seconds they may use a day."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+
+from storage.audit import Action, note_action
+from storage.database import Database
+from storage.jobs import JobState
+from storage.owners import LOCAL, Caller, check_name
+from storage.tables import jobs, quotas
+
+EVERYBODY = "*"
+"""The name under which the quota of each owner is stored that has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """The limits of one owner; null is no limit.
+
+    A submission above `max_queued` is refused. The two others hold back claims; a job that runs is never stopped.
+    `max_device_seconds` is for a day in UTC: the seconds under a lease times the devices that the job needs.
+    """
+
+    max_queued: int | None = None
+    max_running: int | None = None
+    max_device_seconds: int | None = None
+
+
+class QueuedQuotaError(Exception):
+    """The owner has as many jobs in the queue as its quota allows."""
+
+    def __init__(self, owner: str, limit: int) -> None:
+        super().__init__(f"owner '{owner}' may have {limit} explorations in the queue, and has as many")
+        self.owner = owner
+        self.limit = limit
+
+
+def set_quota(database: Database, owner: str, quota: Quota | None, *, by: Caller = LOCAL) -> None:
+    """Store the quota of an owner, or of EVERYBODY; null removes it.
+
+    Raises:
+        ValueError: `owner` is not a name of an owner.
+    """
+    if owner != EVERYBODY:
+        check_name("an owner's name", owner)
+    with database.begin() as connection:
+        connection.execute(sa.delete(quotas).where(quotas.c.owner == owner))
+        if quota is not None:
+            connection.execute(sa.insert(quotas).values(owner=owner, **asdict(quota)))
+        note_action(database, connection, by, Action.SET_QUOTA, owner)
+
+
+def list_quotas(database: Database) -> dict[str, Quota]:
+    """Return the quotas by owner, in the order of the names."""
+    with database.read() as connection:
+        return select_quotas(connection)
+
+
+def select_quotas(connection: sa.Connection) -> dict[str, Quota]:
+    """`list_quotas` within a transaction."""
+    rows = connection.execute(sa.select(quotas).order_by(quotas.c.owner))
+    return {row.owner: Quota(row.max_queued, row.max_running, row.max_device_seconds) for row in rows}
+
+
+def quota_of(found: Mapping[str, Quota], owner: str) -> Quota:
+    """Return the quota that holds for an owner."""
+    return found.get(owner) or found.get(EVERYBODY) or Quota()
+
+
+def check_queued(connection: sa.Connection, owner: str) -> None:
+    """Check that an owner may have one more job in the queue. Others of this owner wait until the transaction ends.
+
+    Raises:
+        QueuedQuotaError: it may not.
+    """
+    # The row stays locked, so that two submissions at once do not both take the last place.
+    query = sa.select(quotas.c.owner, quotas.c.max_queued).where(quotas.c.owner.in_((owner, EVERYBODY)))
+    limits = {row.owner: row.max_queued for row in connection.execute(query.order_by(quotas.c.owner).with_for_update())}
+    limit = limits.get(owner, limits.get(EVERYBODY)) if limits else None
+    if limit is None:
+        return
+    mine = (jobs.c.state == JobState.QUEUED.value) & (jobs.c.owned_by == owner)
+    if (connection.scalar(sa.select(sa.func.count()).where(mine)) or 0) >= limit:
+        raise QueuedQuotaError(owner, limit)

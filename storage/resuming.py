@@ -1,0 +1,60 @@
+"""Puts a job that was cancelled or has failed back into the queue, with all that is stored of it."""
+
+from __future__ import annotations
+
+from explorer.records.event import EventCode, EventDraft
+from storage.audit import Action, note_action
+from storage.changes import change_job
+from storage.database import Database
+from storage.jobs import Job, JobState, job_from_row, select_row
+from storage.notifications import QUEUED_JOBS, notify
+from storage.owners import LOCAL, Caller
+from storage.quotas import check_queued
+from storage.tables import jobs
+
+
+class JobFinishedError(Exception):
+    """The job has succeeded, so there is nothing left to do."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"exploration {job_id} has succeeded: there is nothing left to explore")
+        self.job_id = job_id
+
+
+def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
+    """Queue a job again that was cancelled or has failed; one that waits or runs stays as it is.
+
+    Its attempts and failures count from zero again. Its log goes on after the event that ended it.
+
+    Raises:
+        JobNotFoundError: there is no such job that the caller sees.
+        QueuedQuotaError: its owner has as many jobs in the queue as its quota allows.
+        JobFinishedError: the job has succeeded.
+    """
+    with database.begin() as connection:
+        row = select_row(connection, job_id, lock=True, owner=by.sees)
+        state = JobState(row.state)
+        if state is JobState.SUCCEEDED:
+            raise JobFinishedError(job_id)
+        if state.is_final:
+            check_queued(connection, row.owned_by)
+            draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} is queued again")
+            change_job(
+                database,
+                connection,
+                [jobs.c.id == job_id],
+                [draft],
+                state=JobState.QUEUED.value,
+                error=None,
+                cancel_requested=False,
+                finished_at=None,
+                queued_at=database.clock(),
+                not_before=None,
+                waiting_reason=None,
+                num_releases=jobs.c.attempt,
+                num_faults=0,
+            )
+            note_action(database, connection, by, Action.RESUME, job_id)
+            notify(database, connection, QUEUED_JOBS)
+            row = select_row(connection, job_id)
+    return job_from_row(row)

@@ -1,0 +1,139 @@
+"""Answers that are there already: of the same request, measured on the same hardware with the same versions.
+
+A job is answered when it is submitted, if a live worker has what the answer was measured with. Else it is answered when
+a worker takes it. Either way the job is one of its own, with the submitter's labels and key and a log that ends, and it
+stays if the exploration that measured the answer is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC
+from typing import Any
+
+import sqlalchemy as sa
+
+from explorer.records.event import EventCode, EventDraft, recommendation_event
+from explorer.search.event_messages import end_event
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.request_key import request_key
+from explorer.spec.target import BEXP, describe_target
+from storage.database import Database
+from storage.jobs import Job, JobState, job_from_row
+from storage.tables import jobs, run_reports
+from storage.workers import LIVE_WITHIN, select_workers
+
+_COPIED = (
+    *("fingerprint", "report", "space", "recommendation", "micro_batch_size", "confidence", "answer"),
+    *("devices_needed", "software", "request_key"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a worker measures a request with: its hardware, its versions, and how many of its devices."""
+
+    fingerprint: str
+    software: str
+    devices_needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """An answer to reuse: the columns that a job gets of it, and the events that say so."""
+
+    values: Mapping[str, Any]
+    drafts: tuple[EventDraft, ...]
+
+
+def software_of(target: str, targets: Mapping[str, str]) -> str:
+    """Return what a worker with these targets, by name with their versions, measures one of them with."""
+    return ", ".join(describe_target(name, targets[name]) for name in sorted({BEXP, target}) if name in targets)
+
+
+def offer_of(request: ExplorationRequest, fingerprint: str, num_devices: int, targets: Mapping[str, str]) -> Offer:
+    """Return what a worker offers a request that it can run."""
+    return Offer(fingerprint, software_of(request.target_name, targets), request.devices_needed(num_devices))
+
+
+def find_answer_of_live(database: Database, request: ExplorationRequest, owner: str) -> StoredAnswer | None:
+    """Return a stored answer to an owner's request, measured with what a live worker has; null if there is none."""
+    if request.fresh:
+        return None
+    with database.read() as connection:
+        live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
+    offers = {
+        offer_of(request, worker.fingerprint, worker.num_devices, worker.targets)
+        for worker in live
+        if request.target_name in worker.targets
+        and request.device_kind in {None, worker.device_kind}
+        and worker.num_devices >= request.devices_needed()
+    }
+    return find_answer(database, request, owner, offers)
+
+
+def find_answer(
+    database: Database, request: ExplorationRequest, owner: str, offers: Iterable[Offer]
+) -> StoredAnswer | None:
+    """Return the newest stored answer to a request that one of the offers would measure alike; null if there is none.
+
+    It must belong to the `owner` of the request, because nobody learns what others have measured.
+
+    An exploration answers if it measured, if it succeeded, and if its confidence is at least what the request's budget
+    asks for, or its search for as much ended by its own rule. A report of a real run that arrived later says more than
+    the answer knows, so it does not answer any more.
+    """
+    key = request_key(request)
+    alike = [
+        sa.and_(
+            jobs.c.fingerprint == offer.fingerprint,
+            jobs.c.software == offer.software,
+            jobs.c.devices_needed == offer.devices_needed,
+        )
+        for offer in offers
+    ]
+    if request.fresh or key is None or not alike:
+        return None
+    same = jobs.alias()
+    reported_since = (
+        sa.select(sa.literal(1))
+        .where(same.c.id == run_reports.c.job_id, same.c.request_key == key, run_reports.c.at > jobs.c.finished_at)
+        .correlate(jobs)
+        .exists()
+    )
+    query = (
+        sa.select(jobs)
+        .where(
+            jobs.c.request_key == key,
+            jobs.c.owned_by == owner,
+            jobs.c.state == JobState.SUCCEEDED.value,
+            jobs.c.reused_from.is_(None),
+            jobs.c.serves_up_to >= request.budget.confidence_target,
+            sa.or_(*alike),
+            ~reported_since,
+        )
+        .order_by(jobs.c.finished_at.desc(), jobs.c.id.desc())
+        .limit(1)
+    )
+    with database.read() as connection:
+        row = connection.execute(query).one_or_none()
+    if row is None:
+        return None
+    job = job_from_row(row)
+    return None if job.unreadable is not None else _stored_answer(job, row)
+
+
+def _stored_answer(job: Job, row: sa.Row[Any]) -> StoredAnswer | None:
+    best = None if job.answer is None else job.answer.recommendation
+    if job.answer is None or best is None or job.finished_at is None:
+        return None
+    values = {name: getattr(row, name) for name in _COPIED}
+    values |= {"reused_from": job.id, "measured_at": job.finished_at}
+    said = EventDraft(
+        code=EventCode.ANSWERED,
+        message=f"Answered from exploration {job.id} of {job.finished_at.astimezone(UTC):%Y-%m-%d %H:%M} GMT: the same "
+        "request on the same hardware and versions. Ask with fresh=true to measure again",
+        data={"exploration": job.id, "measured_at": job.finished_at.isoformat()},
+    )
+    return StoredAnswer(values, (said, recommendation_event(best), end_event(job.answer)))

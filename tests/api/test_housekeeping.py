@@ -1,0 +1,64 @@
+"""The work that one of several API processes does for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
+from api import housekeeping
+from api.app import create_app
+from api.housekeeping import Housekeeper
+from api.settings import ServiceSettings
+from explorer.records.event import EventCode
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState
+from storage.leaders import HOUSEKEEPER, hold_role
+from storage.listing import JobFilter, list_jobs
+from storage.queue import Queue
+from storage.tables import jobs, leaders
+from tests.contracts.samples import make_request
+
+
+def test_one_process_notes_why_a_job_waits_and_another_takes_over(settings: ServiceSettings, queue: Queue) -> None:
+    job, _ = queue.enqueue(make_request())
+    with queue.database.begin() as connection:
+        connection.execute(sa.update(jobs).values(queued_at=datetime.now(UTC) - timedelta(minutes=1)))
+    first, second = (Housekeeper(queue, settings) for _ in range(2))
+    assert [first.work(), second.work(), first.work()] == [True, False, True]
+    with queue.database.begin() as connection:  # the first has died
+        connection.execute(sa.update(leaders).values(expires_at=datetime.now(UTC)))
+    assert [second.work(), first.work()] == [True, False]
+    notes = [event for event in read_events(queue.database, job.id) if event.code is EventCode.WAITING]
+    assert len(notes) == 1
+
+
+def test_a_process_that_ends_leaves_the_role_to_the_next(settings: ServiceSettings, sqlite_database: Database) -> None:
+    with TestClient(create_app(settings), base_url="http://127.0.0.1") as client:
+        assert client.get("/readyz").status_code == 200
+        assert not hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)
+    assert hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)
+
+
+def test_retention_deletes_in_small_rounds_what_is_old_or_too_much(
+    settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "MOST_PRUNED", 1)
+    for _ in range(4):
+        queue.request_cancel(queue.enqueue(make_request())[0].id)
+    queue.enqueue(make_request())
+    Housekeeper(queue, settings).work()
+    assert len(list_jobs(queue.database)[0]) == 5
+    keeper = Housekeeper(queue, replace(settings, keep_days=1.0, keep_jobs=2))
+    with queue.database.begin() as connection:
+        connection.execute(sa.delete(leaders))
+    counts = []
+    for _ in range(3):
+        keeper.work()
+        counts.append(len(list_jobs(queue.database)[0]))
+    assert counts == [4, 3, 3]
+    assert len(list_jobs(queue.database, JobFilter(state=JobState.QUEUED))[0]) == 1

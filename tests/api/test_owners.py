@@ -1,0 +1,242 @@
+"""What a token may do, for whom, and how often."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
+import api.tokens
+from api.app import create_app
+from api.examples import REQUEST
+from api.rate_limits import BURST_SECONDS, MAX_KEYS, RateLimiter, address_key
+from api.settings import ServiceSettings
+from storage.audit import Action, read_audit
+from storage.database import Database
+from storage.owners import USUAL_SCOPES, Scope
+from storage.queue import Queue
+from storage.quotas import Quota, set_quota
+from storage.tables import tokens
+from storage.tokens import create_token, revoke_token, verify_token
+from tests.api.conftest import Served, wait_until
+from tests.api.test_submissions import assert_problem
+
+HERE = "/v1/explorations"
+
+
+def header(
+    database: Database, name: str, *scopes: Scope, owner: str = "team-a", lifetime: timedelta | None = None
+) -> dict[str, str]:
+    """Create a token and return the header that carries it."""
+    secret = create_token(database, name, owner=owner, scopes=scopes or USUAL_SCOPES, lifetime=lifetime)
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def needed_scope(method: str, path: str) -> Scope | None:
+    if path == "/v1/schema":
+        return None
+    if method == "get":
+        return Scope.READ
+    return Scope.CANCEL if method == "delete" or path.endswith("/cancel") else Scope.SUBMIT
+
+
+def test_every_route_needs_a_scope(guarded: TestClient, sqlite_database: Database) -> None:
+    others = {
+        scope: header(sqlite_database, f"not-{scope}", *(USUAL_SCOPES - {scope})) for scope in sorted(USUAL_SCOPES)
+    }
+    refused = 0
+    for path, item in guarded.get("/openapi.json").json()["paths"].items():
+        for method in item:
+            scope = needed_scope(method, path)
+            if path in {"/healthz", "/readyz"} or scope is None:
+                continue
+            response = guarded.request(method, path.replace("{exploration_id}", "0"), headers=others[scope])
+            assert_problem(response, 403)
+            assert response.json()["type"] == "urn:bexp:problem:insufficient-scope"
+            assert f"'{scope}'" in response.json()["detail"]
+            assert 'error="insufficient_scope"' in response.headers["WWW-Authenticate"]
+            refused += 1
+    assert refused >= 11
+
+
+def test_a_token_with_one_scope_does_what_it_says(guarded: TestClient, sqlite_database: Database) -> None:
+    submitter = header(sqlite_database, "submitter", Scope.SUBMIT)
+    submitted = guarded.post(HERE, json=REQUEST, headers=submitter)
+    assert submitted.status_code == 202
+    here = submitted.headers["Location"]
+    assert guarded.get(here, headers=submitter).status_code == 403
+    assert guarded.get(here, headers=header(sqlite_database, "reader", Scope.READ)).status_code == 200
+    canceller = header(sqlite_database, "canceller", Scope.CANCEL)
+    assert guarded.post(f"{here}/cancel", headers=canceller).json()["state"] == "cancelled"
+
+
+def test_what_belongs_to_another_owner_does_not_exist(guarded: TestClient, sqlite_database: Database) -> None:
+    a, b = header(sqlite_database, "a"), header(sqlite_database, "b", owner="team-b")
+    admin = header(sqlite_database, "ops", Scope.ADMIN, owner="ops")
+    job = guarded.post(HERE, json=REQUEST, headers=a).json()
+    assert (job["owner"], job["priority"]) == ("team-a", 0)
+    unknown = guarded.get(f"{HERE}/0", headers=b)
+    for path in ("", "/events", "/log", "/recommendation", "/trials", "/run-reports"):
+        response = guarded.get(f"{HERE}/{job['id']}{path}", headers=b)
+        assert_problem(response, 404)
+        assert response.json()["detail"] == unknown.json()["detail"]
+    for path in ("cancel", "run-reports"):
+        assert_problem(guarded.post(f"{HERE}/{job['id']}/{path}", headers=b, json={}), 404)
+    assert guarded.get(HERE, headers=b).json()["items"] == []
+    for seeing in (a, admin):
+        assert [item["id"] for item in guarded.get(HERE, headers=seeing).json()["items"]] == [job["id"]]
+        assert guarded.get(f"{HERE}/{job['id']}", headers=seeing).status_code == 200
+    assert guarded.post(f"{HERE}/{job['id']}/cancel", headers=admin).json()["state"] == "cancelled"
+    cancelled, submitted = (r for r in read_audit(sqlite_database) if r.action in {Action.CANCEL, Action.SUBMIT})
+    assert (cancelled.owner, cancelled.token, cancelled.origin) == ("ops", "ops", "testclient")
+    assert (submitted.owner, submitted.token, submitted.subject) == ("team-a", "a", job["id"])
+
+
+def test_without_tokens_there_is_one_local_owner_who_sees_all(client: TestClient, sqlite_database: Database) -> None:
+    assert client.post(HERE, json=REQUEST, params={"priority": 3}).json()["priority"] == 3
+    Queue(sqlite_database).enqueue(
+        Queue(sqlite_database).claim("w", device_kind="cpu", num_devices=1, fingerprint="f").request  # type: ignore[union-attr]
+    )
+    assert {item["owner"] for item in client.get(HERE).json()["items"]} == {"local"}
+    assert_problem(client.post(HERE, json=REQUEST, params={"priority": 101}), 422)
+
+
+def test_an_expired_token_is_refused_with_the_reason(guarded: TestClient, sqlite_database: Database) -> None:
+    response = guarded.get(HERE, headers=header(sqlite_database, "old", lifetime=timedelta(seconds=-1)))
+    assert_problem(response, 401)
+    assert response.json()["detail"].startswith("The token expired at ")
+
+
+def test_the_queued_quota_is_answered_with_429(guarded: TestClient, sqlite_database: Database) -> None:
+    set_quota(sqlite_database, "team-a", Quota(max_queued=1))
+    a = header(sqlite_database, "a")
+    assert guarded.post(HERE, json=REQUEST, headers=a).status_code == 202
+    response = guarded.post(HERE, json=REQUEST, headers=a)
+    assert_problem(response, 429)
+    assert response.json()["type"] == "urn:bexp:problem:quota-exceeded"
+    assert response.json()["detail"] == "The quota 'queued' of owner 'team-a' is 1 explorations in the queue."
+    assert int(response.headers["Retry-After"]) >= 1
+
+
+def test_a_token_is_looked_up_once_for_many_requests(
+    settings: ServiceSettings, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def count(database: Database, secret: str) -> Any:
+        asked.append(secret)
+        return verify_token(database, secret)
+
+    monkeypatch.setattr(api.tokens, "verify_token", count)
+    app = create_app(replace(settings, require_token=True, token_check_seconds=60.0))
+    headers = header(sqlite_database, "a")
+    with TestClient(app, base_url="http://bexp.example.org") as client:
+        for _ in range(5):
+            assert client.get(HERE, headers=headers).status_code == 200
+        assert len(asked) == 1
+        for _ in range(3):  # what is no token is not remembered
+            assert client.get(HERE, headers={"Authorization": "Bearer bexp_x"}).status_code == 401
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired"])
+@pytest.mark.parametrize("path", ["events", "log?follow=true"])
+def test_a_stream_ends_with_its_token_and_others_go_on(
+    serve: Callable[[ServiceSettings], Served],
+    settings: ServiceSettings,
+    sqlite_database: Database,
+    queue: Queue,
+    path: str,
+    end: str,
+) -> None:
+    served = serve(replace(settings, require_token=True))
+    ending = header(sqlite_database, "ending")
+    staying = header(sqlite_database, "staying")
+    job = httpx.post(f"{served.url}{HERE}", json=REQUEST, headers=staying).json()
+    url = f"{served.url}{HERE}/{job['id']}/{path}"
+    ended: list[float] = []
+
+    def read_to_end(headers: dict[str, str]) -> None:
+        with httpx.stream("GET", url, headers=headers, timeout=10) as response:
+            assert response.status_code == 200
+            for _ in response.iter_lines():
+                pass
+        ended.append(time.monotonic())
+
+    threads = [threading.Thread(target=read_to_end, args=(headers,)) for headers in (ending, staying)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: served.num_watchers == 2)
+    if end == "revoked":
+        revoke_token(sqlite_database, "ending")
+    else:
+        with sqlite_database.begin() as connection:
+            past = sqlite_database.clock(-timedelta(seconds=1))
+            connection.execute(sa.update(tokens).where(tokens.c.name == "ending").values(expires_at=past))
+    threads[0].join(5)
+    assert len(ended) == 1
+    assert threads[1].is_alive()
+    wait_until(lambda: httpx.get(url, headers=ending).status_code == 401)
+    queue.request_cancel(job["id"])
+    threads[1].join(5)
+    assert len(ended) == 2
+
+
+def test_requests_above_the_rate_get_429(settings: ServiceSettings, sqlite_database: Database) -> None:
+    app = create_app(replace(settings, require_token=True, token_rate=1.0, address_rate=2.0))
+    a, b = header(sqlite_database, "a"), header(sqlite_database, "b")
+    with TestClient(app, base_url="http://bexp.example.org") as client:
+        answers = [client.get(HERE, headers=a) for _ in range(6)]
+        assert [answer.status_code for answer in answers] == [200] * 4 + [429] * 2
+        assert_problem(answers[-1], 429)
+        assert answers[-1].json()["type"] == "urn:bexp:problem:rate-limited"
+        assert answers[-1].json()["detail"] == "This token has sent more than 1 requests a second."
+        assert answers[-1].headers["Retry-After"] == "1"
+        assert client.get(HERE, headers=b).status_code == 200
+        assert client.get(HERE).status_code == 401
+        found = client.get(HERE)  # also without a token: secrets cannot be tried out fast
+        assert (found.status_code, found.json()["detail"]) == (
+            429,
+            "This address has sent more than 2 requests a second.",
+        )
+        assert client.get("/healthz").status_code == 200
+
+
+def test_a_rate_allows_a_burst_and_then_one_after_the_other() -> None:
+    now = 100.0
+    limiter = RateLimiter(2.0, clock=lambda: now)
+    burst = int(2 * BURST_SECONDS)
+    assert [limiter.wait_seconds("a") for _ in range(burst)] == [0.0] * burst
+    assert limiter.wait_seconds("a") == pytest.approx(0.5)
+    assert limiter.wait_seconds("a") == pytest.approx(0.5), "a refused request does not count"
+    assert limiter.wait_seconds("b") == 0
+    now += 0.5
+    assert limiter.wait_seconds("a") == 0
+    assert limiter.wait_seconds("a") > 0
+    now += 1000
+    assert [limiter.wait_seconds("a") for _ in range(burst)] == [0.0] * burst
+    slow = RateLimiter(0.01, clock=lambda: now)
+    assert [slow.wait_seconds("a") > 0 for _ in range(2)] == [False, True]
+    assert not any(RateLimiter(0.0).wait_seconds("a") for _ in range(1000))
+
+
+def test_the_keys_of_a_rate_are_bounded() -> None:
+    limiter = RateLimiter(1.0, clock=lambda: 0.0)
+    for i in range(MAX_KEYS + 10):
+        limiter.wait_seconds(str(i))
+    assert len(limiter._empty_at) == MAX_KEYS
+
+
+def test_a_network_of_an_ipv6_host_is_one_address() -> None:
+    assert address_key("10.1.2.3") == "10.1.2.3"
+    assert address_key("2001:db8:1:2:3::4") == address_key("2001:db8:1:2::9") != address_key("2001:db8:1:3::9")
+    assert address_key(None) == address_key("") == "unknown"
+    assert address_key("testclient") == "testclient"

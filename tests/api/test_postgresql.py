@@ -1,0 +1,79 @@
+"""What the API asks of PostgreSQL: it is told of events, and it opens no more connections than it promises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
+from api import streams
+from api.app import create_app
+from api.routes import explorations
+from api.settings import ServiceSettings
+from storage.database import Database, DatabaseLimits
+from storage.queue import Queue
+from tests.api.conftest import wait_until
+from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.test_notifications import end_listeners
+
+LONG = 60.0
+
+
+def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_notifications(
+    postgresql_url: str, open_url: Callable[[str], Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    postgresql = open_url(postgresql_url)
+    monkeypatch.setattr(streams, "LISTENING_POLL_SECONDS", LONG)
+    work = Queue(postgresql)
+    job, _ = work.enqueue(make_request())
+    claim = work.claim("a", device_kind="cpu", num_devices=1, fingerprint=make_report().hardware.fingerprint)
+    assert claim is not None
+    settings = ServiceSettings(postgresql.url, poll_seconds=LONG, waiting_check_seconds=LONG)
+    with TestClient(create_app(settings), base_url="http://127.0.0.1") as client:
+        feed = client.app.state.service.feed  # type: ignore[attr-defined]  # of the application that the client holds
+        texts: list[str] = []
+        path = f"/v1/explorations/{job.id}/log?follow=true"
+        reader = threading.Thread(target=lambda: texts.append(client.get(path).text))
+        reader.start()
+        wait_until(lambda: feed.num_watchers == 1)
+        work.record(claim.lease, make_progress(0))
+        wait_until(lambda: feed._watches[job.id].last_seq == 3)
+        wait_until(lambda: feed.num_watchers == 1)
+        with monkeypatch.context() as silent:  # an event is written while nothing is told
+            silent.setattr("storage.events.notify_events", lambda *_: None)
+            work.record(claim.lease, make_progress(1))
+        assert feed._watches[job.id].last_seq == 3
+        assert end_listeners(postgresql) == 1
+        wait_until(lambda: feed._watches[job.id].last_seq == 4)
+        wait_until(lambda: feed.num_watchers == 1)
+        work.request_cancel(job.id)
+        work.confirm_cancel(claim.lease)
+        reader.join(10)
+    assert texts[0].count("\n") == 5
+
+
+def test_the_api_opens_no_more_connections_than_its_budget(
+    postgresql_server: str, postgresql_url: str, open_url: Callable[[str], Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = open_url(postgresql_server)
+    query = sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = :name")
+    name = sa.make_url(postgresql_url).database
+    counts: list[int] = []
+
+    def list_slowly(database: Database, **_: object) -> tuple[list[object], None]:
+        with database.read() as connection:
+            connection.execute(sa.text("SELECT pg_sleep(0.05)"))
+            with observer.read() as other:
+                counts.append(other.scalar(query, {"name": name}) or 0)
+        return [], None
+
+    monkeypatch.setattr(explorations, "list_jobs", list_slowly)
+    app = create_app(ServiceSettings(postgresql_url))
+    with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(40) as pool:
+        statuses = set(pool.map(lambda _: client.get("/v1/explorations").status_code, range(80)))
+    assert statuses == {200}
+    assert max(counts) == DatabaseLimits().max_connections == 10

@@ -1,0 +1,87 @@
+"""The list of workers, and answers that are reused because a worker is there."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
+from explorer.records.event import Progress
+from explorer.records.recommendation import Answer, VariantAnswer
+from storage.jobs import JobState
+from storage.leases import Lease
+from storage.queue import Queue
+from storage.tables import workers
+from storage.workers import WorkerInfo, register_worker
+from tests.contracts.samples import make_recommendation, make_report, make_request
+
+EXPLORATIONS = "/v1/explorations"
+FINGERPRINT = make_report().hardware.fingerprint
+TARGETS = {"bexp": ""}
+
+
+def add_worker(queue: Queue, worker_id: str) -> None:
+    info = WorkerInfo(worker_id, "host", 1, "cpu", "A device", 1, FINGERPRINT, TARGETS, "cpu", {"torch": "2.13"})
+    register_worker(queue.database, info)
+
+
+def listed(client: TestClient) -> dict[str, dict[str, Any]]:
+    return {worker["id"]: worker for worker in client.get("/v1/workers").json()["items"]}
+
+
+def test_workers_say_what_they_have_and_what_they_do(client: TestClient, queue: Queue, lease: Lease) -> None:
+    assert listed(client) == {}
+    for name in ("worker-1", "worker-2", "worker-3"):
+        add_worker(queue, name)
+    with queue.database.begin() as connection:
+        silent = sa.update(workers).where(workers.c.id == "worker-3")
+        connection.execute(silent.values(last_seen_at=queue.database.clock(-timedelta(hours=1))))
+    found = listed(client)
+    assert [(worker["state"], worker["exploration"]) for worker in found.values()] == [
+        *(("measuring", lease.job_id), ("idle", None), ("lost", None))
+    ]
+    lost, idle = found["worker-3"], found["worker-2"]
+    assert lost["lost_since"] == lost["last_heartbeat_at"]
+    assert idle["lost_since"] is None
+    assert (idle["device_name"], idle["devices"], idle["num_devices"]) == ("A device", "cpu", 1)
+    assert (idle["versions"], idle["targets"]) == ({"torch": "2.13"}, TARGETS)
+
+
+@pytest.fixture
+def measured(queue: Queue, lease: Lease) -> str:
+    """An exploration that has measured its answer."""
+    best = make_recommendation().model_copy(update={"confidence": 97})
+    answer = Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=best),))
+    queue.finish(lease, JobState.SUCCEEDED, last=Progress(recommendation=best, answer=answer))
+    return lease.job_id
+
+
+def test_the_same_request_is_answered_at_once(client: TestClient, queue: Queue, measured: str) -> None:
+    body = make_request().model_dump(mode="json")
+    assert client.post(EXPLORATIONS, json=body | {"fresh": True}).status_code == 202
+    queued = client.post(EXPLORATIONS, json=body)
+    assert (queued.status_code, queued.json()["answered_from"]) == (202, None)
+    add_worker(queue, "worker-1")
+    headers = {"Idempotency-Key": "k"}
+    response = client.post(EXPLORATIONS, json=body | {"labels": {"run": "2"}}, headers=headers)
+    assert response.status_code == 201
+    found = response.json()
+    assert response.headers["Location"] == found["links"]["self"]
+    assert found["id"] != measured
+    assert (found["state"], found["confidence"], found["labels"]) == ("succeeded", 97, {"run": "2"})
+    first = client.get(f"{EXPLORATIONS}/{measured}").json()
+    assert found["answered_from"] == {"exploration": measured, "measured_at": first["finished_at"]}
+    assert found["answer"] == first["answer"]
+    here = found["links"]["self"]
+    log = client.get(f"{here}/log?follow=true").text.splitlines()
+    assert [line[:7] for line in log] == ["BEXP101", "BEXP110", "BEXP202", "BEXP401"]
+    assert measured in log[1]
+    assert client.get(f"{here}/recommendation").json()["final"]
+    assert client.get(f"{here}/trials").json()["items"] == []
+    again = client.post(EXPLORATIONS, json=body | {"labels": {"run": "2"}}, headers=headers)
+    assert again.json()["id"] == found["id"]
+    newest = client.get(EXPLORATIONS).json()["items"][0]
+    assert (newest["id"], newest["answered_from"]["exploration"]) == (found["id"], measured)

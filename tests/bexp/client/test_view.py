@@ -1,0 +1,48 @@
+"""An exploration in a notebook."""
+
+from __future__ import annotations
+
+from bexp.client.events import FIRST_END_CODE
+from bexp.client.exploration import Event
+from bexp.client.view import INFEASIBLE, RECOMMENDATION, TRIAL, VARIANT, ExplorationView
+from explorer.records.event import EventCode
+from tests.cli.samples import EVENTS, event
+
+
+def view_of(*events: object) -> ExplorationView:
+    view = ExplorationView("job1", "<tiny>")
+    for one in events:
+        view.show(Event.read(one.model_dump(mode="json")))  # type: ignore[attr-defined]  # the service's events
+    return view
+
+
+def test_its_codes_are_those_of_the_service() -> None:
+    assert (TRIAL, RECOMMENDATION, VARIANT, INFEASIBLE) == (
+        EventCode.TRIAL,
+        EventCode.RECOMMENDATION,
+        EventCode.VARIANT,
+        EventCode.INFEASIBLE,
+    )
+    assert [code for code in EventCode if code >= FIRST_END_CODE] == [code for code in EventCode if code.ends_job]
+
+
+def test_the_table_has_every_size_and_marks_the_recommended_one() -> None:
+    failed = event(5, EventCode.INFEASIBLE, candidate={"micro_batch_size": 8}, outcome="out_of_memory")
+    view = view_of(*EVENTS[:4], failed)
+    assert view.rates == {1: 10_000.0, 4: 12_345.6}
+    html = view._repr_html_()
+    assert "Best so far: micro_batch_size 4, 11,500 tokens/s per device, 1.23x base, confidence 87" in html
+    assert html.count("<tr>") == 4
+    assert "out of memory" in html
+    assert "Memory at the peak: 4.75 of 8.00 GiB" in html
+    assert "&lt;tiny&gt;" in html
+    assert "<tiny>" not in html
+    ended = view_of(*EVENTS)
+    assert "Recommended: micro_batch_size 4" in str(ended)
+    assert "12,346 tokens/s" in str(ended)
+
+
+def test_a_message_is_text_and_another_variant_starts_an_empty_table() -> None:
+    view = view_of(*EVENTS[:4], event(5, EventCode.VARIANT, "<script>", num_query_groups=2))
+    assert view.rates == {}
+    assert "&lt;script&gt;" in view._repr_html_()

@@ -1,0 +1,176 @@
+"""A profiler process that does what a file tells it to, once: `python -m tests.chaos.faulty_profiler`.
+
+BEXP_CHAOS_FAULT names the file: the place where the fault strikes, its kind, and how often the place is passed before.
+The file is gone when it has struck.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "BEXP_CHAOS_FAULT"
+LEAKED_BYTES = 1 << 30
+FOR_EVER = 1 << 42
+"""Cycles of a GPU, or seconds of a host: longer than any trial may take."""
+
+_leaked: list[object] = []
+
+
+def strike(place: str, device: str = "cpu") -> None:
+    """Do what the file says if it names this place."""
+    path = Path(os.environ[VARIABLE])
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    if told["place"] != place:
+        return
+    if told["passes"] > 0:
+        path.write_text(json.dumps({**told, "passes": told["passes"] - 1}))
+        return
+    path.unlink()
+    FAULTS[told["kind"]](device)
+
+
+def kill(_: str) -> None:
+    """End this process as the kernel or a person would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def exhaust(device: str) -> None:
+    """Allocate until the device or the limit has no more."""
+    import torch
+
+    held = []
+    step = (1 << 30) if device.startswith("cuda") else (1 << 50)
+    while True:
+        held.append(torch.empty(step, dtype=torch.uint8, device=device))
+
+
+def access_illegally(device: str) -> None:
+    """Touch memory that is not there: beyond an allocation on a GPU, at the address null on a host."""
+    if not device.startswith("cuda"):
+        import ctypes
+
+        ctypes.string_at(0)
+        return
+    import torch
+
+    class Beyond:
+        """A view that claims 256 TiB from an allocation on."""
+
+        def __init__(self, start: int) -> None:
+            interface = {"shape": (1 << 46,), "typestr": "<f4", "data": (start, False), "version": 3}
+            self.__cuda_array_interface__ = interface
+
+    few = torch.zeros(16, device=device)
+    torch.as_tensor(Beyond(few.data_ptr()), device=device)[-1024:].fill_(1.0)
+    torch.cuda.synchronize(device)
+
+
+def hang(device: str) -> None:
+    """Keep the device, or the host, busy for ever."""
+    if not device.startswith("cuda"):
+        time.sleep(FOR_EVER)
+    import torch
+
+    torch.cuda._sleep(FOR_EVER)
+    torch.cuda.synchronize(device)
+
+
+def leak(device: str) -> None:
+    """Allocate what stays after the trial."""
+    import torch
+
+    _leaked.append(torch.ones(LEAKED_BYTES, dtype=torch.uint8, device=device))
+
+
+def lose(device: str) -> None:
+    """Fail as a GPU that has fallen off the bus: each query of NVML and each wait for the device."""
+    import pynvml
+    import torch
+
+    def fail(*_: object, **__: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    def fail_in_cuda(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    for name in dir(pynvml):
+        if name.startswith("nvmlDevice"):
+            setattr(pynvml, name, fail)
+    torch.cuda.synchronize = fail_in_cuda
+    fail_in_cuda(device)
+
+
+FAULTS = {
+    "kill": kill,
+    "out_of_memory": exhaust,
+    "illegal_access": access_illegally,
+    "hang": hang,
+    "leak": leak,
+    "lost_device": lose,
+}
+
+
+def install() -> None:
+    """Let a fault strike where a profiler process opens its device, begins a job and measures."""
+    from workers.profiler import device as opening
+    from workers.profiler import instruments, phases, session
+
+    def before(owner: Any, name: str, place: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            strike(place, str(_device_of(arguments)))
+            return original(*arguments, **options)
+
+        setattr(owner, name, wrapped)
+
+    before(opening, "open_instruments", "open")
+    before(session.Session, "_begin", "begin")
+    before(session, "measure_component", "component")
+    before(instruments.Instruments, "settle", "settle")
+    original_phase = phases.PhaseClock.phase
+
+    def phase(self: Any, name: Any) -> Any:
+        strike(name)
+        return original_phase(self, name)
+
+    phases.PhaseClock.phase = phase  # type: ignore[method-assign]
+    finished = session.TrialFinished
+
+    def reply(**options: Any) -> Any:
+        strike("reply")
+        return finished(**options)
+
+    session.TrialFinished = reply  # type: ignore[assignment,misc]
+
+
+def _device_of(arguments: tuple[Any, ...]) -> object:
+    with suppress(IndexError):
+        return getattr(arguments[0], "device", "cpu")
+    return "cpu"
+
+
+def main() -> int:
+    """Serve as `python -m workers.profiler` does."""
+    strike("start")
+    from workers.profiler.parent import connect_to_parent
+
+    parent = connect_to_parent("tests.chaos.faulty_profiler")
+    install()
+    from workers.profiler.device import serve_device
+
+    return serve_device(parent)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,287 @@
+"""Fuzzes the REST API in process: `python -m tests.chaos.fuzz --examples 20000 --processes 2`.
+
+Each process calls an application of its own through ASGI. A request that reaches lines which no earlier one has reached
+joins the corpus that later ones are changed from (Python 3.12 and later report lines at no cost: `sys.monitoring`).
+The result is JSON. The status is 1 if an answer was a server error or took longer than a second, or if memory grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import CodeType
+from typing import Any
+from urllib.parse import unquote
+
+import psutil
+import sqlalchemy as sa
+
+from api.app import create_app
+from api.settings import ServiceSettings
+from storage.database import Database, open_database
+from storage.queue import Queue
+from storage.schema import upgrade
+from storage.tables import jobs
+from tests.chaos.fuzz_inputs import UNKNOWN_ID, Request, draw, seeds
+from tests.chaos.processes import ROOT
+from tests.chaos.result import percentile, read_commit
+from tests.contracts.samples import make_progress, make_report, make_request
+
+MOST_SECONDS = 1.0
+MOST_GROWTH_BYTES = 50 << 20
+WARM_UP = 500
+"""Requests after which memory is measured for the first time, when caches are filled."""
+
+CLEAN_UP = 1000
+"""Requests after which the explorations that were accepted are deleted."""
+
+MAX_CORPUS = 1000
+MAX_KEPT_BYTES = 4000
+OWN_FOLDERS = tuple(str(ROOT / name) for name in ("api", "explorer", "storage"))
+
+
+@dataclass
+class Found:
+    """What a process, or all of them, found. Memory is that of the process that grew most."""
+
+    requests: int = 0
+    statuses: dict[str, int] = field(default_factory=dict)
+    corpus: int = 0
+    guided: bool = False
+    slowest_seconds: float = 0.0
+    slowest: str = ""
+    seconds: list[float] = field(default_factory=list)
+    growth_bytes: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+class Lines:
+    """Counts the lines of the service's own code that are reached for the first time."""
+
+    def __init__(self) -> None:
+        self.num_new = 0
+        self._monitoring: Any = getattr(sys, "monitoring", None)
+        if self._monitoring is not None:
+            tool, lines = self._monitoring.COVERAGE_ID, self._monitoring.events.LINE
+            self._monitoring.use_tool_id(tool, "bexp-fuzz")
+            self._monitoring.register_callback(tool, lines, self._note)
+            self._monitoring.set_events(tool, lines)
+
+    @property
+    def is_guiding(self) -> bool:
+        """Whether this Python reports lines."""
+        return self._monitoring is not None
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._monitoring is not None:
+            self._monitoring.set_events(self._monitoring.COVERAGE_ID, 0)
+            self._monitoring.free_tool_id(self._monitoring.COVERAGE_ID)
+
+    def take(self) -> int:
+        """Return the number of new lines since the last call."""
+        number, self.num_new = self.num_new, 0
+        return number
+
+    def _note(self, code: CodeType, _: int) -> Any:
+        self.num_new += code.co_filename.startswith(OWN_FOLDERS)
+        return self._monitoring.DISABLE
+
+
+async def call(app: Any, request: Request) -> int:
+    """Return the status of the answer; a stream is left after its first part."""
+    sent = False
+    status = 0
+    answered = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": request.body, "more_body": False}
+        await answered.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            answered.set()
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-length", str(len(request.body)).encode())]
+    headers += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in request.headers]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": unquote(request.path, errors="replace"),
+        "raw_path": request.path.encode(),
+        "query_string": request.query.encode(),
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+    try:
+        await app(scope, receive, send)
+    except Exception:  # noqa: BLE001 - Starlette raises what it has answered with a 500 once more
+        status = status or 500
+    return status
+
+
+async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
+    """Send so many requests, or as many as `seconds` allow."""
+    url = f"sqlite:///{folder / f'fuzz-{seed}.db'}"
+    database = open_database(url)
+    upgrade(database)
+    known = _make_job(database)
+    found, rng, lines, process = Found(), Random(seed), Lines(), psutil.Process()
+    found.guided = lines.is_guiding
+    app = create_app(ServiceSettings(url))
+    statuses: Counter[int] = Counter()
+    ends_at = time.monotonic() + seconds
+    first_bytes = 0
+    async with _running(app):
+        corpus = seeds(
+            [(method, path) for path, item in app.openapi()["paths"].items() for method in map(str.upper, item)]
+        )
+        ids = (known, UNKNOWN_ID)
+        while found.requests < examples and time.monotonic() < ends_at:
+            number = found.requests
+            request = corpus[number] if number < len(corpus) and number < 100 else draw(rng, corpus)
+            sent = Request(request.method, request.path.replace("{id}", rng.choice(ids)), *_rest(request))
+            status, taken = await _timed(app, sent)
+            found.requests += 1
+            statuses[status] += 1
+            _judge(found, sent, status, taken)
+            if lines.take() and number >= 100 and len(corpus) < MAX_CORPUS and len(request.body) <= MAX_KEPT_BYTES:
+                corpus.append(request)
+            if found.requests % CLEAN_UP == 0:
+                with database.begin() as connection:
+                    connection.execute(sa.delete(jobs).where(jobs.c.id != known))
+            if found.requests == WARM_UP:
+                first_bytes = process.memory_info().rss
+    lines.close()
+    if first_bytes:
+        found.growth_bytes = process.memory_info().rss - first_bytes
+    found.corpus = len(corpus)
+    found.statuses = {str(status): count for status, count in sorted(statuses.items())}
+    database.dispose()
+    return found
+
+
+async def _timed(app: Any, sent: Request) -> tuple[int, float]:
+    """Return the status and the seconds; a slow request is sent again, because the host may have been busy."""
+    taken = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        status = await call(app, sent)
+        taken = min(taken, time.perf_counter() - start)
+        if taken <= MOST_SECONDS / 2:
+            break
+    return status, taken
+
+
+def _judge(found: Found, sent: Request, status: int, taken: float) -> None:
+    found.seconds.append(taken)
+    if taken > found.slowest_seconds:
+        found.slowest_seconds, found.slowest = taken, sent.describe()
+    if status >= 500 or status == 0:
+        found.violations.append(f"status {status}: {sent.describe()}")
+    elif taken > MOST_SECONDS:
+        found.violations.append(f"{taken:.2f} s: {sent.describe()}")
+
+
+def _make_job(database: Database) -> str:
+    """Return the id of a running job with a recommendation."""
+    work = Queue(database)
+    job, _ = work.enqueue(make_request())
+    claim = work.claim("a", device_kind="cpu", num_devices=1, fingerprint=make_report().hardware.fingerprint)
+    assert claim is not None
+    work.pin(claim.lease, make_report())
+    work.record(claim.lease, make_progress(0))
+    return job.id
+
+
+@asynccontextmanager
+async def _running(app: Any) -> AsyncIterator[None]:
+    async with app.router.lifespan_context(app):
+        yield
+
+
+def _rest(request: Request) -> tuple[str, tuple[tuple[str, str], ...], bytes]:
+    return request.query, request.headers, request.body
+
+
+def _run(arguments: tuple[int, int, str, float]) -> Found:
+    examples, seed, folder, seconds = arguments
+    return asyncio.run(fuzz(examples, seed, Path(folder), seconds))
+
+
+def add_up(parts: list[Found]) -> dict[str, object]:
+    """Return what all processes found as a JSON document."""
+    statuses: Counter[str] = Counter()
+    for part in parts:
+        statuses.update(part.statuses)
+    slowest = max(parts, key=lambda part: part.slowest_seconds)
+    taken = sorted(seconds for part in parts for seconds in part.seconds)
+    growth = max(part.growth_bytes for part in parts)
+    violations = [text for part in parts for text in part.violations]
+    if growth > MOST_GROWTH_BYTES:
+        violations.append(f"the memory of a process grew by {growth / 2**20:.0f} MiB")
+    return {
+        "commit": read_commit(),
+        "processes": len(parts),
+        "requests": sum(part.requests for part in parts),
+        "guided_by_new_lines": all(part.guided for part in parts),
+        "corpus": sum(part.corpus for part in parts),
+        "statuses": dict(sorted(statuses.items())),
+        "median_seconds": percentile(taken, 0.5),
+        "p99_9_seconds": percentile(taken, 0.999),
+        "slowest_seconds": round(slowest.slowest_seconds, 4),
+        "slowest": slowest.slowest,
+        "largest_memory_growth_bytes": growth,
+        "num_violations": len(violations),
+        "violations": violations[:50],
+    }
+
+
+def main() -> int:
+    """Fuzz, write the result, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.fuzz", description=__doc__)
+    parser.add_argument("--examples", type=int, default=20_000, help="of all processes together")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all examples")
+    parser.add_argument("--seed", type=int, default=None, help="default: the time")
+    parser.add_argument("--output", type=Path, help="a file for the JSON; default: standard output")
+    options = parser.parse_args()
+    seed = int(time.time()) if options.seed is None else options.seed
+    share = -(-options.examples // options.processes)
+    with tempfile.TemporaryDirectory(prefix="bexp-fuzz-") as folder:
+        work = [(share, seed + index, folder, 60 * options.minutes) for index in range(options.processes)]
+        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+            document = add_up(pool.map(_run, work, chunksize=1))
+    text = json.dumps(document, indent=1) + "\n"
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        options.output.write_text(text)
+    return 1 if document["violations"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

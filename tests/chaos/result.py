@@ -1,0 +1,89 @@
+"""What campaigns did and found, and the sum of several."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from tests.chaos.processes import LEASE_SECONDS, ROOT
+
+CANCEL_LIMIT_SECONDS = 5.0
+
+
+@dataclass
+class Result:
+    """What one campaign did, and what it found. `cancel_seconds` were taken while nothing was hurt."""
+
+    commit: str
+    database: str
+    seed: int
+    seconds: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)
+    jobs: int = 0
+    cancelled_jobs: int = 0
+    attempts: int = 0
+    most_attempts_of_a_job: int = 0
+    different_answers: int = 0
+    cancel_seconds: list[float] = field(default_factory=list)
+    exits: dict[str, int] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+
+
+def sum_results(results: Sequence[Result], lost: Sequence[str] = ()) -> dict[str, object]:
+    """Return the sum of campaigns as a JSON document; `lost` has a line for each campaign without a result."""
+    faults: Counter[str] = Counter()
+    exits: Counter[str] = Counter()
+    for result in results:
+        faults.update(result.faults)
+        exits.update(result.exits)
+    cancels = sorted(seconds for result in results for seconds in result.cancel_seconds)
+    violations = [f"seed {result.seed}: {text}" for result in results for text in result.violations] + list(lost)
+    if (p99 := percentile(cancels, 0.99)) is not None and p99 > CANCEL_LIMIT_SECONDS:
+        violations.append(f"of {len(cancels)} cancels, 1% took {p99:g} s or longer")
+    return {
+        "commit": read_commit(),
+        "database": "+".join(sorted({result.database for result in results})),
+        "campaigns": len(results) + len(lost),
+        "seeds": [result.seed for result in results],
+        "seconds": max((result.seconds for result in results), default=0.0),
+        "num_faults": sum(faults.values()),
+        "faults": dict(sorted(faults.items())),
+        "jobs": sum(result.jobs for result in results),
+        "cancelled_jobs": sum(result.cancelled_jobs for result in results),
+        "attempts": sum(result.attempts for result in results),
+        "most_attempts_of_a_job": max((result.most_attempts_of_a_job for result in results), default=0),
+        "different_answers": sum(result.different_answers for result in results),
+        "calm_cancels": {
+            "num": len(cancels),
+            "p50": percentile(cancels, 0.5),
+            "p99": p99,
+            "max": max(cancels, default=None),
+        },
+        "exits": dict(sorted(exits.items())),
+        "lease_seconds": LEASE_SECONDS,
+        "violations": violations,
+    }
+
+
+def result_from(document: dict[str, object]) -> Result:
+    """Return what `asdict` made a document of."""
+    return Result(**document)  # type: ignore[arg-type]  # a campaign of this version wrote it
+
+
+def result_as(result: Result) -> dict[str, object]:
+    """Return a result as a JSON document."""
+    return asdict(result)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float | None:
+    """Return the value that `share` of the sorted values does not exceed; null if there are none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def read_commit() -> str:
+    """Return the commit of the checkout, or BEXP_COMMIT where there is none."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or os.environ.get("BEXP_COMMIT", "unknown")

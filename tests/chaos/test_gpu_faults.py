@@ -1,0 +1,47 @@
+"""The bookkeeping of device faults; the faults themselves need minutes and a device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import faulty_profiler
+from tests.chaos.gpu_faults import KINDS, PHASES, Round, add_up, read_rounds
+
+
+def test_a_fault_strikes_once_at_its_place_after_as_many_passes_as_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    struck: list[str] = []
+    file = tmp_path / "fault.json"
+    monkeypatch.setenv(faulty_profiler.VARIABLE, str(file))
+    monkeypatch.setitem(faulty_profiler.FAULTS, "hang", struck.append)
+    faulty_profiler.strike("component", "cuda:1")
+    file.write_text(json.dumps({"kind": "hang", "place": "component", "passes": 2}))
+    for place in ("component", "timed", "component"):
+        faulty_profiler.strike(place, "cuda:1")
+    assert struck == []
+    for _ in range(2):
+        faulty_profiler.strike("component", "cuda:1")
+    assert struck == ["cuda:1"]
+    assert not file.exists()
+
+
+def test_rounds_are_summed_up_over_calls(tmp_path: Path) -> None:
+    file = tmp_path / "rounds.jsonl"
+    assert read_rounds(file) == []
+    rounds = [
+        Round("hang", "c", "cuda:0", struck=True, used_bytes=5),
+        Round("cancel", "c", "cuda:0", struck=True, cancel_seconds=7.0, violations=["3 MiB are not free again"]),
+    ]
+    file.write_text("".join(json.dumps(asdict(done)) + "\n" for done in rounds))
+    found = add_up(read_rounds(file))
+    assert found["rounds"] == {"cancel": 1, "hang": 1}
+    assert found["violations"] == ["cancel: 3 MiB are not free again", "of 1 cancels, 1% took 7 s or longer"]
+
+
+def test_each_phase_of_a_profiler_can_be_killed() -> None:
+    assert {f"kill_{phase}" for phase in PHASES} <= set(KINDS)

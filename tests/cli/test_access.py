@@ -1,0 +1,71 @@
+"""`bexp token`, `bexp quota`, `bexp audit`, and the audit's part of `bexp prune`."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from api.cli import app
+from api.cli.errors import ExitCode
+from storage.audit import Action, read_audit
+from storage.database import Database
+from storage.owners import Scope
+from storage.quotas import EVERYBODY, Quota, list_quotas
+from storage.tokens import list_tokens, verify_token
+
+
+@pytest.fixture(autouse=True)
+def _environment(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_database.url)
+
+
+def bexp(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_a_token_is_created_with_an_owner_scopes_and_an_end(sqlite_database: Database) -> None:
+    made = bexp("token", "create", "--owner", "team-a", "--scope", "submit", "--scope", "read", "--expires", "90d")
+    assert made.exit_code == 0, made.output
+    token = verify_token(sqlite_database, made.stdout.strip())
+    assert token is not None
+    assert token.name.startswith("team-a-")
+    assert token.name in made.stderr
+    assert (token.owner, token.scopes) == ("team-a", frozenset({Scope.SUBMIT, Scope.READ}))
+    assert token.expires_at is not None
+    assert timedelta(days=89.9) < token.expires_at - datetime.now(UTC) < timedelta(days=90.1)
+    (listed,) = json.loads(bexp("token", "list", "--json").stdout)
+    assert (listed["owner"], listed["scopes"]) == ("team-a", ["read", "submit"])
+    assert "team-a  read submit" in bexp("token", "list").stdout
+    for wrong in (("--expires", "soon"), ("--scope", "all"), ("--owner", "a b")):
+        assert bexp("token", "create", "x", *wrong).exit_code == ExitCode.USAGE
+    assert len(list_tokens(sqlite_database)) == 1
+
+
+def test_quotas_are_set_listed_and_removed(sqlite_database: Database) -> None:
+    assert bexp("quota", "set", "team-a", "--queued", "100", "--running", "4").exit_code == 0
+    assert bexp("quota", "set", EVERYBODY, "--device-seconds", "3600").exit_code == 0
+    expected = {EVERYBODY: Quota(None, None, 3600), "team-a": Quota(100, 4, None)}
+    assert list_quotas(sqlite_database) == expected
+    assert bexp("quota", "list").stdout.splitlines()[-1].split() == ["team-a", "100", "4", "-"]
+    assert json.loads(bexp("quota", "list", "--json").stdout)[EVERYBODY]["max_device_seconds"] == 3600
+    assert "removed" in bexp("quota", "set", "team-a").stderr
+    assert list(list_quotas(sqlite_database)) == [EVERYBODY]
+    assert bexp("quota", "set", "a b", "--queued", "1").exit_code == ExitCode.USAGE
+
+
+def test_the_audit_is_shown_and_pruned(sqlite_database: Database) -> None:
+    bexp("token", "create", "t")
+    bexp("token", "revoke", "t")
+    shown = bexp("audit").stdout.splitlines()
+    assert [line.split()[2:5] for line in shown[1:]] == [["revoke", "token", "t"], ["create", "token", "t"]]
+    assert "@" in shown[1].split()[-1], "the user and the host"
+    (latest,) = json.loads(bexp("audit", "--json", "--limit", "1").stdout)
+    assert (latest["action"], latest["subject"], latest["owner"]) == (Action.REVOKE_TOKEN, "t", "local")
+    assert json.loads(bexp("audit", "--json", "--owner", "team-a").stdout) == []
+    assert bexp("prune", "--keep", "5").exit_code == 0
+    assert len(read_audit(sqlite_database)) == 2
+    assert "records of the audit deleted: 2" in bexp("prune", "--audit-older-than-days", "0").stderr
+    assert read_audit(sqlite_database) == []

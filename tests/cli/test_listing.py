@@ -1,0 +1,77 @@
+"""list, delete and workers against a real API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from explorer.records.event import Progress
+from explorer.records.recommendation import Answer
+from storage.jobs import JobState
+from storage.queue import Queue
+from storage.workers import WorkerInfo, forget_worker, register_worker
+from tests.cli.conftest import Run
+from tests.cli.samples import ANSWER, TINY
+from tests.contracts.samples import make_report
+
+REPORT = make_report()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"seed": 4711}))
+    return path
+
+
+def test_explorations_are_found_by_label_and_deleted_when_they_have_ended(bexp: Run, config: Path) -> None:
+    job_id = bexp("submit", config, "--label", "team=search", "--label", "run=x=1", "--fresh").stdout.strip()
+    shown = bexp("list", "--label", "team=search", "--state", "queued").stdout
+    assert job_id in shown
+    assert "run=x=1 team=search" in shown
+    (listed,) = json.loads(bexp("list", "--label", "run=x=1", "--model", TINY["model"]["name"], "--json").stdout)
+    assert listed["labels"] == {"team": "search", "run": "x=1"}
+    assert json.loads(bexp("list", "--label", "team=ads", "--json").stdout) == []
+    for command in (["list"], ["submit", config]):
+        refused = bexp(*command, "--label", "team")
+        assert refused.code == 2
+        assert "key=value" in refused.stderr
+    refused = bexp("delete", job_id)
+    assert refused.code == 2
+    assert f"bexp cancel {job_id}" in refused.stderr
+    bexp("cancel", job_id)
+    assert bexp("delete", job_id[:8]).stderr == f"exploration {job_id} is deleted\n"
+    assert bexp("best", job_id).code == 2
+
+
+def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored(
+    bexp: Run, queue: Queue, config: Path
+) -> None:
+    assert "bexp worker" in bexp("workers").stderr
+    first = bexp("submit", config).stdout.strip()
+    claim = queue.claim("w-1", device_kind="cpu", num_devices=1, fingerprint=REPORT.hardware.fingerprint)
+    assert claim is not None
+    info = WorkerInfo("w-1", "host", 1, "cpu", "A device", 1, REPORT.hardware.fingerprint, {"bexp": ""}, "cpu")
+    register_worker(queue.database, info)
+    assert f"measuring {first}" in bexp("workers").stdout
+    queue.pin(claim.lease, REPORT)
+    (variant,) = ANSWER.variants
+    answer = Answer(variants=(variant.model_copy(update={"completed_target": 95}),))
+    queue.finish(claim.lease, JobState.SUCCEEDED, last=Progress(recommendation=answer.recommendation, answer=answer))
+    (worker,) = json.loads(bexp("workers", "--json").stdout)
+    assert (worker["state"], worker["device_name"]) == ("idle", "A device")
+
+    again = bexp("submit", config, "--watch")
+    assert again.code == 0
+    assert "BEXP110 " in again.stdout
+    assert f"Answered from exploration {first}" in again.stdout
+    found = bexp("best", "latest")
+    assert found.stdout == "4\n"
+    assert f"measured by exploration {first}" in found.stderr
+    fresh = bexp("submit", config, "--fresh").stdout.strip()
+    assert json.loads(bexp("list", "--json", "--limit", "1").stdout)[0]["state"] == "queued"
+    queue.request_cancel(fresh)
+    forget_worker(queue.database, "w-1")

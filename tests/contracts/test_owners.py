@@ -1,0 +1,160 @@
+"""What belongs to one owner is not there for another, and who did what is written down; on both databases."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from storage.audit import Action, prune_audit, read_audit
+from storage.database import Database
+from storage.jobs import JobNotFoundError, JobState, get_job, get_summary
+from storage.listing import JobFilter, list_jobs
+from storage.owners import ALL_SCOPES, LOCAL, USUAL_SCOPES, Caller, Scope
+from storage.queue import Queue
+from storage.submission import IdempotencyConflictError
+from storage.tables import audit, jobs
+from storage.tokens import (
+    create_token,
+    digest_of,
+    find_revoked,
+    list_tokens,
+    parse_lifetime,
+    revoke_token,
+    verify_token,
+)
+from tests.contracts.samples import make_request
+
+A = Caller("team-a", USUAL_SCOPES, "ci", "10.0.0.1")
+B = Caller("team-b", USUAL_SCOPES)
+ADMIN = Caller("ops", frozenset({Scope.ADMIN}))
+
+
+def submit(queue: Queue, by: Caller, key: str | None = None, **changes: object) -> tuple[str, bool]:
+    job, is_new = queue.enqueue(make_request(**changes), by=by, idempotency_key=key)
+    return job.id, is_new
+
+
+def test_the_jobs_of_another_owner_are_not_there(database: Database) -> None:
+    queue = Queue(database)
+    mine, _ = submit(queue, A)
+    for look in (get_job, get_summary):
+        assert look(database, mine, owner=A.sees).owned_by == "team-a"
+        assert look(database, mine, owner=ADMIN.sees).id == mine
+        with pytest.raises(JobNotFoundError):
+            look(database, mine, owner=B.sees)
+    with pytest.raises(JobNotFoundError):
+        queue.request_cancel(mine, by=B)
+    theirs, _ = submit(queue, B)
+    assert [job.id for job in list_jobs(database, JobFilter(owner=A.sees))[0]] == [mine]
+    assert {job.id for job in list_jobs(database, JobFilter(owner=ADMIN.sees))[0]} == {mine, theirs}
+    assert queue.request_cancel(mine, by=ADMIN).state is JobState.CANCELLED
+
+
+def test_an_idempotency_key_is_of_its_owner(database: Database) -> None:
+    queue = Queue(database)
+    mine, _ = submit(queue, A, "k")
+    assert submit(queue, A, "k") == (mine, False)
+    theirs, is_new = submit(queue, B, "k", seed=7)
+    assert is_new
+    assert theirs != mine
+    with pytest.raises(IdempotencyConflictError, match="'k'"):
+        submit(queue, A, "k", seed=7)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "being cancelled", "failed", "a day old"])
+def test_an_idempotency_key_is_free_again(database: Database, end: str) -> None:
+    queue = Queue(database)
+    first, _ = submit(queue, A, "k")
+    if end == "cancelled":
+        queue.request_cancel(first, by=A)
+    elif end == "a day old":
+        with database.begin() as connection:
+            connection.execute(sa.update(jobs).values(created_at=database.clock(-timedelta(hours=24, seconds=1))))
+    else:
+        claim = queue.claim("w", device_kind="cpu", num_devices=1, fingerprint="f")
+        assert claim is not None
+        if end == "failed":
+            queue.finish(claim.lease, JobState.FAILED)
+        else:
+            queue.request_cancel(first, by=A)
+    second, is_new = submit(queue, A, "k", seed=7)
+    assert is_new
+    assert second != first
+    assert submit(queue, A, "k", seed=7) == (second, False)
+
+
+def test_a_succeeded_job_keeps_its_key_for_a_day(database: Database) -> None:
+    queue = Queue(database)
+    first, _ = submit(queue, A, "k")
+    claim = queue.claim("w", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert claim is not None
+    queue.finish(claim.lease, JobState.SUCCEEDED)
+    assert submit(queue, A, "k") == (first, False)
+
+
+def test_a_token_has_an_owner_scopes_and_an_end(database: Database) -> None:
+    scopes = frozenset({Scope.SUBMIT, Scope.READ})
+    short = create_token(database, "short", owner="team-a", scopes=scopes, lifetime=timedelta(seconds=-1), by=A)
+    usual = create_token(database, "usual")
+    found = verify_token(database, short)
+    assert found is not None
+    assert (found.name, found.owner, found.scopes) == ("short", "team-a", scopes)
+    assert found.expires_at is not None
+    assert list_tokens(database)[0] == found
+    other = verify_token(database, usual)
+    assert other is not None
+    assert (other.owner, other.scopes, other.expires_at) == ("local", USUAL_SCOPES, None)
+    for owner, chosen in (("a b", scopes), ("*", scopes), ("team-a", frozenset[Scope]())):
+        with pytest.raises(ValueError, match=r"owner|scope"):
+            create_token(database, "wrong", owner=owner, scopes=chosen)
+
+
+def test_revoked_and_expired_tokens_are_found(database: Database) -> None:
+    valid = create_token(database, "valid", lifetime=timedelta(hours=1))
+    expired = create_token(database, "expired", lifetime=timedelta(seconds=-1))
+    revoked = create_token(database, "revoked")
+    revoke_token(database, "revoked")
+    digests = {secret: digest_of(secret) for secret in (valid, expired, revoked)}
+    assert find_revoked(database, set(digests.values())) == {digests[expired], digests[revoked]}
+
+
+def test_lifetimes_are_a_number_and_a_unit() -> None:
+    assert parse_lifetime("90d") == timedelta(days=90)
+    assert [parse_lifetime(text).total_seconds() for text in ("2h", "3m", "4s")] == [7200, 180, 4]
+    for text in ("", "90", "0d", "-1d", "1w", "1.5d", "1000000d"):
+        with pytest.raises(ValueError, match="lifetime"):
+            parse_lifetime(text)
+
+
+def test_who_did_what_is_written_down_and_pruned_by_age(database: Database) -> None:
+    queue = Queue(database)
+    job_id, _ = submit(queue, A, "k")
+    submit(queue, A, "k")  # the same job: nothing was submitted
+    queue.request_cancel(job_id, by=ADMIN)
+    queue.request_cancel(job_id, by=ADMIN)  # it has ended
+    create_token(database, "t", by=LOCAL)
+    revoke_token(database, "t", by=LOCAL)
+    revoke_token(database, "t", by=LOCAL)
+    found = [(record.action, record.subject, record.owner) for record in read_audit(database)]
+    assert found == [
+        (Action.REVOKE_TOKEN, "t", "local"),
+        (Action.CREATE_TOKEN, "t", "local"),
+        (Action.CANCEL, job_id, "ops"),
+        (Action.SUBMIT, job_id, "team-a"),
+    ]
+    (mine,) = read_audit(database, owner="team-a")
+    assert (mine.token, mine.origin) == ("ci", "10.0.0.1")
+    assert read_audit(database, limit=1)[0].action is Action.REVOKE_TOKEN
+    with database.begin() as connection:
+        old = database.clock(-timedelta(days=2))
+        connection.execute(sa.update(audit).where(audit.c.owner == "local").values(at=old))
+    assert prune_audit(database, timedelta(days=1)) == 2
+    assert [record.owner for record in read_audit(database)] == ["ops", "team-a"]
+
+
+def test_an_admin_may_do_everything_and_others_what_their_scopes_say() -> None:
+    assert all(ADMIN.may(scope) for scope in ALL_SCOPES)
+    assert not A.may(Scope.ADMIN)
+    assert not Caller("x", frozenset({Scope.SUBMIT})).may(Scope.READ)

@@ -1,0 +1,224 @@
+"""Stored answers that serve the same request again, on both databases."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from explorer.records.event import EventCode, Progress
+from explorer.records.recommendation import Answer, VariantAnswer
+from explorer.records.run_report import RunReport
+from explorer.spec.request_key import request_key
+from storage.audit import Action, read_audit
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import Job, JobNotFoundError, JobState
+from storage.leases import Claim
+from storage.owners import USUAL_SCOPES, Caller
+from storage.pruning import delete_job, prune
+from storage.queue import Queue
+from storage.run_reports import insert_run_report
+from storage.workers import WorkerInfo, WorkerState, list_known_workers, register_worker
+from tests.contracts.samples import make_recommendation, make_report, make_request
+
+FINGERPRINT = make_report().hardware.fingerprint
+TARGETS = {"bexp": "0.2.0"}
+
+
+def claim_next(queue: Queue, targets: dict[str, str] | None = None, fingerprint: str = FINGERPRINT) -> Claim | None:
+    return queue.claim(
+        "w", device_kind="cpu", num_devices=1, fingerprint=fingerprint, targets=TARGETS if targets is None else targets
+    )
+
+
+def measure(queue: Queue, *, confidence: int = 96, completed_target: int | None = None, **changes: Any) -> Job:
+    """Submit a request, and end it with an answer of this confidence."""
+    job, _ = queue.enqueue(make_request(**changes))
+    claim = claim_next(queue)
+    assert claim is not None
+    assert claim.job.id == job.id
+    queue.pin(claim.lease, make_report())
+    found = make_recommendation().model_copy(update={"confidence": confidence})
+    variant = VariantAnswer(
+        num_query_groups=4, num_parameters=1, recommendation=found, completed_target=completed_target
+    )
+    queue.finish(
+        claim.lease, JobState.SUCCEEDED, last=Progress(recommendation=found, answer=Answer(variants=(variant,)))
+    )
+    return job
+
+
+def add_worker(database: Database, fingerprint: str = FINGERPRINT, targets: dict[str, str] | None = None) -> None:
+    info = WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, TARGETS if targets is None else targets)
+    register_worker(database, info)
+
+
+def source(queue: Queue, **changes: Any) -> str | None:
+    """Submit a request; return the exploration that it is answered from at once."""
+    job, is_new = queue.enqueue(make_request(**changes))
+    assert is_new
+    assert (job.state is JobState.SUCCEEDED) == (job.reused_from is not None)
+    return job.reused_from
+
+
+def test_the_same_request_is_answered_at_once_where_a_live_worker_would_measure_it_alike(database: Database) -> None:
+    queue = Queue(database)
+    first = measure(queue)
+    add_worker(database)
+    again, _ = queue.enqueue(make_request(labels={"run": "7"}, budget={"max_seconds": 5}))
+    assert again.id != first.id
+    assert (again.state, again.reused_from) == (JobState.SUCCEEDED, first.id)
+    assert again.answer is not None
+    assert again.recommendation is not None
+    assert (again.finished_at, again.attempt) != (None, 1)
+    events = read_events(database, again.id)
+    assert [event.code for event in events] == [
+        *(EventCode.QUEUED, EventCode.ANSWERED, EventCode.RECOMMENDATION, EventCode.SUCCEEDED)
+    ]
+    assert again.last_seq == len(events)
+    assert first.id in events[1].message
+    assert claim_next(queue) is None
+    prune(database, [first.id])  # the copy stays, and answers nobody else
+    assert source(queue) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fresh": True},
+        {"seed": 1},
+        {"micro_batch_size": "auto"},
+        {"budget": {"confidence_target": 97}},
+        {"budget": {"trial_timeout_seconds": 5}},
+        {"device_kind": "cuda"},
+    ],
+)
+def test_a_request_that_asks_for_more_or_for_something_else_is_measured(
+    database: Database, changes: dict[str, Any]
+) -> None:
+    queue = Queue(database)
+    measure(queue)
+    add_worker(database)
+    assert source(queue, **changes) is None
+
+
+def test_other_hardware_and_other_versions_measure_again(database: Database) -> None:
+    queue = Queue(database)
+    measure(queue)
+    assert source(queue) is None  # no worker is there that could say what it has
+    add_worker(database, fingerprint="another")
+    assert source(queue) is None
+    add_worker(database, targets={"bexp": "0.3.0"})
+    assert source(queue) is None
+
+
+def test_an_answer_that_its_budget_cut_short_serves_lower_targets_alone(database: Database) -> None:
+    queue = Queue(database)
+    add_worker(database)
+    short = measure(queue, confidence=60)
+    assert source(queue, budget={"confidence_target": 60}) == short.id
+    assert source(queue) is None
+    assert claim_next(queue) is not None
+    whole = measure(queue, confidence=80, completed_target=95)
+    assert source(queue) == whole.id
+    assert source(queue, budget={"confidence_target": 96}) is None
+
+
+def test_a_worker_that_takes_a_job_answers_it_from_what_is_stored(database: Database) -> None:
+    queue = Queue(database)
+    first = measure(queue)
+    waiting = [queue.enqueue(make_request())[0].id for _ in range(2)]
+    other, _ = queue.enqueue(make_request(seed=1))
+    claim = claim_next(queue)
+    assert claim is not None
+    assert claim.job.id == other.id
+    for job_id in waiting:
+        codes = [event.code for event in read_events(database, job_id)]
+        assert codes[:3] == [EventCode.QUEUED, EventCode.STARTED, EventCode.ANSWERED]
+        assert codes[-1] is EventCode.SUCCEEDED
+    add_worker(database)
+    assert source(queue) == first.id  # an answer that was reused is traced to what measured it
+
+
+def test_a_job_that_two_versions_measured_answers_nobody(database: Database) -> None:
+    queue = Queue(database)
+    add_worker(database)
+    queue.enqueue(make_request())
+    claim = claim_next(queue, targets={"bexp": "0.1.0"})
+    assert claim is not None
+    queue.release(claim.lease)
+    claim = claim_next(queue)
+    assert claim is not None
+    queue.pin(claim.lease, make_report())
+    variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=make_recommendation())
+    queue.finish(claim.lease, JobState.SUCCEEDED, answer=Answer(variants=(variant,)))
+    assert source(queue, budget={"confidence_target": 1}) is None
+
+
+def test_an_answer_without_a_recommendation_and_a_failure_serve_nobody(database: Database) -> None:
+    queue = Queue(database)
+    add_worker(database)
+    nothing = Answer(variants=(VariantAnswer.without_model("no candidate fits"),))
+    for state, answer in ((JobState.SUCCEEDED, nothing), (JobState.FAILED, None)):
+        queue.enqueue(make_request())
+        claim = claim_next(queue)
+        assert claim is not None
+        queue.pin(claim.lease, make_report())
+        queue.finish(claim.lease, state, answer=answer)
+        assert source(queue) is None
+        assert queue.claim("x", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT) is not None
+
+
+def test_a_report_of_a_real_run_makes_the_next_request_measure_again(database: Database) -> None:
+    queue = Queue(database)
+    add_worker(database)
+    first = measure(queue)
+    copy = source(queue)
+    assert copy == first.id
+    report = RunReport(
+        tokens_per_second=900.0,
+        steps=10,
+        micro_batch_size=2,
+        seconds=1.0,
+        hardware="A device",
+        finished_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+    insert_run_report(database, first.id, report)
+    assert source(queue) is None
+
+
+def test_the_key_of_a_request_leaves_out_what_is_not_asked() -> None:
+    plain = request_key(make_request())
+    assert plain == request_key(make_request(labels={"a": "b"}, notices=("ignored: x",), target="bexp"))
+    assert plain != request_key(make_request(tolerance=0.05))
+    assert request_key(make_request(model=None, target="my-gpt")) is None
+
+
+def test_an_idempotency_key_still_means_one_exploration(database: Database) -> None:
+    queue = Queue(database)
+    measure(queue)
+    add_worker(database)
+    one, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    two, is_new_again = queue.enqueue(make_request(), idempotency_key="k")
+    assert (one.id, is_new, is_new_again) == (two.id, True, False)
+
+
+def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) -> None:
+    queue = Queue(database)
+    add_worker(database)
+    first = measure(queue)
+    other = Caller("other", USUAL_SCOPES)
+    theirs, _ = queue.enqueue(make_request(), by=other)
+    assert theirs.state is JobState.QUEUED
+    claim = queue.claim("live", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=TARGETS)
+    assert claim is not None
+    assert claim.job.id == theirs.id
+    shown = {owner: list_known_workers(database, owner=owner)[0] for owner in (None, "other", "local")}
+    assert {worker.state for worker in shown.values()} == {WorkerState.MEASURING}
+    assert [worker.job_id for worker in shown.values()] == [theirs.id, theirs.id, None]
+    with pytest.raises(JobNotFoundError):
+        delete_job(database, first.id, by=other)
+    delete_job(database, first.id)
+    assert [(record.action, record.subject) for record in read_audit(database, limit=1)] == [(Action.DELETE, first.id)]

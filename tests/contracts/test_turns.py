@@ -1,0 +1,242 @@
+"""Turns between owners, priorities and quotas, on both databases."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, date, datetime, timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from explorer.records.event import EventCode
+from storage.audit import Action, read_audit
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState, get_job
+from storage.leases import Claim
+from storage.owners import USUAL_SCOPES, Caller
+from storage.queue import Queue
+from storage.quotas import EVERYBODY, QueuedQuotaError, Quota, list_quotas, set_quota
+from storage.tables import jobs, usage
+from storage.workers import WorkerInfo, register_worker
+from tests.contracts.samples import make_request
+
+MANY = 1000
+
+
+def caller(owner: str) -> Caller:
+    return Caller(owner, USUAL_SCOPES, f"token of {owner}", "10.0.0.1")
+
+
+def submit(queue: Queue, owner: str, priority: int = 0) -> str:
+    return queue.enqueue(make_request(), by=caller(owner), priority=priority)[0].id
+
+
+def claim(queue: Queue, worker: str = "w") -> Claim | None:
+    return queue.claim(worker, device_kind="cpu", num_devices=1, fingerprint="f")
+
+
+def claim_owner(queue: Queue) -> tuple[str, Claim]:
+    found = claim(queue)
+    assert found is not None
+    return found.job.owned_by, found
+
+
+def copy_job(database: Database, job_id: str, times: int) -> None:
+    """Store more jobs like this one."""
+    with database.begin() as connection:
+        row = dict(connection.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()._mapping)
+        connection.execute(sa.insert(jobs), [row | {"id": secrets.token_hex(8)} for _ in range(times)])
+
+
+def make_long(database: Database, found: Claim, seconds: float) -> None:
+    """Let a claim have been made so long ago."""
+    with database.begin() as connection:
+        past = database.clock(-timedelta(seconds=seconds))
+        connection.execute(sa.update(jobs).where(jobs.c.id == found.job.id).values(claimed_at=past))
+
+
+def booked(database: Database, owner: str) -> float:
+    with database.read() as connection:
+        return connection.scalar(sa.select(usage.c.device_seconds).where(usage.c.owner == owner)) or 0.0
+
+
+def test_an_owner_with_a_thousand_queued_jobs_does_not_starve_another(database: Database) -> None:
+    queue = Queue(database)
+    copy_job(database, submit(queue, "greedy"), MANY - 1)
+    assert claim_owner(queue)[0] == "greedy"
+    for _ in range(3):
+        submit(queue, "modest")
+    taken = []
+    for _ in range(8):
+        owner, found = claim_owner(queue)
+        taken.append(owner)
+        queue.finish(found.lease, JobState.FAILED)
+    # The first claim still runs, so that "modest" holds less whenever it has nothing running.
+    assert taken == ["modest"] * 3 + ["greedy"] * 5
+
+
+def test_devices_are_shared_evenly_while_owners_have_work(database: Database) -> None:
+    queue = Queue(database)
+    for owner, number in (("a", 6), ("b", 3), ("c", 1)):
+        for _ in range(number):
+            submit(queue, owner)
+    taken = [claim_owner(queue)[0] for _ in range(10)]
+    assert sorted(taken[:3]) == ["a", "b", "c"]
+    assert sorted(taken[3:7]) == ["a", "a", "b", "b"]
+    assert taken[7:] == ["a"] * 3
+
+
+def test_owners_take_turns_on_one_worker(database: Database) -> None:
+    queue = Queue(database)
+    for owner in "aabbcc":
+        submit(queue, owner)
+    taken = []
+    for _ in range(6):
+        owner, found = claim_owner(queue)
+        taken.append(owner)
+        queue.finish(found.lease, JobState.FAILED)
+    assert taken == ["a", "b", "c"] * 2
+
+
+def test_the_priority_orders_the_jobs_of_one_owner_alone(database: Database) -> None:
+    queue = Queue(database)
+    usual, low, high = (submit(queue, "a", priority) for priority in (0, -1, 5))
+    other = submit(queue, "b", 0)
+    taken = []
+    for _ in range(4):
+        found = claim(queue)
+        assert found is not None
+        taken.append(found.job.id)
+        queue.finish(found.lease, JobState.FAILED)
+    assert taken == [high, other, usual, low]
+
+
+def test_the_queued_quota_refuses_and_others_are_not_affected(database: Database) -> None:
+    queue = Queue(database)
+    set_quota(database, "a", Quota(max_queued=2))
+    submit(queue, "a")
+    first, is_new = queue.enqueue(make_request(), by=caller("a"), idempotency_key="k")
+    assert is_new
+    with pytest.raises(QueuedQuotaError) as refused:
+        submit(queue, "a")
+    assert (refused.value.owner, refused.value.limit) == ("a", 2)
+    assert queue.enqueue(make_request(), by=caller("a"), idempotency_key="k")[0].id == first.id
+    submit(queue, "b")
+    assert claim(queue) is not None  # a job that runs is not queued
+    submit(queue, "a")
+    set_quota(database, EVERYBODY, Quota(max_queued=1))
+    with pytest.raises(QueuedQuotaError):
+        submit(queue, "b")
+    set_quota(database, "b", Quota(max_queued=5))
+    submit(queue, "b")
+    set_quota(database, EVERYBODY, None)
+    assert list_quotas(database) == {"a": Quota(max_queued=2), "b": Quota(max_queued=5)}
+    assert {record.action for record in read_audit(database, owner="local")} == {Action.SET_QUOTA}
+
+
+def test_two_submissions_at_once_do_not_both_take_the_last_place(database: Database) -> None:
+    queue = Queue(database)
+    set_quota(database, EVERYBODY, Quota(max_queued=3))
+
+    def try_to(_: int) -> bool:
+        try:
+            submit(queue, "a")
+        except QueuedQuotaError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(try_to, range(12))) == 3
+
+
+def test_claims_at_once_keep_the_running_quota(database: Database) -> None:
+    queue = Queue(database)
+    set_quota(database, EVERYBODY, Quota(max_running=2))
+    copy_job(database, submit(queue, "a"), 11)
+    submit(queue, "b")
+    with ThreadPoolExecutor(8) as pool:
+        claims = [found for found in pool.map(lambda i: claim(queue, f"w{i}"), range(12)) if found is not None]
+    assert sorted(found.job.owned_by for found in claims) == ["a", "a", "b"]
+    assert claim(queue) is None
+    mine = next(found for found in claims if found.job.owned_by == "a")
+    queue.finish(mine.lease, JobState.FAILED)
+    assert claim_owner(queue)[0] == "a"
+
+
+def test_device_seconds_are_booked_when_a_lease_ends_and_hold_claims_back(database: Database) -> None:
+    queue = Queue(database)
+    set_quota(database, "a", Quota(max_device_seconds=100))
+    ids = [submit(queue, "a") for _ in range(3)]
+    found = claim(queue)
+    assert found is not None
+    make_long(database, found, 70)
+    queue.release(found.lease)
+    assert booked(database, "a") == pytest.approx(70, abs=5)
+    queue.request_cancel(ids[0])  # it waits now, so nothing more is booked
+    assert booked(database, "a") == pytest.approx(70, abs=5)
+    found = claim(queue)
+    assert found is not None
+    make_long(database, found, 40)
+    assert claim(queue) is None, "what the running job has used so far counts"
+    queue.finish(found.lease, JobState.SUCCEEDED)
+    assert booked(database, "a") == pytest.approx(110, abs=5)
+    assert claim(queue) is None
+    with database.begin() as connection:
+        connection.execute(sa.update(usage).values(day=date(2026, 1, 1)))
+    assert claim(queue) is not None, "a new day"
+    assert booked(database, "a") == 0
+
+
+def test_the_time_of_a_lost_lease_is_not_booked(database: Database) -> None:
+    queue = Queue(database)
+    submit(queue, "a")
+    found = claim(queue)
+    assert found is not None
+    make_long(database, found, 70)
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(lease_expires_at=database.clock(-timedelta(seconds=1))))
+    queue.request_cancel(found.job.id)
+    assert get_job(database, found.job.id).state is JobState.CANCELLED
+    assert booked(database, "a") == 0
+
+
+def jobs_of(database: Database, owner: str) -> list[str]:
+    with database.read() as connection:
+        return list(connection.scalars(sa.select(jobs.c.id).where(jobs.c.owned_by == owner)))
+
+
+def test_a_job_that_its_quota_holds_back_says_so_once_and_never_fails_for_it(database: Database) -> None:
+    queue = Queue(database)
+    worker = WorkerInfo("w", "h", 1, "cpu", "A device", 1, "f", {"bexp": ""})
+    register_worker(database, worker)
+    set_quota(database, "a", Quota(max_running=1))
+    for _ in range(2):
+        submit(queue, "a")
+    waiting = submit(queue, "b")
+    owner, found = claim_owner(queue)
+    assert owner == "a"
+    held = next(job for job in jobs_of(database, "a") if job != found.job.id)
+
+    def note() -> None:
+        queue.note_waiting(grace=timedelta(seconds=-1), max_wait=timedelta(seconds=-1))
+
+    note()
+    reason = "the quota of owner 'a': 1 running at a time"
+    assert get_job(database, held).waiting_reason == reason
+    assert get_job(database, waiting).waiting_reason is None
+    queue.finish(found.lease, JobState.FAILED)
+    note()
+    note()
+    notes = [event.message for event in read_events(database, held) if event.code is EventCode.WAITING]
+    assert notes == [f"Waiting: {reason}"]
+    assert get_job(database, held).state is JobState.QUEUED
+    set_quota(database, "a", Quota(max_device_seconds=0))
+    note()
+    today = datetime.now(UTC).date()
+    expected = f"the quota of owner 'a': 0 device seconds a day, all used on {today} (UTC)"
+    assert get_job(database, held).waiting_reason == expected
+    set_quota(database, "a", None)
+    note()
+    assert get_job(database, held).waiting_reason is None

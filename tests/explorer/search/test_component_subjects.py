@@ -1,0 +1,133 @@
+"""Which components of two requests are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.search.component_subjects import IRRELEVANT, component_subjects, subject_of
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import DType, ModelSpec
+from explorer.spec.parts import LayerPart, ModelParts, Part
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.simulator import report
+
+MODEL: dict[str, Any] = {
+    "name": "one",
+    "num_layers": 8,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "seq_length": 512,
+    "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 128, "first_k_dense": 1},
+}
+ALL = {"embedding", "attention", "dense_ffn", "moe_ffn", "head", "optimizer"}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "_name_or_path": "someone/model",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "vocab_size": 1000,
+    "layer_types": ["full", "sliding", "full", "sliding"],
+}
+
+
+def subjects(model: dict[str, Any] | None = None, **changes: Any) -> dict[str, str]:
+    request = ExplorationRequest.model_validate({"model": MODEL | (model or {}), **changes})
+    return {kind.value: subject for (kind, _), subject in component_subjects(request, report()).items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "differing"),
+    [
+        ({"name": "other"}, {"batch_size": 64, "tolerance": 0.05, "memory_limit_gib": 8, "seed": 3}, set()),
+        ({"num_query_groups": 2}, {}, set()),  # components name their groups
+        ({"num_layers": 16}, {}, {"optimizer"}),
+        ({"moe": MODEL["moe"] | {"first_k_dense": 2}}, {}, {"optimizer"}),
+        ({"vocab_size": 2000}, {}, {"embedding", "head", "optimizer"}),
+        ({"ffn_hidden_size": 1024}, {}, {"dense_ffn", "optimizer"}),
+        ({"moe": MODEL["moe"] | {"top_k": 1}}, {}, {"moe_ffn", "optimizer"}),
+        ({"qkv_bias": True}, {}, {"attention", "optimizer"}),
+        ({}, {"num_devices": 8}, {"optimizer"}),
+        ({"hidden_size": 512}, {}, ALL),
+        ({"seq_length": 1024}, {}, ALL),
+        ({"dtype": "float16"}, {}, ALL),
+        ({"parallel_residual": True}, {}, ALL),
+        ({}, {"allocator": "expandable_segments"}, ALL),
+        ({}, {"mode": "eval"}, ALL),
+        ({}, {"routing": {"kind": "zipf"}}, ALL),
+    ],
+)
+def test_a_component_is_the_same_while_nothing_changes_that_its_time_depends_on(
+    model: dict[str, Any], changes: dict[str, Any], differing: set[str]
+) -> None:
+    before, after = subjects(), subjects(model, **changes)
+    assert before.keys() == after.keys() == ALL
+    assert {kind for kind in ALL if before[kind] != after[kind]} == differing
+
+
+def parts(**changes: Any) -> ModelParts:
+    figures: dict[str, Any] = {
+        "num_parameters": 10,
+        "parameter_bytes": 20,
+        "trainable_bytes": 20,
+        "flops_per_token": 10.0,
+        "saved_bytes_per_token": 4.0,
+    }
+    kinds = tuple(LayerPart(name=name, **figures) for name in ("Layer[full]", "Layer[sliding]"))
+    known: dict[str, Any] = {
+        "target": "transformers",
+        "target_version": "5.23",
+        "name": "llama",
+        "class_name": "LlamaForCausalLM",
+        "dtype": DType.BFLOAT16,
+        "seq_length": 512,
+        "layers": ("Layer[full]", "Layer[sliding]") * 2,
+        "kinds": kinds,
+        "shell": Part(**figures),
+        "output_bytes_per_token": 512,
+        "num_parameters": 100,
+        "parameter_bytes": 200,
+        "trainable_bytes": 200,
+    }
+    return ModelParts(**known | changes)
+
+
+def subjects_of_parts(config: dict[str, Any], **changes: Any) -> dict[str, str]:
+    asked = {"hf_config": CONFIG | config, "hf_seq_length": 512, **changes}
+    request = ExplorationRequest.model_validate(asked)
+    found = component_subjects(request, report().model_copy(update={"parts": parts()}))
+    return {f"{kind}{name or ''}": subject for (kind, name), subject in found.items()}
+
+
+def test_the_layers_of_a_deeper_model_are_the_same() -> None:
+    before = subjects_of_parts({})
+    assert subjects_of_parts({"_name_or_path": "another/name"}, batch_size=64) == before
+    deeper = subjects_of_parts({"num_hidden_layers": 6, "layer_types": ["full", "sliding"] * 3})
+    assert {kind for kind in before if before[kind] != deeper[kind]} == {"optimizer"}
+    padded = subjects_of_parts({}, padding="left")
+    assert not set(padded.values()) & set(before.values())
+
+
+def test_code_that_somebody_has_written_is_never_the_same() -> None:
+    request = ExplorationRequest.model_validate({"target": "mine", "target_config": {"width": 4}})
+    with_parts: DeviceReport = report().model_copy(update={"parts": parts()})
+    assert component_subjects(request, with_parts) == {}
+
+
+def test_what_several_devices_measure_together_has_no_subject() -> None:
+    request = ExplorationRequest(model=ModelSpec.model_validate(MODEL))
+    found = component_subjects(request, report())
+    shared = Component(
+        kind=ComponentKind.ATTENTION, micro_batch_size=1, context_parallel_size=2, context_parallel_layout="striped"
+    )
+    assert subject_of(shared, found) is None
+    alone = Component(kind=ComponentKind.ATTENTION, micro_batch_size=1)
+    assert subject_of(alone, found) == found[ComponentKind.ATTENTION, None]
+
+
+def test_only_fields_of_a_request_are_called_irrelevant() -> None:
+    assert set(ExplorationRequest.model_fields) | {"labels"} >= IRRELEVANT
