@@ -28,6 +28,11 @@ class StageCosts:
     transient_bytes: int = 0
     hand_over: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Both directions."""
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:

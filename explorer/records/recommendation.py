@@ -9,6 +9,7 @@ from pydantic import Field
 
 from explorer.cost_model.step import MemoryParts
 from explorer.records.measurement import Outcome, WholeModelMeasurement
+from explorer.records.plan import MeshPlan
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
 
@@ -144,6 +145,8 @@ class Recommendation(Frozen):
     composed_tokens_per_second: float | None = Field(
         None, description="Composed of the measured components alone; null in an answer of an earlier version."
     )
+
+    plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
 
     @property
     def expected_tokens_per_second(self) -> float:

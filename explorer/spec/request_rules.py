@@ -309,7 +309,6 @@ def check_meshes(request: ExplorationRequest) -> None:
 PLAN_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
-    check_plans_are_served,
     check_plan,
     check_training_of_target,
     check_experts,

@@ -78,7 +78,9 @@ def expand_parallelism(data: dict[str, Any]) -> dict[str, Any]:
     if given == "explore":
         sizes = ("tensor", "pipeline", "virtual_stages", "expert")
         given = dict.fromkeys((*sizes, "schedule"), "explore")
-        if data.get("num_devices", data.get("num_csx", 1)) != 1:
+        training = data.get("training")
+        is_given = data.get("sharding_levels") is not None or (isinstance(training, dict) and "sharding" in training)
+        if not is_given and data.get("num_devices", data.get("num_csx", 1)) != 1:
             given["sharding"] = "explore"
     if not isinstance(given, dict):
         return data
