@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -62,7 +62,7 @@ class _LayerCost:
     exchange: float
     saved_bytes: int
     transient_bytes: int
-    makeup: Counter[Component | Link]
+    makeup: Mapping[Component | Link, float]
 
     @property
     def seconds(self) -> float:
@@ -230,7 +230,7 @@ class MeshComposer:
         device = sum(costs[block.component].device_seconds for block in blocks)
         host = sum(costs[block.component].host_seconds for block in blocks)
         held = peak = 0
-        makeup: Counter[Component | Link] = Counter()
+        makeup: defaultdict[Component | Link, float] = defaultdict(float)
         whole = 1.0 - 1.0 / mesh.tensor
         for block in blocks:
             cost = costs[block.component]
@@ -372,7 +372,7 @@ class MeshComposer:
         step: float,
     ) -> dict[Component | Link, float]:
         """Return the share of the step that hangs on each component and link; bubbles are shared out like work."""
-        found: Counter[Component | Link] = Counter()
+        found: defaultdict[Component | Link, float] = defaultdict(float)
         for part, count in (each for stage in parts for each in stage):
             for key, spent in part.makeup.items():
                 found[key] += count * spent

@@ -144,7 +144,7 @@ class PlanSearch:
 
     def _screen(self) -> list[MeshCandidate]:
         """Return the candidates that formulas rank first, and the plainest, of those that may fit."""
-        found = self._space.candidates
+        found: Sequence[MeshCandidate] = self._space.candidates
         if len(found) > MOST_SCREENED:
             found = self._of_best_meshes(found)
         ranked = self._rank_by_formulas(found)

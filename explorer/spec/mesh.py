@@ -87,6 +87,11 @@ class Mesh(Frozen):
         return self.pipeline * self.virtual_stages
 
     @property
+    def is_data_parallel(self) -> bool:
+        """Whether every device has the whole model, apart from what is sharded."""
+        return self.tensor == self.pipeline == self.expert == 1
+
+    @property
     def expert_data(self) -> int:
         """Devices that hold the same experts of a stage."""
         return self.tensor * self.data // self.expert if self.expert > 1 else self.data
