@@ -103,7 +103,6 @@ class PlanSearch:
         self._is_resumed = bool(history)
         for trial in history:
             self._learn(trial.measurement)
-        self._unsent: list[EventDraft] = []
         self._last_message = ""
         self._smallest = 0
         self.reason = "the budget ended before a mesh was measured: raise max_seconds or max_trials"
@@ -118,27 +117,27 @@ class PlanSearch:
         if base is None:
             self.reason = self._explain_memory()
             return None
-        if self._is_resumed and (known := self._recommend(self._rank(pool), base)) is not None:
+        ranking = self._rank(pool)
+        if self._is_resumed and (known := self._recommend(ranking, base)) is not None:
             self._last_message = render_message(recommendation_event(known))
-        if self._space.is_open(base):
-            yield from self._measure(base, self._clock() - started)
+        if self._space.missing(base) and self._space.is_open(base):
+            ranking = yield from self._measure(base, self._clock() - started, pool, base)
         for _ in range(SCREENINGS):
             before = len(self._space.measured)
-            yield from self._measure_likely(pool, base)
+            ranking = yield from self._measure_likely(ranking, pool, base)
             if self._is_spent() or len(self._space.measured) == before:
                 break
             pool = [*self._screen(), base]  # with what is known now
-        return self._recommend(self._rank(pool), base)
-
-    def _measure_likely(self, pool: Sequence[MeshCandidate], base: MeshCandidate) -> Iterator[Progress]:
-        """Measure candidates of the pool as long as one that is not known may be the best."""
-        while True:
-            started = self._clock()
             ranking = self._rank(pool)
-            wanted = self._next(ranking)
-            if wanted is None:
-                return
-            yield from self._measure(wanted, self._clock() - started, pool, base)
+        return self._recommend(ranking, base)
+
+    def _measure_likely(
+        self, ranking: Ranking, pool: Sequence[MeshCandidate], base: MeshCandidate
+    ) -> Generator[Progress, None, Ranking]:
+        """Measure candidates of the pool as long as one that is not known may be the best."""
+        while (wanted := self._next(ranking)) is not None:
+            ranking = yield from self._measure(wanted, 0.0, pool, base)
+        return ranking
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -229,13 +228,12 @@ class PlanSearch:
         self,
         found: MeshCandidate,
         suggest_seconds: float,
-        pool: Sequence[MeshCandidate] = (),
-        base: MeshCandidate | None = None,
-    ) -> Iterator[Progress]:
+        pool: Sequence[MeshCandidate],
+        base: MeshCandidate,
+    ) -> Generator[Progress, None, Ranking]:
+        """Measure what is missing of a candidate; returns the ranking with that."""
         space = self._space
         missing = space.missing(found)
-        if not missing:
-            return
         before = space.step(found)
         plan = TrialPlan(
             number=self._history.next_number,
@@ -247,8 +245,9 @@ class PlanSearch:
         )
         started = self._clock()
         measurement = judge(self._executor(plan))
-        seconds = self._clock() - started
+        measured = self._clock()
         self._learn(measurement)
+        ranking = self._rank(pool)
         after = space.step(found)
         complete = measurement.outcome is Outcome.OK
         trial = Trial(
@@ -259,20 +258,19 @@ class PlanSearch:
             measured_peak_bytes=after.memory.total if complete else None,
             predicted_tokens_per_second=before.tokens_per_second,
             tokens_per_second=after.tokens_per_second if complete else None,
-            suggest_seconds=suggest_seconds,
-            seconds=seconds,
+            suggest_seconds=suggest_seconds + self._clock() - measured,
+            seconds=measured - started,
         )
         self._history.add(trial)
         events = [_trial_event(trial, found, len(missing))]
-        recommended = None
-        if base is not None:
-            recommended = self._recommend(self._rank(pool), base)
+        recommended = self._recommend(ranking, base)
         if recommended is not None:
             event = recommendation_event(recommended)
             if render_message(event) != self._last_message:
                 self._last_message = render_message(event)
                 events.append(event)
         yield Progress(events=tuple(events), trial=trial, recommendation=recommended)
+        return ranking
 
     def _learn(self, measurement: Measurement) -> None:
         self._space.learn(measurement.components)

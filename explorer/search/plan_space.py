@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
-
-import numpy as np
 
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import Component, ComponentKind
@@ -26,8 +26,10 @@ POLICIES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 """The policies of a plan whose request names none: those that both Megatron-Core and torchtitan have."""
 FORWARD_SHARE = 1 / 3
 """Share of a block's time that forward is expected to take."""
-PREDICTED_ERROR, CALIBRATED_ERROR = 0.3, 0.1
-"""Expected relative error of predicted seconds, before and after a block of the same kind was measured."""
+PREDICTED_ERROR = 0.3
+"""Expected relative error of predicted seconds."""
+OCTAVE_ERROR = 0.08
+"""The same for a block next to one of its kind that was measured; it grows with every octave between their sizes."""
 PREDICTED_SPARED, CALIBRATED_SPARED = 0.3, 0.1
 """By which share activations may be smaller than predicted, before and after a block of the same kind was measured."""
 LEAST_ERROR = 0.005
@@ -164,43 +166,54 @@ class _CostTable(dict[Component, BlockCost]):
     def __init__(self, space: PlanSpace) -> None:
         super().__init__()
         self._space = space
-        seconds: dict[ComponentKind, list[float]] = {}
-        sizes: dict[ComponentKind, list[float]] = {}
+        self._corrections: dict[ComponentKind, list[_Correction]] = {}
         for component, found in space.measured.items():
             expected = space.predicted(component)
             taken = max(found.device_seconds, found.host_seconds)
-            seconds.setdefault(component.kind, []).append(taken / max(expected.device_seconds, expected.host_seconds))
-            sizes.setdefault(component.kind, []).append(found.saved_bytes / max(1, expected.saved_bytes))
-        self._factors = {kind: (_geometric(seconds[kind]), _geometric(sizes[kind])) for kind in seconds}
+            slower = taken / max(expected.device_seconds, expected.host_seconds)
+            larger = found.saved_bytes / max(1, expected.saved_bytes)
+            self._corrections.setdefault(component.kind, []).append(_Correction(component, slower, larger or 1.0))
 
     def __missing__(self, component: Component) -> BlockCost:
         found = self._space.measured.get(component)
-        cost = _predicted_cost(self._space.predicted(component), self._factors.get(component.kind))
-        self[component] = cost if found is None else _measured_cost(found)
+        if found is not None:
+            self[component] = _measured_cost(found)
+            return self[component]
+        cost = self._space.predicted(component)
+        near = min(self._corrections.get(component.kind, ()), key=lambda one: one.distance(component), default=None)
+        self[component] = cost if near is None else near.apply(component, cost)
         return self[component]
 
 
-def _geometric(ratios: list[float]) -> float:
-    """Return the geometric mean of the ratios above 0; 1 if there is none."""
-    logs = [float(np.log(ratio)) for ratio in ratios if ratio > 0]
-    return float(np.exp(np.mean(logs))) if logs else 1.0
+@dataclass(frozen=True, slots=True)
+class _Correction:
+    """What formulas say of a measured block is this much too fast, and too small."""
 
+    component: Component
+    slower: float
+    larger: float
 
-def _predicted_cost(cost: BlockCost, factors: tuple[float, float] | None) -> BlockCost:
-    """Return predicted costs, corrected by what blocks of the same kind took and held."""
-    if factors is None:
-        return cost
-    slower, larger = factors
-    return BlockCost(
-        device_seconds=slower * cost.device_seconds,
-        host_seconds=slower * cost.host_seconds,
-        forward_share=cost.forward_share,
-        saved_bytes=round(larger * cost.saved_bytes),
-        forward_peak_bytes=round(larger * cost.forward_peak_bytes),
-        backward_peak_bytes=round(larger * cost.backward_peak_bytes),
-        relative_error=CALIBRATED_ERROR,
-        spared_share=CALIBRATED_SPARED,
-    )
+    def distance(self, other: Component) -> float:
+        """Return how unlike another block of the same kind is: octaves of its sizes, and one for another policy."""
+        own = self.component
+        octaves = sum(
+            abs(math.log2(max(1, getattr(own, name)) / max(1, getattr(other, name))))
+            for name in ("micro_batch_size", "tensor_parallel_size", "expert_parallel_size")
+        )
+        return octaves + (own.recompute is not other.recompute) + (own.backend != other.backend)
+
+    def apply(self, component: Component, cost: BlockCost) -> BlockCost:
+        """Return the predicted costs of a block, corrected; the more unlike it is, the less is known."""
+        return BlockCost(
+            device_seconds=self.slower * cost.device_seconds,
+            host_seconds=self.slower * cost.host_seconds,
+            forward_share=cost.forward_share,
+            saved_bytes=round(self.larger * cost.saved_bytes),
+            forward_peak_bytes=round(self.larger * cost.forward_peak_bytes),
+            backward_peak_bytes=round(self.larger * cost.backward_peak_bytes),
+            relative_error=min(PREDICTED_ERROR, OCTAVE_ERROR * (1 + self.distance(component))),
+            spared_share=CALIBRATED_SPARED,
+        )
 
 
 def _measured_cost(found: ComponentMeasurement) -> BlockCost:

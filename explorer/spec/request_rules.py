@@ -282,7 +282,7 @@ def check_plan(request: ExplorationRequest) -> None:
         (
             request.context_parallel.sizes != (1,),
             "context_parallel.sizes",
-            "plans do not spread sequences over devices",
+            "plans have whole sequences on a device",
         ),
         (request.execution is not Execution.EAGER, "execution", "plans measure eager execution"),
         (request.num_query_groups is not None, "num_query_groups", "a plan is for one model"),
