@@ -10,8 +10,9 @@ from typing import Any
 
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.mesh_costs import BlockCost
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
-from explorer.cost_model.mesh_step import BlockCost, MeshComposer, MeshStep
+from explorer.cost_model.mesh_step import MeshComposer, MeshStep
 from explorer.cost_model.roofline import predict_component_seconds
 from explorer.cost_model.search_space import usable_backends
 from explorer.cost_model.shards import shard_of
