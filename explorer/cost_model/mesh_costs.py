@@ -17,6 +17,16 @@ WEIGHTS_SHARES = {ComponentKind.EMBEDDING: 1.0}
 
 A matrix product has two in backward, one of which is for the weights.
 """
+NORMED = {ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN}
+"""Blocks that begin with a norm and end with the sum of the residual."""
+FORWARD_TENSORS, BACKWARD_TENSORS = 5, 6
+"""Tensors of the size of the hidden states that norm and sum read and write.
+
+The norm reads one and writes one, and the sum reads two and writes one. In backward the norm reads two and writes one,
+and the sum of two gradients reads two and writes one.
+"""
+LEAST_KEPT = 0.5
+"""A block takes at least this share of what it was measured to take."""
 SCORES_BACKWARD = 2.5
 """Products of attention's scores in backward for each in forward; none of them is for weights."""
 
@@ -75,14 +85,36 @@ class LayerCosts:
         return found
 
 
-def compose_layer(
-    blocks: Sequence[Block], costs: Costs, hidden: int, shard: ModelSpec, mesh: Mesh, sort: Sort | None
-) -> LayerCost:
-    """Compose a layer of one device; `sort` is null for embedding and head.
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """What a tensor-parallel device has of a micro-batch.
 
-    `hidden` are the bytes that a layer passes on over all tensor-parallel devices. `shard` is what one of these has of
-    the model.
+    `hidden_bytes` are those that a layer passes on over all these devices. `shard` is what one of them has of the model,
+    and `bandwidth` the bytes that it reads and writes a second.
     """
+
+    hidden_bytes: int
+    shard: ModelSpec
+    bandwidth: float
+
+    def spared_seconds(self, block: Block, tensor: int) -> tuple[float, float]:
+        """Return what a block takes less than measured, in forward and in backward.
+
+        It is measured with norm and residual sum over all tokens, and sequence parallelism leaves a device a part of
+        them. What they read and write at the device's bandwidth is taken off, which is the least that they can take.
+        """
+        if block.component.kind not in NORMED or block.component.expert_parallel_size > 1:
+            return 0.0, 0.0
+        once = (1.0 - 1.0 / tensor) * self.hidden_bytes / self.bandwidth
+        again = FORWARD_TENSORS if block.component.recompute is BlockRecompute.FULL else 0
+        return FORWARD_TENSORS * once, (BACKWARD_TENSORS + again) * once
+
+
+def compose_layer(
+    blocks: Sequence[Block], costs: Costs, share: DeviceShare, mesh: Mesh, sort: Sort | None
+) -> LayerCost:
+    """Compose a layer of one device; `sort` is null for embedding and head."""
+    hidden = share.hidden_bytes
     again = sort is not None and sort[1]
     forward = backward = weights = exchanged = 0.0
     device = sum(costs[block.component].device_seconds for block in blocks)
@@ -92,13 +124,11 @@ def compose_layer(
     whole = 1.0 - 1.0 / mesh.tensor
     for block in blocks:
         cost = costs[block.component]
-        seconds = cost.device_seconds if device >= host else cost.host_seconds
-        first = seconds * cost.forward_share
-        rest = seconds - first
+        first, rest = _passes(block, cost, share, mesh) if device >= host else _split(cost.host_seconds, cost)
         forward, backward = forward + first, backward + rest
         passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
-        weights += max(0.0, passed) * _weights_share(block.component, shard)
-        makeup[block.component] += seconds
+        weights += max(0.0, passed) * _weights_share(block.component, share.shard)
+        makeup[block.component] += first + rest
         passes = 3 if again else 2
         exchanged += passes * block.exchange_seconds
         forward += block.exchange_seconds
@@ -112,6 +142,17 @@ def compose_layer(
     output = round(hidden / mesh.tensor)
     saved = output if again else held
     return LayerCost(forward, backward, weights, exchanged, saved, max(0, peak + output - saved), makeup)
+
+
+def _passes(block: Block, cost: BlockCost, share: DeviceShare, mesh: Mesh) -> tuple[float, float]:
+    """Return the device seconds of a block's forward and backward pass."""
+    first, rest = _split(cost.device_seconds, cost)
+    spared_first, spared_rest = share.spared_seconds(block, mesh.tensor)
+    return max(LEAST_KEPT * first, first - spared_first), max(LEAST_KEPT * rest, rest - spared_rest)
+
+
+def _split(seconds: float, cost: BlockCost) -> tuple[float, float]:
+    return seconds * cost.forward_share, seconds * (1.0 - cost.forward_share)
 
 
 def _weights_share(component: Component, shard: ModelSpec) -> float:

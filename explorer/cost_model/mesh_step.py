@@ -13,7 +13,7 @@ import numpy as np
 from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
 from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Group, Link, Transfer
-from explorer.cost_model.mesh_costs import Costs, LayerCost, LayerCosts, compose_layer
+from explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
 from explorer.cost_model.parameters import count_parameters
@@ -58,9 +58,16 @@ class MeshComposer:
     """Composes the steps of a plan's candidates."""
 
     def __init__(
-        self, model: ModelSpec, request: ExplorationRequest, decompose: MeshDecomposer, optimizer: Component
+        self,
+        model: ModelSpec,
+        request: ExplorationRequest,
+        decompose: MeshDecomposer,
+        optimizer: Component,
+        bandwidth: float,
     ) -> None:
+        """`bandwidth` are the bytes that a device reads and writes a second."""
         self._model = model
+        self._bandwidth = bandwidth
         self._request = request
         self._decompose = decompose
         self._fabric = decompose.fabric
@@ -145,12 +152,10 @@ class MeshComposer:
         mesh, key = found.mesh, (found.mesh.tensor, found.mesh.expert, found.candidate)
         if key not in self._known:
             blocks, hidden = self._decompose(found), self._decompose.hidden_bytes(found.candidate)
-            shard = self._decompose.shard(mesh.tensor)
-            by_sort = {
-                sort: compose_layer(each, costs, hidden, shard, mesh, sort) for sort, each in blocks.blocks.items()
-            }
+            share = DeviceShare(hidden, self._decompose.shard(mesh.tensor), self._bandwidth)
+            by_sort = {sort: compose_layer(each, costs, share, mesh, sort) for sort, each in blocks.blocks.items()}
             embedding, head = (
-                compose_layer((block,), costs, hidden, shard, mesh, None) for block in (blocks.embedding, blocks.head)
+                compose_layer((block,), costs, share, mesh, None) for block in (blocks.embedding, blocks.head)
             )
             self._known[key] = LayerCosts(blocks, by_sort, embedding, head)
         return self._known[key]

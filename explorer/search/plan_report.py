@@ -142,7 +142,9 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tu
         "from the fabric of the request, and no whole model has run"
     ]
     if mesh.tensor > 1:
-        notes.append("norms are measured over all tokens, and sequence parallelism gives a device a part of them")
+        notes.append(
+            "norms are measured over all tokens; what sequence parallelism spares a device is taken off at its bandwidth"
+        )
     if mesh.expert > 1:
         notes.append("an expert-parallel device is measured with the rows of the busiest one, routed among its experts")
     if mesh.schedule is Schedule.ZB_H1:

@@ -22,7 +22,7 @@ from explorer.records.event import EventCode, EventDraft, Progress, recommendati
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from explorer.records.recommendation import Answer, Recommendation, VariantAnswer
 from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from explorer.search.event_messages import end_event
+from explorer.search.event_messages import end_event, size_text
 from explorer.search.history import TrialHistory
 from explorer.search.plan_posterior import confidence_in, sample_throughput
 from explorer.search.plan_report import RankedCandidate, recommend_plan
@@ -342,10 +342,9 @@ def _trial_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:
         "measured_peak_bytes": trial.measured_peak_bytes,
     }
     if measurement.outcome is Outcome.OK:
-        peak = (trial.measured_peak_bytes or 0) / GIB
         message = (
             f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:.0f} tokens/s of each device, peak "
-            f"{peak:.2f} GiB ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
+            f"{size_text(trial.measured_peak_bytes or 0)} ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     code = EventCode.WARNING if measurement.outcome is Outcome.CONTAMINATED else EventCode.INFEASIBLE

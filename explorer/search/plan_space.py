@@ -83,7 +83,8 @@ class PlanSpace:
         self.candidates = plan_candidates(request, report)
         sizes = tuple({found.mesh.tensor for found in self.candidates})
         self._decompose = MeshDecomposer(request.model, request)
-        self.composer = MeshComposer(request.model, request, self._decompose, optimizer_component(sizes))
+        optimizer, bandwidth = optimizer_component(sizes), report.hardware.memory_bandwidth_bytes_per_second
+        self.composer = MeshComposer(request.model, request, self._decompose, optimizer, bandwidth)
         self.measured: dict[Component, ComponentMeasurement] = {}
         self.failed: dict[Component, str] = {}
         self._predicted: dict[Component, BlockCost] = {}

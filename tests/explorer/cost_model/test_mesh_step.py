@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.fabric_exchange import Fabric, Group, Link
-from explorer.cost_model.mesh_layers import MeshCandidate
+from explorer.cost_model.mesh_costs import DeviceShare
+from explorer.cost_model.mesh_layers import Block, MeshCandidate
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.shards import busiest_device, expert_rows, shard_of, tensor_shard
 from explorer.cost_model.step import static_parts
@@ -75,6 +76,18 @@ def test_tensor_shards_have_their_part_of_every_matrix(size: int) -> None:
     assert shard.head_size == model.head_size
     memory = found.step(only(found)).memory
     assert memory.parameters == 2 * count_parameters(shard)
+
+
+def test_sequence_parallelism_spares_a_device_a_part_of_norm_and_sum() -> None:
+    found = space({"tensor": 2}, num_devices=2)
+    attention = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.ATTENTION)
+    share = DeviceShare(hidden_bytes=1000, shard=tensor_shard(found.request.model, 2), bandwidth=1e3)
+    assert share.spared_seconds(Block(attention), 2) == (2.5, 3.0)
+    again = attention.model_copy(update={"recompute": BlockRecompute.FULL})
+    assert share.spared_seconds(Block(again), 2) == (2.5, 5.5)
+    assert share.spared_seconds(Block(attention), 1) == (0.0, 0.0)
+    embedding = found.composer.components(only(found))[0]
+    assert share.spared_seconds(Block(embedding), 2) == (0.0, 0.0)
 
 
 def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
