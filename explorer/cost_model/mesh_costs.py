@@ -89,8 +89,8 @@ class LayerCosts:
 class DeviceShare:
     """What a tensor-parallel device has of a micro-batch.
 
-    `hidden_bytes` are those that a layer passes on over all these devices. `shard` is what one of them has of the model,
-    and `bandwidth` the bytes that it reads and writes a second.
+    `hidden_bytes` are those that a layer passes on over all these devices. `shard` is what one of them has of the
+    model, and `bandwidth` the bytes that it reads and writes a second.
     """
 
     hidden_bytes: int

@@ -143,7 +143,7 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tu
     ]
     if mesh.tensor > 1:
         notes.append(
-            "norms are measured over all tokens; what sequence parallelism spares a device is taken off at its bandwidth"
+            "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
         )
     if mesh.expert > 1:
         notes.append("an expert-parallel device is measured with the rows of the busiest one, routed among its experts")
