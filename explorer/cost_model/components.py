@@ -83,6 +83,11 @@ def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | N
     return BlockRecompute.NONE if asked.by_operation and bta_tile is not None else asked
 
 
+def _is_one(size: int) -> bool:
+    """Most components are stored without the sizes of a mesh."""
+    return size == 1
+
+
 class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
@@ -108,8 +113,8 @@ class Component(Frozen):
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = None
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    expert_parallel_size: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
 
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:
