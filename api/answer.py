@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from api.answer_choices import batch_rows, saving_rows, second_figure
+from api.answer_plan import base_text, mesh_rows, other_mesh_rows
 from api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
 from explorer.cost_model.step import MemoryParts
 from explorer.records.recommendation import (
@@ -57,10 +58,12 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
     lines += [*second_figure(best, request), *_provisional(best, request), ""]
     if measured is not None:
         lines.append(row("measured", measured))
+    if best.plan is not None:
+        lines += mesh_rows(best.plan)
     lines += _candidate_rows(best.candidate)
     lines += [
         *_throughput_rows(best),
-        row("base", best.base.describe()),
+        row("base", best.base.describe() if best.plan is None else base_text(best.plan, best.base)),
         row("confidence", f"{best.confidence} out of 100{_within(request)}"),
         row("step", _step(best)),
         *batch_rows(best, request),
@@ -78,6 +81,8 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
         lines.append(row("stock best", _alternative(best, best.stock)))
     if best.runner_up is not None:
         lines.append(row("runner-up", _runner_up(best.runner_up)))
+    if best.plan is not None:
+        lines += other_mesh_rows(best.plan)
     return lines + [row("note", note) for note in best.notes]
 
 

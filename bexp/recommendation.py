@@ -76,6 +76,11 @@ class Recommendation:
         if not isinstance(found, Mapping):
             raise RecommendationError("it recommends nothing (yet)")
         found = _dividing(found)
+        mesh = (found.get("plan") or {}).get("mesh") or {}
+        if any(mesh.get(size, 1) > 1 for size in ("tensor", "pipeline", "expert")):
+            raise RecommendationError(
+                "a plan's mesh is for a trainer that builds it: export the plan for megatron or torchtitan"
+            )
         candidate = found.get("candidate", found)
         if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
             raise RecommendationError("this is not a recommendation: it names no micro_batch_size")

@@ -83,6 +83,11 @@ def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | N
     return BlockRecompute.NONE if asked.by_operation and bta_tile is not None else asked
 
 
+def _is_one(size: int) -> bool:
+    """Most components are stored without the sizes of a mesh."""
+    return size == 1
+
+
 class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
@@ -90,6 +95,9 @@ class Component(Frozen):
     on it. A device has the share 1 / `context_parallel_size` of each sequence. Only attention reaches beyond that
     share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may
     be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
+
+    In a plan a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
+    experts: see `explorer.cost_model.shards`.
 
     `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`;
     that of a `shell` names the loss, or the target's own choice for a model that is measured whole.
@@ -105,6 +113,8 @@ class Component(Frozen):
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = None
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
 
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:
@@ -145,6 +155,10 @@ class Component(Frozen):
         if self.context_parallel_size > 1:
             layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
             parts.append(f"cp={self.context_parallel_size}{layout}")
+        if self.tensor_parallel_size > 1:
+            parts.append(f"tp={self.tensor_parallel_size}")
+        if self.expert_parallel_size > 1:
+            parts.append(f"ep={self.expert_parallel_size}")
         if self.sharding is not None:
             parts.append(str(self.sharding))
         return f"{self.kind}({','.join(parts)})"

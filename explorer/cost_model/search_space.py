@@ -72,14 +72,14 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         EmptySpaceError: a restriction leaves a dimension empty on this device.
     """
     where = f"with {model.measured}" if isinstance(model, ModelParts) else "on this device"
-    attention = _usable("attention back end", report.attention_backends, request.attention_backends, where)
+    attention = usable_backends("attention back end", report.attention_backends, request.attention_backends, where)
     if not request.flash_attention:
         attention = [name for name in attention if name != "flash"]
         if not attention:
             raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
     experts: list[str] | list[None] = [None]
     if has_experts(model):
-        experts = _usable("expert back end", report.expert_backends, request.expert_backends, where)
+        experts = usable_backends("expert back end", report.expert_backends, request.expert_backends, where)
     elif request.expert_backends is not None:
         raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
     sharings = _usable_sharings(request, report, attention)
@@ -194,7 +194,7 @@ def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredMo
         return (None,)
     if not report.losses:
         return request.losses
-    usable = _usable("loss", report.losses, request.losses, f"with {model.measured}")
+    usable = usable_backends("loss", report.losses, request.losses, f"with {model.measured}")
     return tuple(loss for loss in request.losses if loss in usable)
 
 
@@ -219,7 +219,7 @@ def _kernels(request: ExplorationRequest, report: DeviceReport, where: str) -> t
     """Return the kernels to try; without a choice, those of the model's own code, by the name of null."""
     if request.kernel_choices == (None,):
         return request.kernel_choices
-    usable = _usable("kernels", report.kernels, request.kernels, where)
+    usable = usable_backends("kernels", report.kernels, request.kernels, where)
     return tuple(kernels for kernels in request.kernel_choices if kernels in usable)
 
 
@@ -258,7 +258,14 @@ def _usable_sharings(
     raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
 
 
-def _usable(what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None, where: str) -> list[str]:
+def usable_backends(
+    what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None, where: str
+) -> list[str]:
+    """Return the usable ones of the kernels that the request names, or of all that are not for such a request alone.
+
+    Raises:
+        EmptySpaceError: none is left.
+    """
     usable = [backend.name for backend in supported if backend.usable]
     if allowed is None:
         names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]

@@ -9,6 +9,7 @@ from explorer.cost_model.step import required_bytes
 from explorer.exports.exploration import ExportError
 from explorer.exports.framework import Framework, compute_dtype, find_missing
 from explorer.records.measurement import Outcome
+from explorer.records.plan import MeshPlan
 from explorer.records.recommendation import Alternative, Recommendation
 from explorer.records.trial import Trial, TrialKind
 from explorer.spec.candidate import Candidate
@@ -36,6 +37,24 @@ class Choice:
     fits_full_logits: bool | None
 
 
+def _choose_plan(
+    framework: Framework,
+    request: ExplorationRequest,
+    report: DeviceReport | None,
+    recommendation: Recommendation,
+    plan: MeshPlan,
+) -> Choice:
+    """Return the recommended candidate of a plan. Raises ExportError if `framework` cannot be told its mesh."""
+    mesh, candidate = plan.mesh, recommendation.candidate
+    if not mesh.is_data_parallel and not framework.schedules:
+        raise ExportError(f"{framework.title} cannot be told a mesh ({mesh.describe()}); megatron and torchtitan can.")
+    missing = find_missing(framework, candidate, request, report)
+    if mesh.schedule is not None and mesh.schedule not in framework.schedules:
+        missing["schedule"] = f"the pipeline schedule '{mesh.schedule}'"
+    rate = recommendation.tokens_per_second
+    return Choice(candidate, 1, plan.num_micro_batches, rate, missing, is_stored_best=True, fits_full_logits=None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     candidate: Candidate
@@ -55,6 +74,8 @@ def choose(
     If there is none, it is the fastest among those of which the least is missing. Candidates whose full logits are not
     expected to fit come last. Raises ExportError if no stored candidate divides the batch.
     """
+    if recommendation.plan is not None:
+        return _choose_plan(framework, request, report, recommendation, recommendation.plan)
     best = recommendation.dividing or recommendation
     choices = []
     for stored in _stored(request, report, recommendation, trials):

@@ -8,6 +8,7 @@ from explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import DeviceReport
+from explorer.spec.mesh import Schedule
 from explorer.spec.model import DType
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -29,7 +30,8 @@ class Framework:
     """What a framework can be told. A candidate that asks for no more is expressible.
 
     `targets` are the targets whose measured code the export runs; for others it promises no tokens/s. An empty set of
-    kernels or policies means that nothing can be chosen. `layouts` are those of context parallelism.
+    kernels or policies means that nothing can be chosen. `layouts` are those of context parallelism, `schedules` those
+    of pipelines; a framework without any cannot be told a mesh.
     """
 
     title: str
@@ -38,6 +40,7 @@ class Framework:
     policies: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
     sharding: frozenset[Sharding] = frozenset({Sharding.NONE, Sharding.ZERO2, Sharding.ZERO3})
     layouts: frozenset[str] = frozenset()
+    schedules: frozenset[Schedule] = frozenset()
     tiles: bool = False
     chunked_loss: bool = False
     compiled_layers: bool = False

@@ -6,7 +6,9 @@ from explorer.exports.document import Export, shell_export
 from explorer.exports.framework import TORCH_CHOICE, Framework
 from explorer.exports.plan import Plan
 from explorer.exports.transformers import PRECISION
+from explorer.records.plan import MeshPlan
 from explorer.spec.candidate import Recompute
+from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.training import Sharding
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
@@ -27,6 +29,7 @@ FRAMEWORK = Framework(
     ),
     sharding=frozenset(Sharding),
     layouts=frozenset({"zigzag"}),
+    schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
 )
 VARIABLE = "MEGATRON_FLAGS"
 
@@ -36,8 +39,7 @@ def render(plan: Plan) -> Export:
     flags: list[tuple[str, ...]] = [
         ("--micro-batch-size", str(plan.micro_batch_size)),
         ("--global-batch-size", str(plan.batch_size)),
-        ("--tensor-model-parallel-size", "1"),
-        ("--pipeline-model-parallel-size", "1"),
+        *_mesh_flags(plan.mesh),
         ("--context-parallel-size", str(plan.context_parallel_size)),
         ("--attention-backend", ATTENTION[plan.attention or TORCH_CHOICE]),
         *_recompute_flags(plan),
@@ -50,6 +52,23 @@ def render(plan: Plan) -> Export:
     if plan.dtype in PRECISION:
         flags.append((f"--{PRECISION[plan.dtype]}",))
     return shell_export(plan, VARIABLE, flags, [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...'])
+
+
+def _mesh_flags(plan: MeshPlan | None) -> list[tuple[str, ...]]:
+    """Return the flags of a mesh. A layout lists the stages, and follows the balance of layers that was chosen."""
+    mesh = Mesh() if plan is None else plan.mesh
+    flags: list[tuple[str, ...]] = [
+        ("--tensor-model-parallel-size", str(mesh.tensor)),
+        ("--pipeline-model-parallel-size", str(mesh.pipeline)),
+    ]
+    if mesh.tensor > 1:
+        flags.append(("--sequence-parallel",))
+    if plan is not None and mesh.pipeline > 1:
+        stages = "|".join(f"t*{count}" for count in plan.layers_per_stage)
+        flags.append(("--pipeline-model-parallel-layout", f"E{stages}L"))
+    if mesh.expert > 1:
+        flags += [("--expert-model-parallel-size", str(mesh.expert)), ("--expert-tensor-parallel-size", "1")]
+    return flags
 
 
 def _recompute_flags(plan: Plan) -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from explorer.exports.framework import (
     is_compiled,
     sharding_of,
 )
+from explorer.records.plan import MeshPlan
 from explorer.records.recommendation import Recommendation
 from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
 from explorer.spec.hardware import DeviceReport
@@ -58,6 +59,7 @@ class Plan:
     compiled_layers: bool
     sharding: Sharding
     context_parallel_size: int
+    mesh: MeshPlan | None
     expandable_segments: bool
     device_kind: str
     candidate: Candidate
@@ -73,7 +75,7 @@ class Plan:
     @property
     def data_parallel_size(self) -> int:
         """Groups of devices that process sequences of their own."""
-        return self.num_devices // self.context_parallel_size
+        return self.mesh.mesh.data if self.mesh is not None else self.num_devices // self.context_parallel_size
 
 
 def build_plan(framework: Framework, name: str, exploration: Exploration) -> Plan:
@@ -112,6 +114,7 @@ def build_plan(framework: Framework, name: str, exploration: Exploration) -> Pla
         compiled_layers=is_compiled(candidate, request) and "execution" not in missing,
         sharding=framework.nearest_sharding(sharding) if "sharding" in missing else sharding,
         context_parallel_size=choice.context_parallel_size,
+        mesh=known.plan,
         expandable_segments=request.allocator == "expandable_segments",
         device_kind=report.hardware.device_kind if report is not None else request.device_kind or "cuda",
         candidate=candidate,
@@ -139,8 +142,13 @@ def _header(
         f"bexp export '{name}' of exploration {exploration.id}: {request.model_name}",
         f"measured: target {measured}{device}",
         f"measured candidate: {choice.candidate.describe()}",
-        _batch_line(request, choice),
+        _batch_line(request, choice, known.plan),
     ]
+    if known.plan is not None:
+        lines.append(
+            f"mesh: {known.plan.mesh.describe()}; layers of each stage: "
+            f"{', '.join(map(str, known.plan.layers_per_stage))}; exchanges follow from a described fabric"
+        )
     lines += _lost(framework, request, known, choice, report)
     if request.target_name not in framework.targets:
         lines.append(f"{framework.title} is not the code that was measured: this promises no tokens/s")
@@ -154,9 +162,9 @@ def _header(
     return lines
 
 
-def _batch_line(request: ExplorationRequest, choice: Choice) -> str:
+def _batch_line(request: ExplorationRequest, choice: Choice, plan: MeshPlan | None) -> str:
     size = choice.context_parallel_size
-    groups = request.data_parallel_size(size)
+    groups = request.data_parallel_size(size) if plan is None else plan.mesh.data
     shared = f", {size} devices to a sequence" if size > 1 else ""
     return (
         f"batch_size {request.batch_size} = micro_batch_size {choice.candidate.micro_batch_size} x "

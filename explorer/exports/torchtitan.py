@@ -9,10 +9,20 @@ from __future__ import annotations
 from explorer.exports.document import Export, shell_export
 from explorer.exports.framework import Framework
 from explorer.exports.plan import Plan
+from explorer.records.plan import MeshPlan
 from explorer.spec.candidate import Recompute
+from explorer.spec.mesh import Schedule
 from explorer.spec.training import Sharding
 
-FRAMEWORK = Framework(title="torchtitan", layouts=frozenset({"zigzag"}), chunked_loss=True, compiled_layers=True)
+FRAMEWORK = Framework(
+    title="torchtitan",
+    layouts=frozenset({"zigzag"}),
+    schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
+    chunked_loss=True,
+    compiled_layers=True,
+)
+SCHEDULES = {Schedule.INTERLEAVED: "Interleaved1F1B"}
+"""torch's names of the schedules that are not 1F1B."""
 VARIABLE = "TORCHTITAN_FLAGS"
 
 Flags = list[tuple[str, ...]]
@@ -20,10 +30,13 @@ Flags = list[tuple[str, ...]]
 
 def render_release(plan: Plan) -> Export:
     """Return the flags of torchtitan 0.3."""
+    local, piped = plan.micro_batch_size, plan.mesh is not None and plan.mesh.mesh.pipeline > 1
     batch: Flags = [
-        ("--training.local_batch_size", str(plan.micro_batch_size)),
+        ("--training.local_batch_size", str(local * plan.grad_accum_steps if piped else local)),
         ("--training.global_batch_size", str(plan.batch_size)),
     ]
+    if piped:  # a local batch is cut into the micro-batches of the pipeline
+        batch.append(("--parallelism.pipeline_parallel_microbatch_size", str(local)))
     return _render(plan, batch)
 
 
@@ -45,6 +58,7 @@ def _render(plan: Plan, batch: Flags) -> Export:
         ("--parallelism.data_parallel_shard_degree", str(plan.data_parallel_size if sharded else 1)),
         ("--parallelism.context_parallel_degree", str(plan.context_parallel_size)),
     ]
+    flags += _mesh_flags(plan.mesh)
     if sharded:
         policy = "always" if plan.sharding is Sharding.ZERO3 else "never"
         flags.append(("--parallelism.fsdp_reshard_after_forward", policy))
@@ -54,6 +68,23 @@ def _render(plan: Plan, batch: Flags) -> Export:
         flags.append(("--compile.no-enable",))
     flags.append((f"activation_checkpoint:{'full' if plan.recompute is Recompute.FULL else 'none'}",))
     notes = [f'run: ... --module MODULE --config CONFIG "${{{VARIABLE}[@]}}", with a config of this model']
+    if plan.mesh is not None and plan.mesh.mesh.pipeline > 1:
+        stages = ", ".join(map(str, plan.mesh.layers_per_stage))
+        notes.append(f"layers of each stage: {stages}; set parallelism.module_fqns_per_model_part in the config")
     if plan.chunked_loss:
         notes.append("loss: measured in chunks, so keep ChunkedLossWrapper in the config, as torchtitan's own have it")
     return shell_export(plan, VARIABLE, flags, notes)
+
+
+def _mesh_flags(plan: MeshPlan | None) -> Flags:
+    if plan is None:
+        return []
+    mesh = plan.mesh
+    flags: Flags = [("--parallelism.tensor_parallel_degree", str(mesh.tensor))]
+    if mesh.pipeline > 1:
+        schedule = SCHEDULES.get(mesh.schedule or Schedule.ONE_F_ONE_B, "1F1B")
+        flags.append(("--parallelism.pipeline_parallel_degree", str(mesh.pipeline)))
+        flags.append(("--parallelism.pipeline_parallel_schedule", schedule))
+    if mesh.expert > 1:
+        flags.append(("--parallelism.expert_parallel_degree", str(mesh.expert)))
+    return flags

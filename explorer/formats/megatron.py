@@ -25,9 +25,9 @@ POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
 PARALLEL_SIZES = {
-    "tensor_model_parallel_size": "tensor_parallel_size",
-    "pipeline_model_parallel_size": "pipeline_parallel_size",
-    "expert_model_parallel_size": "expert_parallel_size",
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "expert_model_parallel_size": "expert",
 }
 
 

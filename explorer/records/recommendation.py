@@ -10,6 +10,7 @@ from pydantic import Field
 from explorer.cost_model.step import MemoryParts
 from explorer.records.earlier_runs import ReusedComponents
 from explorer.records.measurement import Outcome, WholeModelMeasurement
+from explorer.records.plan import MeshPlan
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
 
@@ -151,6 +152,8 @@ class Recommendation(Frozen):
     reused: ReusedComponents | None = Field(
         None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
+
+    plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
 
     @property
     def expected_tokens_per_second(self) -> float:

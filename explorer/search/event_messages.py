@@ -55,7 +55,7 @@ def _named(model: ExploredModel) -> str:
     return f"{model.name} ({model.measured})" if isinstance(model, ModelParts) else model.name
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """Return bytes in GiB, or in MiB if two decimals of a GiB would hide them."""
     return f"{count / GIB:.2f} GiB" if count == 0 or count >= GIB / 10 else f"{1024 * count / GIB:.2f} MiB"
 
@@ -109,7 +109,7 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         what = f"{number} {noun} again" if suggestion.again else f"{number} new {noun}"
         message = (
             f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:.0f} tokens/s, "
-            f"peak {_size(peak)} ({what} in {seconds:.1f} s)"
+            f"peak {size_text(peak)} ({what} in {seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.CONTAMINATED:
@@ -150,7 +150,7 @@ def whole_model_event(
         code=EventCode.WHOLE_MODEL,
         message=(
             f"{what}: {check.tokens_per_second:.0f} tokens/s, "
-            f"peak {_size(check.measurement.peak_bytes)}; composed step {100 * check.step_error:+.1f}%, "
+            f"peak {size_text(check.measurement.peak_bytes)}; composed step {100 * check.step_error:+.1f}%, "
             f"composed peak {100 * check.peak_error:+.1f}%"
         ),
         data={**data, "check": check.model_dump(mode="json")},

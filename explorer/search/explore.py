@@ -16,6 +16,7 @@ from explorer.records.trial import Measure, Trial
 from explorer.search.candidate_study import CopyStudy
 from explorer.search.event_messages import end_event
 from explorer.search.history import TrialHistory
+from explorer.search.plan_search import explore_plan
 from explorer.search.progress_log import ProgressLog
 from explorer.search.pruned_space import PruneSpace, prune_space
 from explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
@@ -54,6 +55,9 @@ def explore(
     if report.refusal is not None:
         answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
         yield Progress(events=(end_event(answer),), answer=answer)
+        return
+    if request.is_plan:
+        yield from explore_plan(request, report, measure, history=history, clock=clock)
         return
     models, executor = explored_models(request, report), executor_of(measure)
     trial_history = TrialHistory(history, request.budget, len(models))

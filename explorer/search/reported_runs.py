@@ -27,6 +27,7 @@ COMPARED = {
     "target_config": True,
     "mode": True,
     "num_devices": True,
+    "fabric": True,
     "routing": True,
     "execution": True,
     "allocator": True,

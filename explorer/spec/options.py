@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from explorer.spec.base import Frozen, RuleError
 
@@ -60,27 +60,6 @@ class BTASpec(Frozen):
             field = "tiles" if self.tiles is not None else "max_tile"
             raise RuleError("tiles and max_tile have no meaning when enable is false", field, "enable")
         return self
-
-
-class ParallelismSpec(Frozen):
-    """Sizes of model parallelism. Only 1 is supported; any other size is refused.
-
-    Context parallelism is a dimension of the space: see `ExplorationRequest.context_parallel`.
-    """
-
-    tensor_parallel_size: Count = 1
-    pipeline_parallel_size: Count = 1
-    expert_parallel_size: Count = 1
-    context_parallel_size: Count = 1
-
-    @field_validator("*")
-    @classmethod
-    def _only_one(cls, size: int, info: ValidationInfo) -> int:
-        if size != 1 and info.field_name == "context_parallel_size":
-            raise ValueError("sizes other than 1 are not supported here: give context_parallel.sizes")
-        if size != 1:
-            raise ValueError("sizes other than 1 are not supported yet")
-        return size
 
 
 class Budget(Frozen):

@@ -13,7 +13,7 @@ from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from explorer.spec.request_fields import RequestFields
-from explorer.spec.request_rules import RULES, find_sharing_problem
+from explorer.spec.request_rules import PLAN_RULES, RULES, find_sharing_problem
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 
@@ -36,9 +36,19 @@ class ExplorationRequest(RequestFields):
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
-        for rule in RULES:
+        for rule in PLAN_RULES if self.is_plan else RULES:
             rule(self)
         return self
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether it is a plan: its devices are described, and one device measures the parts of each."""
+        return self.fabric is not None
+
+    @property
+    def plan_micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that a plan considers, ascending. A plan takes what divides, so `auto` has them all."""
+        return LADDER if self.micro_batch_size == "auto" else self.named_micro_batch_sizes(1)
 
     @property
     def target_name(self) -> str:
@@ -185,13 +195,15 @@ class ExplorationRequest(RequestFields):
         return self.model_copy(update={"training": training, "sharding_levels": None})
 
     def devices_needed(self, available: int | None = None) -> int:
-        """Return how many devices a worker must have to explore this.
+        """Return how many devices a worker must have to explore this. A plan needs one.
 
         It needs the largest of the listed context-parallel sizes. With `explore` it needs two devices that can share a
         sequence, or as many as it began with, which `available` says, so that a resumed exploration finds the same.
         An exploration that began with all its devices needs them all, because what they exchange is part of what it
         learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
         """
+        if self.is_plan:
+            return 1
         sizes = self.context_parallel_sizes
         if len(self.sharding_choices) > 1:
             return self.num_devices

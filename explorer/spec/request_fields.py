@@ -10,7 +10,9 @@ from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
 from explorer.spec.execution import Execution, Kernels
+from explorer.spec.fabric import FabricSpec, expand_fabric
 from explorer.spec.labels import Labels
+from explorer.spec.mesh import ParallelismSpec
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import (
     BackendName,
@@ -19,10 +21,9 @@ from explorer.spec.options import (
     Count,
     MicroBatch,
     MicroBatchChoice,
-    ParallelismSpec,
 )
 from explorer.spec.routing import RoutingSpec
-from explorer.spec.shorthands import expand_execution, expand_query_groups, expand_sharding
+from explorer.spec.shorthands import expand_execution, expand_parallelism, expand_query_groups, expand_sharding
 from explorer.spec.target import TargetName, check_hugging_face_config, check_target_config
 from explorer.spec.training import Sharding, TrainingSpec
 
@@ -102,6 +103,11 @@ class RequestFields(Frozen):
         "there means the same.",
     )
     parallelism: ParallelismSpec = ParallelismSpec()
+    fabric: FabricSpec | None = Field(
+        None,
+        description="The links of a machine that nobody need have: the request is then a plan, which one device "
+        "measures part by part. A name such as `h100-nvl-ib400` stands for its links.",
+    )
     context_parallel: ContextParallelSpec = ContextParallelSpec()
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
@@ -150,4 +156,8 @@ class RequestFields(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _expand_shorthands(cls, data: Any) -> Any:
-        return expand_execution(expand_sharding(expand_query_groups(data))) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        for expand in (expand_fabric, expand_parallelism, expand_query_groups, expand_sharding, expand_execution):
+            data = expand(data)
+        return data

@@ -13,6 +13,7 @@ from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import refuse_layout
 from explorer.spec.execution import Execution, Kernels
+from explorer.spec.mesh import legal_meshes
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 
@@ -255,10 +256,74 @@ def check_query_groups(request: ExplorationRequest) -> None:
             raise RuleError(message, "num_query_groups", "model.num_attention_heads")
 
 
+def check_parallelism(request: ExplorationRequest) -> None:
+    """Sizes of tensor, pipeline and expert parallelism belong to plans."""
+    field = request.parallelism.needs_plan
+    if field is not None:
+        raise RuleError(
+            f"{field} other than 1 needs a fabric, such as 'h100-nvl-ib400': only plans have it so far",
+            f"parallelism.{field}",
+            "fabric",
+        )
+
+
+def check_plans_are_served(request: ExplorationRequest) -> None:
+    """No worker measures plans yet."""
+    raise RuleError("plans are not served yet", "fabric")
+
+
+def check_plan(request: ExplorationRequest) -> None:
+    """A plan is for the training of a model that is described, and uses nothing that its shards do not have."""
+    assert request.fabric is not None, "a plan has a fabric"
+    if request.target_name != BEXP or request.model is None:
+        raise RuleError(f"a plan, which is a request with a fabric, needs target '{BEXP}'", "fabric", "target")
+    refused = (
+        (request.mode != "train", "mode", "a plan is for training"),
+        (
+            request.context_parallel.sizes != (1,),
+            "context_parallel.sizes",
+            "plans have whole sequences on a device",
+        ),
+        (request.execution is not Execution.EAGER, "execution", "plans measure eager execution"),
+        (request.num_query_groups is not None, "num_query_groups", "a plan is for one model"),
+        (bool(request.bta.enable or request.bta.tiles), "bta", "plans do not tile attention"),
+        (request.sampler != "bexp", "sampler", "plans have a search of their own"),
+        (request.prefer != "speed", "prefer", "plans recommend the fastest"),
+        (
+            request.base_micro_batch_size is not None,
+            "base_micro_batch_size",
+            "the base of a plan is the smallest mesh that fits",
+        ),
+    )
+    for wrong, field, reason in refused:
+        if wrong:
+            raise RuleError(reason, field, "fabric")
+    request.fabric.check(request.num_devices)
+
+
+def check_meshes(request: ExplorationRequest) -> None:
+    """The devices, the model and the batch admit a mesh."""
+    legal_meshes(request)
+
+
+PLAN_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
+    check_model_of_target,
+    check_sequence_of_config,
+    check_plan,
+    check_training_of_target,
+    check_experts,
+    check_sharding,
+    check_attention_backends,
+    check_policies,
+    check_meshes,
+)
+"""The rules of a plan, whose devices are arranged in meshes."""
+
 RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
     check_training_of_target,
+    check_parallelism,
     check_kernels,
     check_executions,
     check_sharing,

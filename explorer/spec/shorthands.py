@@ -62,3 +62,62 @@ def expand_execution(data: dict[str, Any]) -> dict[str, Any]:
         raise RuleError("executions are given twice, in execution and in executions", "executions", "execution")
     rest = {key: value for key, value in data.items() if key != "execution"}
     return {**rest, "executions": list(Execution) if asked == "explore" else asked}
+
+
+OLD_SIZES = {f"{name}_parallel_size": name for name in ("tensor", "pipeline", "expert", "context")}
+"""Names of sizes in earlier versions, which are read for one more release."""
+
+
+def expand_parallelism(data: dict[str, Any]) -> dict[str, Any]:
+    """Write out `parallelism: explore`, rename old fields, and move `context` and `sharding` to where they are kept.
+
+    Raises:
+        RuleError: the request says the same in two places.
+    """
+    given = data.get("parallelism")
+    if given == "explore":
+        sizes = ("tensor", "pipeline", "virtual_stages", "expert")
+        given = dict.fromkeys((*sizes, "schedule"), "explore")
+        training = data.get("training")
+        is_given = data.get("sharding_levels") is not None or (isinstance(training, dict) and "sharding" in training)
+        if not is_given and data.get("num_devices", data.get("num_csx", 1)) != 1:
+            given["sharding"] = "explore"
+    if not isinstance(given, dict):
+        return data
+    block = dict(given)
+    for old, new in OLD_SIZES.items():
+        if old in block and new in block:
+            raise RuleError(f"{new} is given twice, also as {old}", f"parallelism.{old}", f"parallelism.{new}")
+        if old in block:
+            size = block.pop(old)
+            if size != 1:
+                block[new] = size
+    data = {**data, "parallelism": block}
+    if (context := block.pop("context", None)) is not None:
+        data = _move(
+            data, context if isinstance(context, str | list | tuple) else [context], "context_parallel", "sizes"
+        )
+    if (sharding := block.pop("sharding", None)) is not None:
+        if data.get("sharding_levels") is not None:
+            raise RuleError(
+                "levels of sharding are given twice, in parallelism.sharding and in sharding_levels",
+                "parallelism.sharding",
+                "sharding_levels",
+            )
+        data = _move(data, sharding, "training", "sharding")
+    return data
+
+
+def _move(data: dict[str, Any], value: Any, section: str, name: str) -> dict[str, Any]:
+    """Set a field that stands for one of `parallelism`."""
+    field = "context" if section == "context_parallel" else name
+    old = data.get(section)
+    if not isinstance(old, dict | None):
+        return data
+    if name in (old or {}):
+        raise RuleError(
+            f"{field} is given twice, in parallelism.{field} and in {section}.{name}",
+            f"parallelism.{field}",
+            f"{section}.{name}",
+        )
+    return {**data, section: {**(old or {}), name: value}}

@@ -62,6 +62,24 @@ def test_what_does_not_fit_is_exit_1_and_names_a_way_out_before_a_forgotten_job_
     assert get_job(database, forgotten.id).state is JobState.QUEUED
 
 
+def test_a_plan_for_described_devices_is_measured_on_one_cpu(machine: Machine) -> None:
+    link = {"gigabytes_per_second": 1, "microseconds": 50}
+    plan = {
+        "num_devices": 64,
+        "batch_size": 64,
+        "micro_batch_size": [1, 2],
+        "bta": {},
+        "fabric": {"intra_node": {"devices": 4, **link}, "inter_node": link},
+        "parallelism": {"tensor": "explore", "pipeline": [1, 2], "sharding": "zero1"},
+    }
+    answer = machine.run("explore", machine.configure(**plan), "--device", "cpu")
+    assert "on 64 described devices" in answer
+    assert re.search(r"mesh +tensor=\d+ pipeline=\d", answer)
+    assert re.search(r"measured +\d+\.\d% of the step; the rest is described or", answer)
+    flags = machine.run("best", "latest", "--format", "megatron")
+    assert re.search(r"--tensor-model-parallel-size [124]", flags)
+
+
 def states(database: Database) -> list[JobState]:
     """The state of every exploration."""
     return [job.state for job in list_jobs(database)[0]]

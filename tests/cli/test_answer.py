@@ -7,6 +7,7 @@ import pytest
 from api.answer import render_answer, render_recommendation
 from api.text import bytes_text
 from explorer.records.measurement import Outcome
+from explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
 from explorer.records.recommendation import (
     Alternative,
     Answer,
@@ -16,6 +17,7 @@ from explorer.records.recommendation import (
     RunnerUpCheck,
     VariantAnswer,
 )
+from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
 from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED
 
@@ -194,3 +196,35 @@ def test_a_runner_up_that_did_not_run_says_why() -> None:
 )
 def test_bytes(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
+    plan = MeshPlan(
+        mesh=Mesh(tensor=2, pipeline=4, virtual_stages=2, schedule=Schedule.INTERLEAVED, data=8),
+        base_mesh=Mesh(data=64),
+        num_micro_batches=16,
+        tokens_per_second=640_000,
+        compute_share=0.8,
+        exchange_share=0.125,
+        bubble_share=0.075,
+        measured_share=0.9,
+        layers_per_stage=(3, 4, 4, 4, 4, 4, 4, 1),
+        fullest_rank=2,
+        parts=(PlanPart(name="head(m=4)", share=0.9, source="measured"),),
+        alternatives=(
+            MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
+        ),
+    )
+    best = RECOMMENDATION.model_copy(update={"plan": plan, "whole_model": None})
+    text = " ".join(render_answer(answer_of(best), REQUEST).split())
+    for part in (
+        "mesh tensor=2 pipeline=4 (interleaved, 2 stages a rank) data=8 sharding=none on 64 devices",
+        "layers 3 4 x 6 1 per stage; rank 2 is the fullest",
+        "all devices 640,000 tokens/s",
+        "time 80.0% computation, 12.5% exchange, 7.5% bubble",
+        "measured 90.0% of the step; the rest is described or predicted",
+        "90.0% head(m=4), measured",
+        "base tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1 recompute=none",
+        "other mesh 1.25x over tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1",
+    ):
+        assert part in text

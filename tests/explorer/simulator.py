@@ -12,6 +12,7 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.collectives import FORWARD_SHARES, Overlap
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.shards import shard_of
 from explorer.cost_model.step import combine_seconds
 from explorer.records.measurement import (
     ComponentMeasurement,
@@ -24,7 +25,7 @@ from explorer.records.measurement import (
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType
+from explorer.spec.model import DType, ModelSpec
 from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 
@@ -84,7 +85,8 @@ class SimulatedDevice:
 
     def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """True device and host seconds."""
-        predicted = predict_component_seconds(component, model, self.request, self.hardware)
+        of, request = self._shard(component, model)
+        predicted = predict_component_seconds(component, of, request, self.hardware)
         speed = self.layout_speed.get(component.context_parallel_layout or "", 1.0)
         speed *= {**ATTENTION_SPEED, **EXPERT_SPEED}.get(component.backend or "", 0.65)
         batch = (component.bta_tile or component.micro_batch_size) / component.context_parallel_size
@@ -98,8 +100,13 @@ class SimulatedDevice:
 
     def weigh(self, component: Component, model: ExploredModel) -> tuple[int, int, int]:
         """True bytes."""
-        sizes = predict_component_bytes(component, model, self.request)
+        of, request = self._shard(component, model)
+        sizes = predict_component_bytes(component, of, request)
         return tuple(round(self.activations * b) for b in (sizes.saved, sizes.forward_peak, sizes.backward_peak))  # type: ignore[return-value]
+
+    def _shard(self, component: Component, model: ExploredModel) -> tuple[ExploredModel, ExplorationRequest]:
+        """The block of one device of a plan, as the profiler builds it."""
+        return shard_of(component, model, self.request) if isinstance(model, ModelSpec) else (model, self.request)
 
     def __call__(self, plan: TrialPlan) -> Measurement:
         """Measure a plan as the profiler would."""

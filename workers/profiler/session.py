@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.shards import shard_of
 from explorer.cost_model.step import memory_limit
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from explorer.records.trial import TrialKind, TrialPlan
@@ -12,6 +13,7 @@ from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
 from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport
+from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.process.protocol import (
     Begin,
@@ -178,6 +180,8 @@ class Session:
         if isinstance(target, WholeTarget):
             return target.measure_component(component, plan.candidate, clock)
         request, model = request.sharded(component.sharding), plan.model
+        if isinstance(model, ModelSpec):
+            model, request = shard_of(component, model, request)
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)
         if component.kind is ComponentKind.COMMUNICATION:

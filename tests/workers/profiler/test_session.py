@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from bexp.measure.device_monitor import DeviceMonitor
+from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.measurement import Measurement, Outcome
 from explorer.spec.base import Frozen
 from explorer.spec.execution import Execution
 from explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType
+from explorer.spec.training import Sharding
 from tests.workers.profiler.fakes import FakeGpu
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.process.protocol import Begin, ComponentMeasured, ComponentStarted, ReportReply, RunTrial, TrialFinished
@@ -198,3 +200,20 @@ def test_a_replacement_is_told_who_was_there_when_the_job_began(
     second.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
     (measurement,) = finished_trials(sent)
     assert "took 6 GiB" in str(measurement.contamination)
+
+
+def test_the_blocks_of_one_device_of_a_mesh_are_measured(session: Session, sent: list[Frozen]) -> None:
+    shard = {"micro_batch_size": 2, "tensor_parallel_size": 2}
+    components = (
+        Component(kind=ComponentKind.ATTENTION, backend="flash", micro_batch_size=2),
+        Component(kind=ComponentKind.ATTENTION, backend="flash", **shard),
+        Component(kind=ComponentKind.MOE_FFN, backend="grouped_mm", expert_parallel_size=4, **shard),
+        Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, tensor_parallel_size=2, sharding=Sharding.NONE),
+    )
+    assert session.answer(RunTrial(plan=plan(candidate(), components)))
+    finished = sent[-1]
+    assert isinstance(finished, TrialFinished)
+    assert finished.measurement.outcome is Outcome.OK, finished.measurement.reason
+    measured = finished.measurement.components
+    assert tuple(each.component for each in measured) == components
+    assert measured[1].saved_bytes < measured[0].saved_bytes

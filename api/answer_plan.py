@@ -1,0 +1,49 @@
+"""The part of an answer about the mesh of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from api.text import rate_text, row
+from explorer.records.plan import MeshPlan
+from explorer.spec.candidate import Candidate
+
+MOST_PARTS = 5
+
+
+def mesh_rows(plan: MeshPlan) -> Iterable[str]:
+    """Yield the mesh, what its devices' time goes to, and how much of that was measured."""
+    mesh = plan.mesh
+    yield row("mesh", f"{mesh.describe()} on {mesh.num_devices:,} devices")
+    if mesh.pipeline > 1:
+        layers = " ".join(_run(count, len(list(same))) for count, same in groupby(plan.layers_per_stage))
+        yield row("  layers", f"{layers} per stage; rank {plan.fullest_rank} is the fullest")
+    yield row("  all devices", rate_text(plan.tokens_per_second))
+    yield row(
+        "  time",
+        f"{plan.compute_share:.1%} computation, {plan.exchange_share:.1%} exchange, {plan.bubble_share:.1%} bubble",
+    )
+    yield row("  measured", f"{plan.measured_share:.1%} of the step; the rest is described or predicted")
+    for part in plan.parts[:MOST_PARTS]:
+        yield row("", f"{part.share:6.1%} {part.name}, {part.source}")
+
+
+def other_mesh_rows(plan: MeshPlan) -> Iterable[str]:
+    """Yield the next best meshes."""
+    for other in plan.alternatives:
+        predicted = ", predicted in part" if other.predicted else ""
+        yield row(
+            "other mesh",
+            f"{other.gain:.2f}x over {other.mesh.describe()} micro_batch_size={other.candidate.micro_batch_size} "
+            f"recompute={other.candidate.recompute} ({rate_text(other.tokens_per_second)}{predicted})",
+        )
+
+
+def base_text(plan: MeshPlan, base: Candidate) -> str:
+    """Return the base with its mesh."""
+    return f"{plan.base_mesh.describe()} micro_batch_size={base.micro_batch_size} recompute={base.recompute}"
+
+
+def _run(count: int, times: int) -> str:
+    return f"{count} x {times}" if times > 1 else str(count)

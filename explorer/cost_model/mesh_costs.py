@@ -1,0 +1,165 @@
+"""Seconds and bytes of the layers of one device of a mesh, composed of those of its blocks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.fabric_exchange import Link
+from explorer.cost_model.mesh_layers import Block, MeshBlocks, Sort
+from explorer.spec.mesh import Mesh
+from explorer.spec.model import ModelSpec
+
+WEIGHTS_SHARES = {ComponentKind.EMBEDDING: 1.0}
+"""Share of a block's backward pass that computes gradients of weights, where it is not one half.
+
+A matrix product has two in backward, one of which is for the weights.
+"""
+NORMED = {ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN}
+"""Blocks that begin with a norm and end with the sum of the residual."""
+FORWARD_TENSORS, BACKWARD_TENSORS = 5, 6
+"""Tensors of the size of the hidden states that norm and sum read and write.
+
+The norm reads one and writes one, and the sum reads two and writes one. In backward the norm reads two and writes one,
+and the sum of two gradients reads two and writes one.
+"""
+LEAST_KEPT = 0.5
+"""A block takes at least this share of what it was measured to take."""
+SCORES_BACKWARD = 2.5
+"""Products of attention's scores in backward for each in forward; none of them is for weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Seconds and bytes of a component; the bytes may be smaller by `spared_share`, which is 0 if measured."""
+
+    device_seconds: float
+    host_seconds: float
+    forward_share: float
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    relative_error: float
+    spared_share: float = 0.0
+
+
+Costs = Mapping[Component, BlockCost]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`."""
+
+    forward: float
+    backward: float
+    weights: float
+    exchange: float
+    saved_bytes: int
+    transient_bytes: int
+    makeup: Mapping[Component | Link, float]
+
+    @property
+    def seconds(self) -> float:
+        """Both directions."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """The blocks of a candidate with their costs, by sort of layer."""
+
+    blocks: MeshBlocks
+    by_sort: dict[Sort, LayerCost]
+    embedding: LayerCost
+    head: LayerCost
+
+    def parts(self, sorts: Counter[Sort], stage: int, num_stages: int) -> list[tuple[LayerCost, int]]:
+        """Return what a stage consists of, and how often."""
+        found = [(self.by_sort[sort], count) for sort, count in sorts.items()]
+        if stage == 0:
+            found.append((self.embedding, 1))
+        if stage == num_stages - 1:
+            found.append((self.head, 1))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """What a tensor-parallel device has of a micro-batch.
+
+    `hidden_bytes` are those that a layer passes on over all these devices. `shard` is what one of them has of the
+    model, and `bandwidth` the bytes that it reads and writes a second.
+    """
+
+    hidden_bytes: int
+    shard: ModelSpec
+    bandwidth: float
+
+    def spared_seconds(self, block: Block, tensor: int) -> tuple[float, float]:
+        """Return what a block takes less than measured, in forward and in backward.
+
+        It is measured with norm and residual sum over all tokens, and sequence parallelism leaves a device a part of
+        them. What they read and write at the device's bandwidth is taken off, which is the least that they can take.
+        """
+        if block.component.kind not in NORMED or block.component.expert_parallel_size > 1:
+            return 0.0, 0.0
+        once = (1.0 - 1.0 / tensor) * self.hidden_bytes / self.bandwidth
+        again = FORWARD_TENSORS if block.component.recompute is BlockRecompute.FULL else 0
+        return FORWARD_TENSORS * once, (BACKWARD_TENSORS + again) * once
+
+
+def compose_layer(
+    blocks: Sequence[Block], costs: Costs, share: DeviceShare, mesh: Mesh, sort: Sort | None
+) -> LayerCost:
+    """Compose a layer of one device; `sort` is null for embedding and head."""
+    hidden = share.hidden_bytes
+    again = sort is not None and sort[1]
+    forward = backward = weights = exchanged = 0.0
+    device = sum(costs[block.component].device_seconds for block in blocks)
+    host = sum(costs[block.component].host_seconds for block in blocks)
+    held = peak = 0
+    makeup: defaultdict[Component | Link, float] = defaultdict(float)
+    whole = 1.0 - 1.0 / mesh.tensor
+    for block in blocks:
+        cost = costs[block.component]
+        first, rest = _passes(block, cost, share, mesh) if device >= host else _split(cost.host_seconds, cost)
+        forward, backward = forward + first, backward + rest
+        passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
+        weights += max(0.0, passed) * _weights_share(block.component, share.shard)
+        makeup[block.component] += first + rest
+        passes = 3 if again else 2
+        exchanged += passes * block.exchange_seconds
+        forward += block.exchange_seconds
+        backward += (passes - 1) * block.exchange_seconds
+        for transfer in block.exchanges:
+            makeup[transfer.link] += passes * transfer.seconds
+        kept = round(block.sharded_outputs * whole * hidden)
+        saved = max(0, cost.saved_bytes - kept)
+        peak = max(peak, held + cost.forward_peak_bytes - kept, held + cost.backward_peak_bytes - kept)
+        held += saved
+    output = round(hidden / mesh.tensor)
+    saved = output if again else held
+    return LayerCost(forward, backward, weights, exchanged, saved, max(0, peak + output - saved), makeup)
+
+
+def _passes(block: Block, cost: BlockCost, share: DeviceShare, mesh: Mesh) -> tuple[float, float]:
+    """Return the device seconds of a block's forward and backward pass."""
+    first, rest = _split(cost.device_seconds, cost)
+    spared_first, spared_rest = share.spared_seconds(block, mesh.tensor)
+    return max(LEAST_KEPT * first, first - spared_first), max(LEAST_KEPT * rest, rest - spared_rest)
+
+
+def _split(seconds: float, cost: BlockCost) -> tuple[float, float]:
+    return seconds * cost.forward_share, seconds * (1.0 - cost.forward_share)
+
+
+def _weights_share(component: Component, shard: ModelSpec) -> float:
+    """Return the share of the backward pass that computes gradients of weights, by its operations."""
+    if component.kind is not ComponentKind.ATTENTION:
+        return WEIGHTS_SHARES.get(component.kind, 0.5)
+    width = shard.num_attention_heads * shard.head_size
+    products = 2.0 * shard.hidden_size * (2 * width + 2 * shard.query_groups * shard.head_size)
+    scores = 2.0 * shard.seq_length * width
+    return products / (2.0 * products + SCORES_BACKWARD * scores)

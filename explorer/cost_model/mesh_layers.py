@@ -1,0 +1,192 @@
+"""The blocks of one device of a mesh: their components, parameters, and what they exchange with other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute
+from explorer.cost_model.fabric_exchange import Fabric, Group, Transfer
+from explorer.cost_model.parameters import (
+    count_attention,
+    count_dense_ffn,
+    count_embedding,
+    count_head,
+    count_moe_ffn,
+)
+from explorer.cost_model.shards import SHARED_EXPERTS, expert_rows, shared_expert_model, tensor_shard
+from explorer.spec.candidate import Candidate, recomputed_layers
+from explorer.spec.mesh import Mesh
+from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+Sort = tuple[LayerKind, bool]
+"""A kind of layer, and whether it is recomputed as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshCandidate:
+    """A mesh, and how each of its devices runs its share of a micro-batch."""
+
+    mesh: Mesh
+    candidate: Candidate
+
+    def describe(self) -> str:
+        """Return one line for a person."""
+        return f"{self.mesh.describe()} {self.candidate.describe()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of one device, which a micro-batch passes once in each direction.
+
+    `exchanges` pass in forward, and as many in backward; nothing hides them. `expert_parameters` are those that fewer
+    devices hold than the other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that
+    the block saves whole when it is measured by itself, and of which sequence parallelism leaves a device a part.
+    """
+
+    component: Component
+    exchanges: tuple[Transfer, ...] = ()
+    parameters: int = 0
+    expert_parameters: int = 0
+    sharded_outputs: int = 0
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds of its exchanges in one direction."""
+        return sum(transfer.seconds for transfer in self.exchanges)
+
+
+@dataclass(frozen=True)
+class MeshBlocks:
+    """The blocks of a candidate: those of embedding and head, and those of each sort of layer."""
+
+    embedding: Block
+    head: Block
+    layers: tuple[Sort, ...]
+    blocks: dict[Sort, tuple[Block, ...]] = field(hash=False)
+
+    @cached_property
+    def components(self) -> tuple[Component, ...]:
+        """Every distinct component, in the order of a step."""
+        every = (self.embedding, *(block for blocks in self.blocks.values() for block in blocks), self.head)
+        return tuple(dict.fromkeys(block.component for block in every))
+
+
+class MeshDecomposer:
+    """Splits the candidates of a plan into blocks; equal components of different meshes are measured once."""
+
+    def __init__(self, model: ModelSpec, request: ExplorationRequest) -> None:
+        assert request.fabric is not None, "a plan has a fabric"
+        self._model = model
+        self._request = request
+        self.fabric = Fabric(request.fabric)
+        self._known: dict[tuple[object, ...], MeshBlocks] = {}
+        self._shards: dict[int, ModelSpec] = {}
+
+    def __call__(self, found: MeshCandidate) -> MeshBlocks:
+        """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
+        mesh, candidate = found.mesh, found.candidate
+        key = (mesh.tensor, mesh.expert, candidate)
+        if key not in self._known:
+            self._known[key] = self._split(mesh, candidate)
+        return self._known[key]
+
+    def shard(self, size: int) -> ModelSpec:
+        """Return what a tensor-parallel device has of the model."""
+        if size not in self._shards:
+            self._shards[size] = tensor_shard(self._model, size)
+        return self._shards[size]
+
+    def hidden_bytes(self, candidate: Candidate) -> int:
+        """Return the bytes that one layer passes on to the next, over all tensor-parallel devices."""
+        model = self._model
+        return candidate.micro_batch_size * model.seq_length * model.hidden_size * model.dtype.itemsize
+
+    def _split(self, mesh: Mesh, candidate: Candidate) -> MeshBlocks:
+        shard, size = self.shard(mesh.tensor), mesh.tensor
+        m = candidate.micro_batch_size
+        gathered = self.fabric.gather(self.hidden_bytes(candidate), Group(size, 1))
+        sorts = tuple(zip(self._model.layer_kinds, recomputed_layers(self._model, candidate.recompute), strict=True))
+
+        def component(kind: ComponentKind, recompute: BlockRecompute, backend: str | None, **more: object) -> Component:
+            values = {"kind": kind, "micro_batch_size": m, "recompute": recompute, "backend": backend}
+            return Component.model_validate({**values, "tensor_parallel_size": size, **more})
+
+        none = BlockRecompute.NONE
+        return MeshBlocks(
+            embedding=Block(
+                component(ComponentKind.EMBEDDING, none, None), (gathered,), count_embedding(shard), sharded_outputs=1
+            ),
+            head=Block(component(ComponentKind.HEAD, none, None), (gathered,), count_head(shard)),
+            layers=sorts,
+            blocks={
+                sort: tuple(self._blocks(sort, mesh, candidate, (gathered, gathered), component))
+                for sort in dict.fromkeys(sorts)
+            },
+        )
+
+    def _blocks(
+        self,
+        sort: Sort,
+        mesh: Mesh,
+        candidate: Candidate,
+        around: tuple[Transfer, ...],
+        component: Callable[..., Component],
+    ) -> Iterator[Block]:
+        kind, recomputed = sort
+        shard = self.shard(mesh.tensor)
+
+        def policy(of: ComponentKind) -> BlockRecompute:
+            return BlockRecompute.FULL if recomputed else block_recompute(candidate.recompute, of, None)
+
+        attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
+        yield Block(
+            component(attention, policy(attention), candidate.attention_backend),
+            around,
+            count_attention(shard),
+            sharded_outputs=2,
+        )
+        if kind is LayerKind.DENSE:
+            yield Block(component(dense, policy(dense), None), around, count_dense_ffn(shard), sharded_outputs=2)
+            return
+        moe = self._model.moe
+        assert moe is not None, "a layer with experts"
+        if mesh.expert == 1:
+            found = component(experts, policy(experts), candidate.expert_backend)
+            yield Block(found, around, count_moe_ffn(shard), sharded_outputs=2)
+            return
+        yield self._expert_block(
+            mesh, component(experts, policy(experts), candidate.expert_backend, expert_parallel_size=mesh.expert)
+        )
+        if moe.shared_expert_ffn_hidden_size:
+            shared = count_dense_ffn(shared_expert_model(shard))
+            yield Block(component(dense, policy(dense), None, part=SHARED_EXPERTS), around, shared, sharded_outputs=2)
+
+    def _expert_block(self, mesh: Mesh, component: Component) -> Block:
+        model, moe = self._model, self._model.moe
+        assert moe is not None, "a layer with experts"
+        rows = expert_rows(component, model, self._request)
+        moved = self.fabric.all_to_all(rows * model.hidden_size * model.dtype.itemsize, Group(mesh.expert, 1))
+        expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
+        beside = count_moe_ffn(
+            model.model_copy(update={"moe": moe.model_copy(update={"shared_expert_ffn_hidden_size": 0})})
+        )
+        return Block(
+            component,
+            (moved, moved),
+            parameters=beside - moe.num_experts * expert,
+            expert_parameters=moe.num_experts // mesh.expert * expert,
+        )
+
+
+def optimizer_component(tensor_sizes: tuple[int, ...]) -> Component:
+    """Return the optimizer's component, which is timed on the smallest shard of the model and scaled to any other."""
+    return Component(
+        kind=ComponentKind.OPTIMIZER,
+        micro_batch_size=0,
+        sharding=Sharding.NONE,
+        tensor_parallel_size=max(tensor_sizes),
+    )

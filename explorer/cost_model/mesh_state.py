@@ -1,0 +1,96 @@
+"""What the devices of a mesh hold in memory: training state, activations in flight, and what is gathered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from explorer.cost_model.mesh_layers import MeshBlocks, Sort
+from explorer.cost_model.step import MemoryParts
+from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.model import ModelSpec
+from explorer.spec.training import OptimizerSpec
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParameters:
+    """The parameters of a stage, or of all stages of a rank.
+
+    `experts` are those that expert parallelism spreads, `dense` all others. `largest` are those of the largest unit
+    that sharding gathers at a time.
+    """
+
+    dense: int
+    experts: int
+    largest: int
+
+    @property
+    def number(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+    def share(self, mesh: Mesh) -> int:
+        """Return how many of them a device steps if training state is sharded."""
+        return -(-self.dense // mesh.data) - (-self.experts // mesh.expert_data)
+
+    @classmethod
+    def of_stage(
+        cls, sorts: Counter[Sort], blocks: MeshBlocks, mesh: Mesh, stage: int, model: ModelSpec
+    ) -> HeldParameters:
+        """Return those of a stage, whose layers are counted by sort; `model` is what a device has of the whole."""
+        extra = blocks.embedding.parameters if stage == 0 else 0
+        if stage == mesh.num_stages - 1:
+            extra += blocks.head.parameters
+            if model.tie_embeddings and mesh.pipeline > 1:  # the last rank has a copy of the embedding
+                extra += model.vocab_size * model.hidden_size
+        dense, experts, largest = extra, 0, extra
+        for sort, count in sorts.items():
+            own = sum(block.parameters for block in blocks.blocks[sort])
+            spread = sum(block.expert_parameters for block in blocks.blocks[sort])
+            dense, experts, largest = dense + count * own, experts + count * spread, max(largest, own + spread)
+        return cls(dense, experts, largest)
+
+    @classmethod
+    def of_rank(cls, stages: Sequence[HeldParameters]) -> HeldParameters:
+        """Return those of all stages of a rank."""
+        return cls(
+            sum(stage.dense for stage in stages),
+            sum(stage.experts for stage in stages),
+            max(stage.largest for stage in stages),
+        )
+
+
+def rank_memory(
+    held: HeldParameters, mesh: Mesh, model: ModelSpec, spec: OptimizerSpec, activations: int, transient: int
+) -> MemoryParts:
+    """Return the memory of a rank at its peak; the levels of sharding are those of `explorer.cost_model.step`."""
+    dtype, level = model.dtype, mesh.sharding.level
+    gradient = spec.gradient_dtype(dtype).itemsize
+
+    def kept(from_level: int) -> int:
+        if level < 1:
+            return held.number
+        return held.share(mesh) if level >= from_level else held.number + held.share(mesh)
+
+    gathered = 2 * held.largest * (dtype.itemsize * (level == 3) + gradient) if level >= 2 else 0
+    return MemoryParts(
+        parameters=kept(3) * dtype.itemsize,
+        gradients=kept(2) * gradient,
+        master_weights=kept(1) * FLOAT32_BYTES if spec.has_master(dtype) else 0,
+        optimizer_states=kept(1) * spec.num_states * spec.moment_dtype(dtype).itemsize,
+        activations=activations,
+        transient=transient + gathered,
+    )
+
+
+def most_held(mesh: Mesh, rank: int, number: int) -> int:
+    """Return how many micro-batches, each in one stage, a rank of an even pipeline holds at most."""
+    after = mesh.pipeline - 1 - rank
+    if mesh.schedule is Schedule.INTERLEAVED:
+        return min(number * mesh.virtual_stages, 2 * after + (mesh.virtual_stages - 1) * mesh.pipeline + 1)
+    if mesh.schedule is Schedule.ZB_H1:
+        return min(number, mesh.pipeline)
+    return min(number, after + 1)

@@ -1,0 +1,283 @@
+"""A step on a mesh, composed of the blocks of one device, of described exchanges, and of a simulated pipeline."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
+from explorer.cost_model.components import Component
+from explorer.cost_model.fabric_exchange import Group, Link, Transfer
+from explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
+from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
+from explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
+from explorer.cost_model.parameters import count_parameters
+from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
+from explorer.cost_model.pipeline_balance import balance_layers
+from explorer.cost_model.step import MemoryParts
+from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.model import ModelSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshStep:
+    """A step of a candidate.
+
+    `compute_share`, `exchange_share` and `bubble_share` are those of all devices' time; the optimizer counts as
+    computation. `makeup` has the share of the step that hangs on each component and each link, bubbles included.
+    `layers` has the number of layers of each stage, `memory` the parts of the fullest rank. `exact` says that the
+    pipeline was simulated, and not estimated.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    micro_step_seconds: float
+    optimizer_seconds: float
+    communication_seconds: float
+    num_micro_batches: int
+    compute_share: float
+    exchange_share: float
+    bubble_share: float
+    memory: MemoryParts
+    fullest_rank: int
+    layers: tuple[int, ...]
+    makeup: dict[Component | Link, float]
+    exact: bool
+
+
+class MeshComposer:
+    """Composes the steps of a plan's candidates."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        request: ExplorationRequest,
+        decompose: MeshDecomposer,
+        optimizer: Component,
+        bandwidth: float,
+    ) -> None:
+        """`bandwidth` are the bytes that a device reads and writes a second."""
+        self._model = model
+        self._bandwidth = bandwidth
+        self._request = request
+        self._decompose = decompose
+        self._fabric = decompose.fabric
+        self._optimizer = optimizer
+        self._costs: Costs | None = None
+        self._known: dict[tuple[object, ...], LayerCosts] = {}
+        self._balanced: dict[tuple[int, int], tuple[tuple[int, ...], list[Counter[Sort]]]] = {}
+        self._optimizer_parameters = count_parameters(decompose.shard(optimizer.tensor_parallel_size))
+
+    def components(self, found: MeshCandidate) -> tuple[Component, ...]:
+        """Return what a candidate's step is made of; the optimizer is the same for all of them."""
+        return (*self._decompose(found).components, self._optimizer)
+
+    def step(self, found: MeshCandidate, costs: Costs, *, simulate: bool) -> MeshStep:
+        """Return the step of a candidate.
+
+        Without `simulate` the pipeline's time and memory are those of its closed forms, with the slowest rank's pace.
+        """
+        mesh, candidate = found.mesh, found.candidate
+        layers = self._layers(found, costs)
+        counts, stage_sorts = self._balance(mesh, layers)
+        hidden = self._decompose.hidden_bytes(candidate)
+        sent = self._fabric.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        shard = self._decompose.shard(mesh.tensor)
+        each_stage = [
+            HeldParameters.of_stage(sorts, layers.blocks, mesh, stage, shard) for stage, sorts in enumerate(stage_sorts)
+        ]
+        parts = [layers.parts(sorts, stage, mesh.num_stages) for stage, sorts in enumerate(stage_sorts)]
+        stages = [_stage(each, sent) for each in parts]
+        exchanges = sum(count * part.exchange for each in parts for part, count in each)
+        number = self._request.batch_size // (mesh.data * candidate.micro_batch_size)
+        ranks = range(mesh.pipeline)
+        # The rank with the most parameters exchanges and updates longest.
+        held = [HeldParameters.of_rank(_each(each_stage, r, mesh)) for r in ranks]
+        last = max(ranks, key=lambda r: held[r].number)
+        always, once, link = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
+        update = self._optimizer_seconds(mesh, held[last], costs)
+        stages = [_slower(stage, always / mesh.virtual_stages) for stage in stages]
+        seconds, run = self._run(stages, mesh, number, simulate=simulate)
+        step = seconds + once + update
+        memory, fullest = self._memory(mesh, stages, held, run, number)
+        loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
+        slowest = max(ranks, key=lambda r: loads[r])
+        exchanged = number * exchanges + mesh.pipeline * (number * always + once)
+        busy = sum(loads) + mesh.pipeline * (once + update)
+        every = mesh.pipeline * step
+        return MeshStep(
+            seconds=step,
+            tokens_per_second=self._request.batch_size * self._model.seq_length / (mesh.num_devices * step),
+            micro_step_seconds=loads[slowest] / number,
+            optimizer_seconds=update,
+            communication_seconds=once + number * always,
+            num_micro_batches=number,
+            compute_share=(busy - exchanged) / every,
+            exchange_share=exchanged / every,
+            bubble_share=max(0.0, 1.0 - busy / every),
+            memory=memory,
+            fullest_rank=fullest,
+            layers=counts,
+            makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), update, seconds, step),
+            exact=simulate or mesh.pipeline == 1,
+        )
+
+    def _run(
+        self, stages: Sequence[StageCosts], mesh: Mesh, number: int, *, simulate: bool
+    ) -> tuple[float, PipelineRun | None]:
+        loads = [sum(stage.seconds for stage in _each(stages, r, mesh)) for r in range(mesh.pipeline)]
+        if mesh.schedule is None:
+            return number * loads[0], None
+        if simulate:
+            return pipeline_seconds(stages, mesh.schedule, mesh.pipeline, number)
+        fill = sum(loads) / len(loads) / mesh.virtual_stages
+        if mesh.schedule is Schedule.ZB_H1:
+            fill -= 2 * sum(stage.weights for stage in stages) / len(stages)
+        hops = 2 * sum(stage.hand_over for stage in stages[:-1])
+        return number * max(loads) + (mesh.pipeline - 1) * max(0.0, fill) + hops, None
+
+    def _layers(self, found: MeshCandidate, costs: Costs) -> LayerCosts:
+        """Return the costs of each sort of layer; meshes that differ in pipeline and data parallelism share them."""
+        if self._costs is not costs:
+            self._costs, self._known, self._balanced = costs, {}, {}
+        mesh, key = found.mesh, (found.mesh.tensor, found.mesh.expert, found.candidate)
+        if key not in self._known:
+            blocks, hidden = self._decompose(found), self._decompose.hidden_bytes(found.candidate)
+            share = DeviceShare(hidden, self._decompose.shard(mesh.tensor), self._bandwidth)
+            by_sort = {sort: compose_layer(each, costs, share, mesh, sort) for sort, each in blocks.blocks.items()}
+            embedding, head = (
+                compose_layer((block,), costs, share, mesh, None) for block in (blocks.embedding, blocks.head)
+            )
+            self._known[key] = LayerCosts(blocks, by_sort, embedding, head)
+        return self._known[key]
+
+    def _balance(self, mesh: Mesh, layers: LayerCosts) -> tuple[tuple[int, ...], list[Counter[Sort]]]:
+        """Return how many layers each stage has, and how many of each sort."""
+        key = (id(layers), mesh.num_stages)
+        if key not in self._balanced:
+            counts = balance_layers(
+                [layers.by_sort[sort].seconds for sort in layers.blocks.layers],
+                mesh.num_stages,
+                first=layers.embedding.seconds,
+                last=layers.head.seconds,
+            )
+            cuts = pairwise(accumulate(counts, initial=0))
+            self._balanced[key] = counts, [Counter(layers.blocks.layers[begin:end]) for begin, end in cuts]
+        return self._balanced[key]
+
+    def _data_parallel(
+        self, mesh: Mesh, held: HeldParameters, stages: Sequence[StageCosts]
+    ) -> tuple[float, float, Link]:
+        """Return what data parallelism adds to each micro-step and once to a step of a rank, and its slowest link."""
+        if mesh.data == 1 and mesh.expert_data == 1:
+            return 0.0, 0.0, Link.INTRA_NODE
+        item = self._model.dtype.itemsize
+        reduced = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
+        groups = ((held.dense, Group(mesh.data, mesh.tensor)), (held.experts, Group(mesh.expert_data, mesh.expert)))
+        gathers = [self._fabric.gather(number * item, group) for number, group in groups]
+        reductions = [self._fabric.gather(number * reduced, group) for number, group in groups]
+        gather = sum(each.seconds for each in gathers)
+        reduction = sum(each.seconds for each in reductions)
+        share = held.largest / held.number
+        exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
+        plain = mesh.sharding is Sharding.NONE
+        rest = 2 * reduction if plain else reduction
+        if mesh.sharding is Sharding.ZERO3:
+            rest += exchange.again_share * gather
+        always, once = exchange.visible_seconds(
+            np.array([0.0 if plain else gather]),
+            np.array([rest]),
+            np.array([sum(stage.forward for stage in stages)]),
+            np.array([sum(stage.backward for stage in stages)]),
+            ASSUMED_SLOWDOWN,
+        )
+        link = max((*gathers, *reductions), key=lambda each: each.seconds).link
+        return float(always[0]), float(once[0]), link
+
+    def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
+        cost = costs[self._optimizer]
+        seconds = max(cost.device_seconds, cost.host_seconds)
+        number = held.number if mesh.sharding is Sharding.NONE else held.share(mesh)
+        return seconds * number / self._optimizer_parameters
+
+    def _memory(
+        self,
+        mesh: Mesh,
+        stages: Sequence[StageCosts],
+        held: Sequence[HeldParameters],
+        run: PipelineRun | None,
+        number: int,
+    ) -> tuple[MemoryParts, int]:
+        """Return the parts of the rank with the highest peak, and which one that is."""
+        found = []
+        for rank in range(mesh.pipeline):
+            own = _each(stages, rank, mesh)
+            transient = max(stage.transient_bytes for stage in own)
+            if run is None:
+                saved = sum(stage.saved_bytes for stage in own)
+                activations = round(saved * most_held(mesh, rank, number) / mesh.virtual_stages)
+            else:
+                activations = max(0, run.peak_bytes[rank] - transient)
+            spec = self._request.training.optimizer
+            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, transient))
+        fullest = max(range(mesh.pipeline), key=lambda r: found[r].total)
+        return found[fullest], fullest
+
+    def _makeup(
+        self,
+        parts: Sequence[Sequence[tuple[LayerCost, int]]],
+        reduced: tuple[float, float, Link],
+        update: float,
+        pipeline: float,
+        step: float,
+    ) -> dict[Component | Link, float]:
+        """Return the share of the step that hangs on each component and link; bubbles are shared out like work."""
+        found: defaultdict[Component | Link, float] = defaultdict(float)
+        for part, count in (each for stage in parts for each in stage):
+            for key, spent in part.makeup.items():
+                found[key] += count * spent
+        always, once, link = reduced
+        found[link] += always
+        scale = pipeline / sum(found.values())
+        shares = {key: scale * seconds / step for key, seconds in found.items() if seconds > 0}
+        shares[link] = shares.get(link, 0.0) + once / step
+        shares[self._optimizer] = update / step
+        return shares
+
+
+def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
+    """Return what belongs to the stages of a rank."""
+    return of_stages[rank :: mesh.pipeline]
+
+
+def _stage(parts: Sequence[tuple[LayerCost, int]], sent: Transfer) -> StageCosts:
+    return StageCosts(
+        forward=sum(count * part.forward for part, count in parts),
+        backward=sum(count * part.backward for part, count in parts),
+        weights=sum(count * part.weights for part, count in parts),
+        saved_bytes=sum(count * part.saved_bytes for part, count in parts),
+        transient_bytes=max(part.transient_bytes for part, _ in parts),
+        hand_over=sent.seconds,
+    )
+
+
+def _slower(stage: StageCosts, seconds: float) -> StageCosts:
+    if not seconds:
+        return stage
+    return StageCosts(
+        stage.forward,
+        stage.backward + seconds,
+        stage.weights,
+        stage.saved_bytes,
+        stage.transient_bytes,
+        stage.hand_over,
+    )

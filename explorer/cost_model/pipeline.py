@@ -1,0 +1,164 @@
+"""A pipeline, simulated event by event: when each pass runs, and what each rank holds in memory meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from explorer.cost_model.pipeline_order import Action, Pass, rank_order
+from explorer.spec.mesh import Schedule
+
+SETTLED_ROUNDS = 4
+"""Rounds of micro-batches after which a further round adds the same time as the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Seconds and bytes of one stage for one micro-batch.
+
+    `backward` includes the gradients of the weights, which take `weights` of it. `saved_bytes` are held from the
+    beginning of forward to the end of backward, and `transient_bytes` are alive beside them while a pass runs.
+    `hand_over` are the seconds in which the output, or its gradient, reaches the next stage.
+    """
+
+    forward: float
+    backward: float
+    weights: float = 0.0
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    hand_over: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Both directions."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """One pass of one rank, in seconds from the beginning of the step."""
+
+    rank: int
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """What a simulated step shows. `peak_bytes` and `most_held`, in micro-batches times stages, are those of each rank.
+
+    `seconds` is the time until the last rank is done, `busy_seconds` what each rank computes of it.
+    """
+
+    seconds: float
+    busy_seconds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    most_held: tuple[int, ...]
+    passes: tuple[TimedPass, ...]
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return 1.0 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.seconds)
+
+
+def simulate_pipeline(
+    stages: Sequence[StageCosts], schedule: Schedule, num_ranks: int, num_micro_batches: int
+) -> PipelineRun:
+    """Run all micro-batches of a step through `stages`, which are those of all ranks from embedding to head.
+
+    Each rank runs its passes in the order of the schedule, and each as soon as its input is there. Sending occupies no
+    rank.
+
+    Raises:
+        ValueError: the stages are no multiple of the ranks, or the schedule cannot run so many micro-batches.
+    """
+    virtual_stages, rest = divmod(len(stages), num_ranks)
+    if rest or not virtual_stages:
+        raise ValueError(f"{len(stages)} stages are no multiple of {num_ranks} ranks")
+    orders = [rank_order(schedule, r, num_ranks, num_micro_batches, virtual_stages) for r in range(num_ranks)]
+    splits = schedule is Schedule.ZB_H1
+    ended: dict[Action, float] = {}
+    place, free = [0] * num_ranks, [0.0] * num_ranks
+    passes: list[TimedPass] = []
+    waiting = set(range(num_ranks))
+    while waiting:
+        before = len(passes)
+        for rank in sorted(waiting):
+            order = orders[rank]
+            while place[rank] < len(order):
+                action = order[place[rank]]
+                ready = _ready(action, ended, stages)
+                if ready is None:
+                    break
+                begin = max(free[rank], ready)
+                end = begin + _seconds(action, stages[action.stage], splits=splits)
+                ended[action] = free[rank] = end
+                passes.append(TimedPass(rank, action, begin, end))
+                place[rank] += 1
+            if place[rank] == len(order):
+                waiting.discard(rank)
+        assert len(passes) > before, "no schedule waits for itself"
+    peaks, held = zip(*(_memory(order, stages, splits=splits) for order in orders), strict=True)
+    busy = [0.0] * num_ranks
+    for done in passes:
+        busy[done.rank] += done.end - done.begin
+    return PipelineRun(max(free), tuple(busy), peaks, held, tuple(passes))
+
+
+def pipeline_seconds(
+    stages: Sequence[StageCosts], schedule: Schedule, num_ranks: int, num_micro_batches: int
+) -> tuple[float, PipelineRun]:
+    """Return the seconds of a step, and a run of as many of its micro-batches as it takes to fill the pipeline.
+
+    Once the pipeline is full, each further round of micro-batches takes as long as the one before, and holds as much.
+    """
+    rest = num_micro_batches % num_ranks
+    few = SETTLED_ROUNDS * num_ranks + rest
+    if num_micro_batches <= few + num_ranks:
+        run = simulate_pipeline(stages, schedule, num_ranks, num_micro_batches)
+        return run.seconds, run
+    shorter = simulate_pipeline(stages, schedule, num_ranks, few)
+    longer = simulate_pipeline(stages, schedule, num_ranks, few + num_ranks)
+    rounds = (num_micro_batches - few - num_ranks) // num_ranks
+    return longer.seconds + rounds * (longer.seconds - shorter.seconds), longer
+
+
+def _ready(action: Action, ended: dict[Action, float], stages: Sequence[StageCosts]) -> float | None:
+    """Return when the input of a pass is there; null if that is not known yet."""
+    kind, stage, micro_batch = action
+    if kind is Pass.WEIGHTS:
+        return ended.get(Action(Pass.BACKWARD, stage, micro_batch))
+    own, other = 0.0, stage - 1
+    if kind is Pass.BACKWARD:
+        found = ended.get(Action(Pass.FORWARD, stage, micro_batch))
+        if found is None:
+            return None
+        own, other = found, stage + 1
+    if not 0 <= other < len(stages):
+        return own
+    received = ended.get(Action(kind, other, micro_batch))
+    return None if received is None else max(own, received + stages[min(stage, other)].hand_over)
+
+
+def _seconds(action: Action, costs: StageCosts, *, splits: bool) -> float:
+    if action.kind is Pass.FORWARD:
+        return costs.forward
+    if action.kind is Pass.WEIGHTS:
+        return costs.weights
+    return costs.backward - costs.weights if splits else costs.backward
+
+
+def _memory(order: Sequence[Action], stages: Sequence[StageCosts], *, splits: bool) -> tuple[int, int]:
+    """Return the most bytes of a rank, and how many activations of a micro-batch in a stage it holds at most."""
+    frees = Pass.WEIGHTS if splits else Pass.BACKWARD
+    held = peak = number = most = 0
+    for action in order:
+        costs = stages[action.stage]
+        if action.kind is Pass.FORWARD:
+            held, number = held + costs.saved_bytes, number + 1
+        peak, most = max(peak, held + costs.transient_bytes), max(most, number)
+        if action.kind is frees:
+            held, number = held - costs.saved_bytes, number - 1
+    return peak, most

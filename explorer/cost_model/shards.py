@@ -1,0 +1,111 @@
+"""What one device has of a block that several devices share, as a block that can be built and timed by itself.
+
+A tensor-parallel device has a part of the heads, of the FFN's hidden width and of the vocabulary (Shoeybi et al., 2019,
+arXiv:1909.08053); what comes in and goes out is as wide as ever. An expert-parallel device has a part of the experts,
+and the rows that routing sends to the busiest such device, each for one of its experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.spec.model import ModelSpec, MoESpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.routing import RoutingSpec, draw_routes
+
+SHARED_EXPERTS = "shared_experts"
+"""The part that a dense FFN stands for if it is that of a layer's shared experts."""
+DRAWN_TOKENS = 1 << 14
+"""Tokens that are drawn to find the busiest device; its share is then known to about a percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """The busiest of several devices with experts: its share of all pairs of token and expert, and how they fall."""
+
+    share: float
+    routing: RoutingSpec
+
+
+def shard_of(
+    component: Component, model: ModelSpec, request: ExplorationRequest
+) -> tuple[ModelSpec, ExplorationRequest]:
+    """Return the model whose block a component is, and the request that says how its tokens fall on experts."""
+    tensor, expert = component.tensor_parallel_size, component.expert_parallel_size
+    if component.part == SHARED_EXPERTS:
+        return shared_expert_model(tensor_shard(model, tensor)), request
+    if tensor == 1 and expert == 1:
+        return model, request
+    if expert == 1:
+        return tensor_shard(model, tensor), request
+    assert component.kind is ComponentKind.MOE_FFN and model.moe is not None, "experts are shared in their block alone"
+    busiest = busiest_device(model.moe, request.routing, expert, request.seed)
+    rows = expert_rows(component, model, request)
+    experts = model.moe.model_copy(
+        update={
+            "num_experts": model.moe.num_experts // expert,
+            "top_k": 1,
+            "shared_expert_ffn_hidden_size": 0,
+            "shared_expert_gate": False,
+        }
+    )
+    shard = model.model_copy(update={"moe": experts, "seq_length": -(-rows // component.micro_batch_size)})
+    return shard, request.model_copy(update={"model": shard, "routing": busiest.routing})
+
+
+def tensor_shard(model: ModelSpec, size: int) -> ModelSpec:
+    """Return what one of `size` tensor-parallel devices has of each block; the vocabulary is padded to divide."""
+    if size == 1:
+        return model
+    moe = model.moe
+    if moe is not None:
+        widths = ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size")
+        moe = moe.model_copy(update={name: getattr(moe, name) // size for name in widths})
+    return model.model_copy(
+        update={
+            "num_attention_heads": model.num_attention_heads // size,
+            "num_query_groups": model.query_groups // size,
+            "head_dim": model.head_size,
+            "ffn_hidden_size": model.ffn_hidden_size // size,
+            "vocab_size": -(-model.vocab_size // size),
+            "moe": moe,
+        }
+    )
+
+
+def shared_expert_model(model: ModelSpec) -> ModelSpec:
+    """Return a model whose dense FFN is the shared experts of `model`, which expert parallelism does not move."""
+    assert model.moe is not None, "a model with experts"
+    return model.model_copy(update={"ffn_hidden_size": model.moe.shared_expert_ffn_hidden_size})
+
+
+def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
+    """Return the pairs of token and expert that the busiest expert-parallel device computes for a micro-batch.
+
+    Its group of `expert_parallel_size` devices routes the tokens of as many devices together, each of which has the
+    1 / `tensor_parallel_size` of a micro-batch that sequence parallelism leaves it.
+    """
+    assert model.moe is not None, "a model with experts"
+    tokens = component.micro_batch_size * model.seq_length / component.tensor_parallel_size
+    busiest = busiest_device(model.moe, request.routing, component.expert_parallel_size, request.seed)
+    return max(1, math.ceil(tokens * model.moe.top_k * component.expert_parallel_size * busiest.share))
+
+
+@lru_cache(maxsize=64)
+def busiest_device(moe: MoESpec, routing: RoutingSpec, size: int, seed: int) -> ExpertShare:
+    """Return which share of the pairs the busiest of `size` devices gets; each has consecutive experts."""
+    counts_E = np.bincount(_drawn(moe, routing, seed), minlength=moe.num_experts)
+    counts_DE = counts_E.reshape(size, -1)
+    busiest = counts_DE[int(counts_DE.sum(axis=1).argmax())]
+    routing = RoutingSpec(kind="shares", shares=tuple(float(count) for count in busiest))
+    return ExpertShare(float(busiest.sum() / counts_E.sum()), routing)
+
+
+@lru_cache(maxsize=8)
+def _drawn(moe: MoESpec, routing: RoutingSpec, seed: int) -> np.ndarray:
+    return draw_routes(moe, routing, DRAWN_TOKENS, np.random.default_rng(seed)).ravel()

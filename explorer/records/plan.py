@@ -1,0 +1,50 @@
+"""What a plan says of its mesh, beside what every recommendation says of its candidate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from explorer.spec.base import Frozen
+from explorer.spec.candidate import Candidate
+from explorer.spec.mesh import Mesh
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PlanPart(Frozen):
+    """A part of the step, and where its seconds come from; bubbles are shared out among the parts."""
+
+    name: str
+    share: Share = Field(description="Of the step.")
+    source: Literal["measured", "predicted", "described"] = Field(
+        description="`measured` on the device, `predicted` by formulas, or computed from the fabric as `described`."
+    )
+
+
+class MeshAlternative(Frozen):
+    """The best candidate of another mesh."""
+
+    mesh: Mesh
+    candidate: Candidate
+    tokens_per_second: float
+    gain: float = Field(description="Throughput of the recommended mesh relative to this one.")
+    predicted: bool = Field(description="Whether a block of it is predicted and not measured.")
+
+
+class MeshPlan(Frozen):
+    """The recommended mesh. The shares are those of all devices' time; the optimizer counts as computation."""
+
+    mesh: Mesh
+    base_mesh: Mesh
+    num_micro_batches: int = Field(description="Of one replica, in a step.")
+    tokens_per_second: float = Field(description="Of all devices together.")
+    compute_share: Share
+    exchange_share: Share
+    bubble_share: Share
+    measured_share: Share = Field(description="Share of the step whose seconds were measured; confidence ends at it.")
+    layers_per_stage: tuple[int, ...]
+    fullest_rank: int = Field(description="The rank of the pipeline whose memory the answer states, from 0.")
+    parts: tuple[PlanPart, ...] = ()
+    alternatives: tuple[MeshAlternative, ...] = ()

@@ -1,0 +1,52 @@
+"""How sure a plan is: which of its candidates may be the best, given the errors of what their steps are made of."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from explorer.cost_model.components import Component
+from explorer.cost_model.fabric_exchange import Link
+from explorer.cost_model.mesh_step import MeshStep
+
+NUM_SAMPLES = 512
+DESCRIBED_ERROR = 0.25
+"""Expected relative error of exchanges over a link that is described."""
+COMPOSITION_ERROR = 0.01
+"""Expected relative error of a candidate's composed step, beside those of its parts."""
+
+Floats = npt.NDArray[np.float64]
+
+
+def sample_throughput(steps: Sequence[MeshStep], error: Callable[[Component], float], seed: int) -> Floats:
+    """Return samples of the tokens/s of each step, shape (samples, steps).
+
+    The errors of a component or a link are common to all steps that contain it. A step's seconds are taken as linear in
+    those of its parts.
+    """
+    parts = list(dict.fromkeys(part for step in steps for part in step.makeup))
+    place = {part: i for i, part in enumerate(parts)}
+    shares_SP = np.zeros((len(steps), len(parts)))
+    for i, step in enumerate(steps):
+        for part, share in step.makeup.items():
+            shares_SP[i, place[part]] = share
+    errors_P = np.array([DESCRIBED_ERROR if isinstance(part, Link) else error(part) for part in parts])
+    factors_NP = np.exp(errors_P * np.stack([_noise(part, seed) for part in parts], axis=1))
+    rng = np.random.default_rng(seed)
+    composed_NS = np.exp(COMPOSITION_ERROR * rng.standard_normal((NUM_SAMPLES, len(steps))))
+    rates_S = np.array([step.tokens_per_second for step in steps])
+    return np.asarray(rates_S / (factors_NP @ shares_SP.T * composed_NS))
+
+
+def confidence_in(best: int, samples_NS: Floats, tolerance: float) -> float:
+    """Return the probability that a step is within the tolerance of the best."""
+    return float(np.mean(samples_NS[:, best] >= (1.0 - tolerance) * samples_NS.max(axis=1)))
+
+
+def _noise(part: Component | Link, seed: int) -> Floats:
+    """Return the standard normal errors of a part, which are the same in each round of a search."""
+    name = part.value if isinstance(part, Link) else part.key
+    return np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(NUM_SAMPLES)

@@ -1,0 +1,157 @@
+"""The recommendation of a plan, made from the ranked candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from explorer.cost_model.components import Component
+from explorer.cost_model.fabric_exchange import Link
+from explorer.cost_model.mesh_layers import MeshCandidate
+from explorer.cost_model.mesh_step import MeshStep
+from explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
+from explorer.records.recommendation import DividingCandidate, Recommendation
+from explorer.search.candidate_posterior import confidence_score
+from explorer.search.plan_space import PlanSpace
+from explorer.spec.candidate import Candidate
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.mesh import Mesh, Schedule
+
+MOST_ALTERNATIVES = 5
+LINK_NAMES = {Link.INTRA_NODE: "exchange within a node", Link.INTER_NODE: "exchange between nodes"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankedCandidate:
+    """A candidate with its step; `known` says that all its blocks are measured."""
+
+    found: MeshCandidate
+    step: MeshStep
+    known: bool
+
+
+def recommend_plan(
+    space: PlanSpace,
+    report: DeviceReport,
+    ranked: Sequence[RankedCandidate],
+    best: int,
+    base: MeshCandidate,
+    confidence: float,
+) -> Recommendation:
+    """Return everything that is known about the best candidate.
+
+    The confidence ends at the share of the step that was measured: what is described may be wrong altogether.
+    """
+    request, one = space.request, ranked[best]
+    found, step = one.found, one.step
+    candidate, plain = (_with_sharding(each) for each in (found, base))
+    base_step = space.step(base, simulate=True)
+    parts = _parts(space, step)
+    measured = sum(part.share for part in parts if part.source == "measured")
+    score = min(confidence_score(confidence), math.floor(100 * measured))
+    required = space.required_bytes(step)
+    plan = MeshPlan(
+        mesh=found.mesh,
+        base_mesh=base.mesh,
+        num_micro_batches=step.num_micro_batches,
+        tokens_per_second=step.tokens_per_second * found.mesh.num_devices,
+        compute_share=min(1.0, step.compute_share),
+        exchange_share=min(1.0, step.exchange_share),
+        bubble_share=min(1.0, step.bubble_share),
+        measured_share=min(1.0, measured),
+        layers_per_stage=step.layers,
+        fullest_rank=step.fullest_rank,
+        parts=parts,
+        alternatives=_alternatives(ranked, best),
+    )
+    return Recommendation(
+        candidate=candidate,
+        base=plain,
+        tokens_per_second=step.tokens_per_second,
+        performance=step.tokens_per_second / base_step.tokens_per_second,
+        confidence=score,
+        step_seconds=step.seconds,
+        micro_step_seconds=step.micro_step_seconds,
+        optimizer_seconds=step.optimizer_seconds,
+        communication_seconds=step.communication_seconds,
+        grad_accum_steps=step.num_micro_batches,
+        predicted_peak_bytes=space.predicted_step(found).memory.total,
+        measured_peak_bytes=step.memory.total,
+        required_bytes=required,
+        memory_limit_bytes=space.limit_bytes,
+        memory=step.memory,
+        notes=_notes(space, report, found.mesh, score),
+        dividing=DividingCandidate(
+            candidate=candidate,
+            grad_accum_steps=step.num_micro_batches,
+            tokens_per_second=step.tokens_per_second,
+            loss=0.0,
+            confidence=score,
+            step_seconds=step.seconds,
+            peak_bytes=step.memory.total,
+            required_bytes=required,
+        ),
+        headroom=request.headroom,
+        composed_tokens_per_second=step.tokens_per_second,
+        plan=plan,
+    )
+
+
+def _with_sharding(found: MeshCandidate) -> Candidate:
+    """Return the candidate with the sharding of its mesh, which a trainer has to be told."""
+    return found.candidate.model_copy(update={"sharding": found.mesh.sharding})
+
+
+def _parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
+    """Return the parts of the step, the largest first."""
+    found = []
+    for part, amount in sorted(step.makeup.items(), key=lambda item: -item[1]):
+        share = min(1.0, max(0.0, amount))
+        if isinstance(part, Component):
+            source = "measured" if part in space.measured else "predicted"
+            found.append(PlanPart.model_validate({"name": part.key, "share": share, "source": source}))
+        elif share > 0:
+            found.append(PlanPart(name=LINK_NAMES[part], share=share, source="described"))
+    return tuple(found)
+
+
+def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlternative, ...]:
+    """Return the best candidate of each of the next meshes."""
+    chosen: dict[Mesh, RankedCandidate] = {}
+    own = ranked[best]
+    for one in ranked:
+        if one.found.mesh != own.found.mesh and len(chosen) < MOST_ALTERNATIVES:
+            chosen.setdefault(one.found.mesh, one)
+    return tuple(
+        MeshAlternative(
+            mesh=mesh,
+            candidate=one.found.candidate,
+            tokens_per_second=one.step.tokens_per_second,
+            gain=own.step.tokens_per_second / one.step.tokens_per_second,
+            predicted=not one.known,
+        )
+        for mesh, one in chosen.items()
+    )
+
+
+def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tuple[str, ...]:
+    number, device = space.request.num_devices, report.hardware.device_name
+    notes = [
+        f"a plan for {number:,} devices, whose blocks were measured on one {device}; what devices exchange follows "
+        "from the fabric of the request, and no whole model has run"
+    ]
+    if mesh.tensor > 1:
+        notes.append(
+            "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
+        )
+    if mesh.expert > 1:
+        notes.append("an expert-parallel device is measured with the rows of the busiest one, routed among its experts")
+    if mesh.schedule is Schedule.ZB_H1:
+        notes.append("which part of backward is for weights follows from its operations")
+    if mesh.data > 1:
+        notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
+    target = space.request.budget.confidence_target
+    if score < target:
+        notes.append(f"the confidence is below {target}: it ends at the measured share of the step, or with the budget")
+    return tuple(notes)

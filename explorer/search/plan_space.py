@@ -1,0 +1,231 @@
+"""The space of a plan: meshes with the ways to run a share of a micro-batch, and what is known about their blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from explorer.cost_model.activation_memory import predict_component_bytes
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.mesh_costs import BlockCost
+from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
+from explorer.cost_model.mesh_step import MeshComposer, MeshStep
+from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.search_space import usable_backends
+from explorer.cost_model.shards import shard_of
+from explorer.cost_model.step import memory_limit, required_bytes
+from explorer.records.measurement import ComponentMeasurement
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.mesh import Mesh, Schedule, legal_meshes
+from explorer.spec.request import ExplorationRequest
+
+POLICIES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+"""The policies of a plan whose request names none: those that both Megatron-Core and torchtitan have."""
+FORWARD_SHARE = 1 / 3
+"""Share of a block's time that forward is expected to take."""
+PREDICTED_ERROR = 0.3
+"""Expected relative error of predicted seconds."""
+OCTAVE_ERROR = 0.08
+"""The same for a block next to one of its kind that was measured; it grows with every octave between their sizes."""
+PREDICTED_SPARED, CALIBRATED_SPARED = 0.3, 0.1
+"""By which share activations may be smaller than predicted, before and after a block of the same kind was measured."""
+LEAST_ERROR = 0.005
+"""Relative error of a measured block that counts at least."""
+
+
+def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[MeshCandidate, ...]:
+    """Return every candidate of a plan, whether it fits or not.
+
+    A plan takes the device's default kernels unless the request names others, and micro-batches that divide the batch.
+
+    Raises:
+        EmptySpaceError: no back end that the request names can be used here.
+    """
+    where = "on this device"
+    attention = [report.default_attention]
+    if request.attention_backends is not None or not request.flash_attention:
+        attention = usable_backends("attention back end", report.attention_backends, request.attention_backends, where)
+        attention = [name for name in attention if request.flash_attention or name != "flash"]
+    experts: list[str | None] = [report.default_experts if request.model.moe is not None else None]
+    if request.expert_backends is not None:
+        experts = [*usable_backends("expert back end", report.expert_backends, request.expert_backends, where)]
+    policies = POLICIES if request.recompute is None else request.recompute_policies
+    found = []
+    for mesh in legal_meshes(request):
+        for m in request.plan_micro_batch_sizes:
+            number, rest = divmod(request.batch_size, mesh.data * m)
+            uneven = mesh.schedule is Schedule.INTERLEAVED and number % mesh.pipeline
+            if rest or number < mesh.pipeline or uneven:
+                continue
+            for policy, attention_backend, expert_backend in product(policies, attention, experts):
+                candidate = Candidate(
+                    micro_batch_size=m,
+                    recompute=policy,
+                    attention_backend=attention_backend,
+                    expert_backend=expert_backend,
+                    num_query_groups=request.model.query_groups,
+                )
+                found.append(MeshCandidate(mesh, candidate))
+    return tuple(found)
+
+
+class PlanSpace:
+    """The candidates of a plan with what is known about their blocks: measured, or predicted and calibrated."""
+
+    def __init__(self, request: ExplorationRequest, report: DeviceReport) -> None:
+        self.request = request
+        self.hardware = report.hardware
+        self.limit_bytes = memory_limit(request, report.hardware)
+        self.candidates = plan_candidates(request, report)
+        sizes = tuple({found.mesh.tensor for found in self.candidates})
+        self._decompose = MeshDecomposer(request.model, request)
+        optimizer, bandwidth = optimizer_component(sizes), report.hardware.memory_bandwidth_bytes_per_second
+        self.composer = MeshComposer(request.model, request, self._decompose, optimizer, bandwidth)
+        self.measured: dict[Component, ComponentMeasurement] = {}
+        self.failed: dict[Component, str] = {}
+        self._predicted: dict[Component, BlockCost] = {}
+        self._costs = _CostTable(self)
+
+    def learn(self, found: Iterable[ComponentMeasurement]) -> None:
+        """Take in what a trial measured."""
+        self.measured |= {each.component: each for each in found if each.contamination is None}
+        self._costs = _CostTable(self)
+
+    def missing(self, found: MeshCandidate) -> tuple[Component, ...]:
+        """Return the components of a candidate that are not measured."""
+        return tuple(c for c in self.composer.components(found) if c not in self.measured)
+
+    def is_open(self, found: MeshCandidate) -> bool:
+        """Return whether no component of a candidate has failed."""
+        return not any(component in self.failed for component in self.composer.components(found))
+
+    def step(self, found: MeshCandidate, *, simulate: bool = False) -> MeshStep:
+        """Compose the step of a candidate from what is known now."""
+        return self.composer.step(found, self._costs, simulate=simulate)
+
+    def predicted_step(self, found: MeshCandidate) -> MeshStep:
+        """Compose the step of a candidate from formulas alone."""
+        costs = {component: self.predicted(component) for component in self.composer.components(found)}
+        return self.composer.step(found, costs, simulate=False)
+
+    def spared_share(self, found: MeshCandidate) -> float:
+        """Return by which share of its activations a candidate may need less than is known now."""
+        return max(self._costs[component].spared_share for component in self.composer.components(found))
+
+    def required_bytes(self, step: MeshStep) -> int:
+        """Return what the fullest rank needs of a device."""
+        return required_bytes(step.memory.total, self.hardware, self.request.allocator)
+
+    def error(self, component: Component) -> float:
+        """Return the expected relative error of a component's seconds."""
+        return self._costs[component].relative_error
+
+    def predicted(self, component: Component) -> BlockCost:
+        """Return what formulas say about a component."""
+        if component not in self._predicted:
+            model, request = shard_of(component, self.request.model, self.request)
+            seconds = predict_component_seconds(component, model, request, self.hardware)
+            sizes = predict_component_bytes(component, model, request)
+            self._predicted[component] = BlockCost(
+                device_seconds=seconds.device,
+                host_seconds=seconds.host,
+                forward_share=FORWARD_SHARE,
+                saved_bytes=sizes.saved,
+                forward_peak_bytes=sizes.forward_peak,
+                backward_peak_bytes=sizes.backward_peak,
+                relative_error=PREDICTED_ERROR,
+                spared_share=PREDICTED_SPARED,
+            )
+        return self._predicted[component]
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the values of each dimension, as stored with the job."""
+        meshes = {found.mesh for found in self.candidates}
+
+        def values(name: str, of: Iterable[Mesh | Candidate]) -> list[Any]:
+            return sorted({getattr(one, name) for one in of}, key=lambda value: (value is not None, value))
+
+        chosen = [found.candidate for found in self.candidates]
+        return {
+            "num_query_groups": self.request.model.query_groups,
+            "num_candidates": len(self.candidates),
+            "num_meshes": len(meshes),
+            **{name: values(name, meshes) for name in ("tensor", "pipeline", "virtual_stages", "expert", "data")},
+            **{name: values(name, chosen) for name in ("micro_batch_size", "attention_backend", "expert_backend")},
+            "schedule": [one.value for one in Schedule if any(mesh.schedule is one for mesh in meshes)],
+            "recompute": [policy.value for policy in Recompute if any(c.recompute is policy for c in chosen)],
+            "sharding": sorted({mesh.sharding.value for mesh in meshes}),
+        }
+
+
+class _CostTable(dict[Component, BlockCost]):
+    """Costs of components, filled as they are asked for."""
+
+    def __init__(self, space: PlanSpace) -> None:
+        super().__init__()
+        self._space = space
+        self._corrections: dict[ComponentKind, list[_Correction]] = {}
+        for component, found in space.measured.items():
+            expected = space.predicted(component)
+            taken = max(found.device_seconds, found.host_seconds)
+            slower = taken / max(expected.device_seconds, expected.host_seconds)
+            larger = found.saved_bytes / max(1, expected.saved_bytes)
+            self._corrections.setdefault(component.kind, []).append(_Correction(component, slower, larger or 1.0))
+
+    def __missing__(self, component: Component) -> BlockCost:
+        found = self._space.measured.get(component)
+        if found is not None:
+            self[component] = _measured_cost(found)
+            return self[component]
+        cost = self._space.predicted(component)
+        near = min(self._corrections.get(component.kind, ()), key=lambda one: one.distance(component), default=None)
+        self[component] = cost if near is None else near.apply(component, cost)
+        return self[component]
+
+
+@dataclass(frozen=True, slots=True)
+class _Correction:
+    """What formulas say of a measured block is this much too fast, and too small."""
+
+    component: Component
+    slower: float
+    larger: float
+
+    def distance(self, other: Component) -> float:
+        """Return how unlike another block of the same kind is: octaves of its sizes, and one for another policy."""
+        own = self.component
+        octaves = sum(
+            abs(math.log2(max(1, getattr(own, name)) / max(1, getattr(other, name))))
+            for name in ("micro_batch_size", "tensor_parallel_size", "expert_parallel_size")
+        )
+        return octaves + (own.recompute is not other.recompute) + (own.backend != other.backend)
+
+    def apply(self, component: Component, cost: BlockCost) -> BlockCost:
+        """Return the predicted costs of a block, corrected; the more unlike it is, the less is known."""
+        return BlockCost(
+            device_seconds=self.slower * cost.device_seconds,
+            host_seconds=self.slower * cost.host_seconds,
+            forward_share=cost.forward_share,
+            saved_bytes=round(self.larger * cost.saved_bytes),
+            forward_peak_bytes=round(self.larger * cost.forward_peak_bytes),
+            backward_peak_bytes=round(self.larger * cost.backward_peak_bytes),
+            relative_error=min(PREDICTED_ERROR, OCTAVE_ERROR * (1 + self.distance(component))),
+            spared_share=CALIBRATED_SPARED,
+        )
+
+
+def _measured_cost(found: ComponentMeasurement) -> BlockCost:
+    device = found.device_seconds
+    return BlockCost(
+        device_seconds=device,
+        host_seconds=found.host_seconds,
+        forward_share=found.forward_device_seconds / device if device else FORWARD_SHARE,
+        saved_bytes=found.saved_bytes,
+        forward_peak_bytes=found.forward_peak_bytes,
+        backward_peak_bytes=found.backward_peak_bytes,
+        relative_error=max(LEAST_ERROR, found.standard_error_seconds / device if device else 0.0),
+    )

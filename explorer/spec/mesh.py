@@ -1,0 +1,284 @@
+"""Meshes of devices: how many share a layer's matrices, how many a pipeline has, and how many share the experts.
+
+Attention runs on tensor x data x pipeline devices. The experts of a layer are spread over `expert` devices of one
+pipeline stage, which are neighbours; if `expert` is 1, the tensor-parallel devices share each expert instead. Tensor
+parallelism includes sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from explorer.spec.base import Frozen, RuleError
+from explorer.spec.options import divisors
+from explorer.spec.training import Sharding
+
+if TYPE_CHECKING:
+    from explorer.spec.model import ModelSpec
+    from explorer.spec.request import ExplorationRequest
+
+Size = Annotated[int, Field(ge=1, le=4096)]
+Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
+
+MOST_VIRTUAL_STAGES = 8
+"""The most stages of one rank that `explore` tries."""
+
+
+class Schedule(StrEnum):
+    """In which order the stages of a pipeline run: see `explorer.cost_model.pipeline_order`."""
+
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb_h1"
+
+
+class ParallelismSpec(Frozen):
+    """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
+
+    `tensor`, `pipeline`, `virtual_stages`, `schedule` and `expert` belong to plans, which are requests with a `fabric`.
+    `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
+    that they are null in a stored one.
+    """
+
+    tensor: Sizes = 1
+    pipeline: Sizes = 1
+    virtual_stages: Sizes = Field(1, description="Stages of each rank of an interleaved pipeline.")
+    schedule: (
+        Literal["explore"] | Schedule | Annotated[tuple[Schedule, ...], Field(min_length=1, max_length=len(Schedule))]
+    ) = "explore"
+    expert: Sizes = 1
+    context: Sizes | None = None
+    sharding: (
+        Literal["explore"] | Sharding | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))]
+    ) | None = None
+
+    @property
+    def needs_plan(self) -> str | None:
+        """The first field that only a plan can have; null if there is none."""
+        return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
+
+
+PLAN_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
+
+
+class Mesh(Frozen):
+    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    schedule: Schedule | None = None
+    expert: int = 1
+    data: int = 1
+    sharding: Sharding = Sharding.NONE
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline over all ranks."""
+        return self.pipeline * self.virtual_stages
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every device has the whole model, apart from what is sharded."""
+        return self.tensor == self.pipeline == self.expert == 1
+
+    @property
+    def expert_data(self) -> int:
+        """Devices that hold the same experts of a stage."""
+        return self.tensor * self.data // self.expert if self.expert > 1 else self.data
+
+    def describe(self) -> str:
+        """Return the mesh in a line: `tensor=8 pipeline=4 (interleaved, 2 stages a rank) data=2 sharding=zero1`."""
+        parts = [f"tensor={self.tensor}", f"pipeline={self.pipeline}"]
+        if self.schedule is not None:
+            stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
+            parts[-1] += f" ({self.schedule}{stages})"
+        if self.expert > 1:
+            parts.append(f"expert={self.expert}")
+        return " ".join([*parts, f"data={self.data}", f"sharding={self.sharding}"])
+
+
+def named_sizes(asked: Sizes) -> tuple[int, ...] | None:
+    """Return the sizes that a request names, ascending; null for `explore`."""
+    if asked == "explore":
+        return None
+    return (asked,) if isinstance(asked, int) else tuple(sorted(set(asked)))
+
+
+def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
+    """Return the meshes that a plan admits, without regard to memory, those of fewer devices a replica first.
+
+    Raises:
+        RuleError: a named size can be part of no mesh, or nothing is left; it names the nearest sizes that can.
+    """
+    asked = request.parallelism
+    dimensions = {name: _candidates(name, getattr(asked, name), request) for name in PLAN_SIZES}
+    meshes: dict[Mesh, None] = {}
+    problem: RuleError | None = None
+    for tensor in dimensions["tensor"]:
+        for pipeline in dimensions["pipeline"]:
+            found = _find_problem(request, tensor, pipeline)
+            if found is not None:
+                problem = problem or found
+                continue
+            for mesh in _meshes_of(request, tensor, pipeline, dimensions):
+                meshes[mesh] = None
+    if not meshes:
+        raise problem or RuleError(
+            "no mesh is left: virtual_stages need schedule 'interleaved' and a pipeline, and 'interleaved' needs "
+            "virtual_stages above 1 and micro-batches that are a multiple of the pipeline's ranks; an expert size "
+            "divides the devices of a stage",
+            "parallelism",
+        )
+    return tuple(sorted(meshes, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
+
+
+def _meshes_of(
+    request: ExplorationRequest, tensor: int, pipeline: int, dimensions: dict[str, tuple[int, ...]]
+) -> Iterator[Mesh]:
+    data = request.num_devices // (tensor * pipeline)
+    for schedule, virtual in _schedules(request, pipeline, data, dimensions["virtual_stages"]):
+        for expert in dimensions["expert"]:
+            if (tensor * data) % expert:
+                continue
+            for sharding in request.sharding_choices:
+                level = sharding or request.training.sharding
+                yield Mesh(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    virtual_stages=virtual,
+                    schedule=schedule,
+                    expert=expert,
+                    data=data,
+                    sharding=level if data > 1 else Sharding.NONE,
+                )
+
+
+def _schedules(
+    request: ExplorationRequest, pipeline: int, data: int, virtual_sizes: tuple[int, ...]
+) -> Iterator[tuple[Schedule | None, int]]:
+    if pipeline == 1:
+        if 1 in virtual_sizes:
+            yield None, 1
+        return
+    asked = request.parallelism.schedule
+    allowed = tuple(Schedule) if asked == "explore" else (asked,) if isinstance(asked, Schedule) else asked
+    for schedule in allowed:
+        if schedule is not Schedule.INTERLEAVED:
+            if 1 in virtual_sizes:
+                yield schedule, 1
+            continue
+        divides = any(n % pipeline == 0 for n in _micro_batch_counts(request, data))
+        for virtual in virtual_sizes:
+            if virtual > 1 and pipeline * virtual <= request.model.num_layers and divides:
+                yield schedule, virtual
+
+
+def _candidates(name: str, asked: Sizes, request: ExplorationRequest) -> tuple[int, ...]:
+    """Return the sizes of one dimension that the model and the devices admit by themselves.
+
+    Raises:
+        RuleError: the request names one that they do not admit.
+    """
+    most = min(_largest(name, request.model), MOST_VIRTUAL_STAGES if name == "virtual_stages" else 4096)
+    whole = range(1, most + 1) if name == "virtual_stages" else divisors(request.num_devices)
+    legal = [size for size in whole if _refuse_size(name, size, request) is None]
+    named = named_sizes(asked)
+    if named is None:
+        return tuple(size for size in legal if size <= most)
+    for size in named:
+        reason = _refuse_size(name, size, request)
+        if reason is not None:
+            nearest = " or ".join(map(str, nearest_sizes(size, legal)))
+            raise RuleError(f"{name} ({size}) {reason}; the nearest that can be is {nearest}", f"parallelism.{name}")
+    return named
+
+
+def nearest_sizes(size: int, legal: Iterable[int]) -> tuple[int, ...]:
+    """Return the largest legal size below `size` and the smallest above."""
+    below = [each for each in legal if each < size]
+    above = [each for each in legal if each > size]
+    return (*([max(below)] if below else []), *([min(above)] if above else []))
+
+
+def _largest(name: str, model: ModelSpec) -> int:
+    if name == "tensor":
+        return model.query_groups
+    if name == "expert":
+        return 1 if model.moe is None else model.moe.num_experts
+    return model.num_layers
+
+
+def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | None:
+    """Return why a mesh cannot have this size in this dimension, whatever the others; null if it can."""
+    model = request.model
+    if name == "virtual_stages":
+        return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
+    if name == "expert" and size > 1 and model.moe is None:
+        return "needs a model with experts"
+    experts = 1 if model.moe is None else model.moe.num_experts
+    if name == "expert" and size > experts:
+        return f"exceeds num_experts ({experts})"
+    if request.num_devices % size:
+        return f"does not divide num_devices ({request.num_devices})"
+    if name == "pipeline":
+        return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
+    if name == "expert":
+        return None if experts % size == 0 else f"does not divide num_experts ({experts})"
+    divided = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "seq_length": model.seq_length,
+        "expert_ffn_hidden_size": 0 if model.moe is None else model.moe.expert_ffn_hidden_size,
+        "shared_expert_ffn_hidden_size": 0 if model.moe is None else model.moe.shared_expert_ffn_hidden_size,
+    }
+    found = next((field for field, number in divided.items() if number % size), None)
+    return None if found is None else f"does not divide {found} ({divided[found]})"
+
+
+def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> RuleError | None:
+    """Return why no mesh has both sizes; null if one has."""
+    devices, batch = request.num_devices, request.batch_size
+    fields = ("parallelism.tensor", "parallelism.pipeline", "num_devices")
+    if devices % (tensor * pipeline):
+        nearest = nearest_sizes(pipeline, [size for size in divisors(devices // tensor) if size != pipeline])
+        return RuleError(
+            f"tensor ({tensor}) x pipeline ({pipeline}) does not divide num_devices ({devices}); with tensor {tensor} "
+            f"the nearest pipeline is {' or '.join(map(str, nearest))}",
+            *fields,
+        )
+    data = devices // (tensor * pipeline)
+    counts = _micro_batch_counts(request, data)
+    if not counts:
+        sizes = ", ".join(map(str, request.plan_micro_batch_sizes[:4]))
+        return RuleError(
+            f"batch_size ({batch}) does not divide into micro-batches of {sizes} on {data} data-parallel replicas, "
+            f"which tensor {tensor} and pipeline {pipeline} leave of num_devices ({devices}): use a multiple of "
+            f"{data * request.plan_micro_batch_sizes[0]}",
+            "batch_size",
+            *fields,
+        )
+    if max(counts) < pipeline:
+        return RuleError(
+            f"pipeline ({pipeline}) needs at least as many micro-batches as stages, and batch_size ({batch}) gives a "
+            f"replica {max(counts)}: use a batch_size of {batch // max(counts) * pipeline}, or pipeline {max(counts)}",
+            "parallelism.pipeline",
+            "batch_size",
+        )
+    return None
+
+
+def _micro_batch_counts(request: ExplorationRequest, data: int) -> list[int]:
+    """Return how many micro-batches a replica may have in a step."""
+    share, rest = divmod(request.batch_size, data)
+    return [share // m for m in request.plan_micro_batch_sizes if rest == 0 and share % m == 0]

@@ -1,0 +1,176 @@
+"""Steps on meshes: equal to a single device's where there is one, and to counts by hand elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.fabric_exchange import Fabric, Group, Link
+from explorer.cost_model.mesh_costs import DeviceShare
+from explorer.cost_model.mesh_layers import Block, MeshCandidate
+from explorer.cost_model.parameters import count_parameters
+from explorer.cost_model.shards import busiest_device, expert_rows, shard_of, tensor_shard
+from explorer.cost_model.step import static_parts
+from explorer.search.plan_space import PlanSpace
+from explorer.spec.fabric import FabricSpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.routing import RoutingSpec
+from tests.explorer.simulator import report
+
+MODEL: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 512,
+    "ffn_hidden_size": 2048,
+    "num_attention_heads": 8,
+    "vocab_size": 1024,
+    "seq_length": 512,
+}
+MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 512}}
+FABRIC = {
+    "intra_node": {"devices": 4, "gigabytes_per_second": 100.0, "microseconds": 0.0},
+    "inter_node": {"gigabytes_per_second": 10.0, "microseconds": 0.0},
+}
+
+
+def space(parallelism: Any, *, experts: bool = False, **changes: Any) -> PlanSpace:
+    values = {"model": MOE if experts else MODEL, "batch_size": 32, "fabric": FABRIC, "micro_batch_size": [2]}
+    asked = ExplorationRequest.model_validate({**values, "recompute": ["none"], "parallelism": parallelism, **changes})
+    return PlanSpace(asked, report(experts=experts))
+
+
+def only(found: PlanSpace) -> MeshCandidate:
+    (one,) = found.candidates
+    return one
+
+
+def test_a_mesh_of_one_device_takes_the_step_of_one_device() -> None:
+    found = space({}, num_devices=1, recompute=["full"])
+    one = only(found)
+    step, request = found.step(one), found.request
+    table = SpaceTable([one.candidate], request.model, request)
+    costs = [found.predicted(component) for component in table.components]
+    device = np.array([[cost.device_seconds for cost in costs]])
+    host = np.array([cost.host_seconds for cost in costs])
+    assert step.tokens_per_second == pytest.approx(float(table.tokens_per_second(device, host)[0, 0]), rel=0.02)
+    assert step.exchange_share == 0.0
+    assert step.bubble_share == pytest.approx(0.0)
+    state = static_parts(request.model, request)
+    memory = step.memory
+    assert memory.parameters == state.parameters
+    assert memory.optimizer_states == state.optimizer_states
+    assert sum(step.makeup.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_shards_have_their_part_of_every_matrix(size: int) -> None:
+    found = space({"tensor": size}, num_devices=4, experts=True)
+    model, shard = found.request.model, tensor_shard(found.request.model, size)
+    norms = model.hidden_size * (2 * model.num_layers + 1)
+    router = model.num_layers * model.hidden_size * 8
+    whole = norms + router
+    assert size * (count_parameters(shard) - whole) == count_parameters(model) - whole
+    assert shard.head_size == model.head_size
+    memory = found.step(only(found)).memory
+    assert memory.parameters == 2 * count_parameters(shard)
+
+
+def test_sequence_parallelism_spares_a_device_a_part_of_norm_and_sum() -> None:
+    found = space({"tensor": 2}, num_devices=2)
+    attention = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.ATTENTION)
+    share = DeviceShare(hidden_bytes=1000, shard=tensor_shard(found.request.model, 2), bandwidth=1e3)
+    assert share.spared_seconds(Block(attention), 2) == (2.5, 3.0)
+    again = attention.model_copy(update={"recompute": BlockRecompute.FULL})
+    assert share.spared_seconds(Block(again), 2) == (2.5, 5.5)
+    assert share.spared_seconds(Block(attention), 1) == (0.0, 0.0)
+    embedding = found.composer.components(only(found))[0]
+    assert share.spared_seconds(Block(embedding), 2) == (0.0, 0.0)
+
+
+def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
+    found = space({"expert": 4}, num_devices=4, experts=True, routing={"kind": "zipf"})
+    request, model = found.request, found.request.model
+    assert model.moe is not None
+    busiest = busiest_device(model.moe, request.routing, 4, request.seed)
+    assert 0.3 < busiest.share < 0.6
+    even = busiest_device(model.moe, RoutingSpec(), 4, request.seed)
+    assert even.share == pytest.approx(0.25, abs=0.01)
+    component = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.MOE_FFN)
+    rows = expert_rows(component, model, request)
+    assert rows == pytest.approx(2 * 512 * 2 * 4 * busiest.share, abs=1)
+    shard, changed = shard_of(component, model, request)
+    assert shard.moe is not None
+    assert (shard.moe.num_experts, shard.moe.top_k) == (2, 1)
+    assert rows <= 2 * shard.seq_length < rows + 2
+    assert changed.routing.shares is not None
+    assert len(changed.routing.shares) == 2
+    step = found.step(only(found))
+    assert step.exchange_share > 0
+    assert Link.INTRA_NODE in step.makeup
+
+
+def test_shared_experts_stay_where_they_are() -> None:
+    moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
+    found = space({"expert": 2}, num_devices=2, experts=True, model={**MOE, "moe": moe})
+    shared = next(c for c in found.composer.components(only(found)) if c.part is not None)
+    model, _ = shard_of(shared, found.request.model, found.request)
+    assert (shared.kind, model.ffn_hidden_size) == (ComponentKind.DENSE_FFN, 256)
+    experts = found.request.model.num_layers * 8 * 3 * 512 * 512
+    whole = count_parameters(found.request.model)
+    assert found.step(only(found)).memory.parameters == pytest.approx(2 * (whole - experts // 2), rel=1e-3)
+
+
+def test_a_pipeline_waits_and_its_first_rank_holds_most() -> None:
+    schedules = {}
+    for schedule, virtual in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)):
+        asked = {"pipeline": 4, "schedule": schedule, "virtual_stages": virtual}
+        found = space(asked, num_devices=4)
+        step = found.step(only(found), simulate=True)
+        assert step.exact
+        assert sum(step.layers) == 8
+        assert step.num_micro_batches == 16
+        schedules[schedule] = step
+        estimate = found.step(only(found))
+        assert estimate.seconds == pytest.approx(step.seconds, rel=0.15)
+    plain, interleaved = schedules["1f1b"], schedules["interleaved"]
+    assert schedules["zb_h1"].bubble_share < plain.bubble_share
+    assert plain.bubble_share > 0.05
+    assert interleaved.memory.activations > plain.memory.activations
+    assert plain.compute_share + plain.exchange_share + plain.bubble_share == pytest.approx(1.0)
+
+
+def test_sharding_leaves_a_device_less_and_exchanges_more() -> None:
+    steps = {}
+    for level in ("none", "zero1", "zero2", "zero3"):
+        found = space({"sharding": level}, num_devices=16)
+        steps[level] = found.step(only(found))
+    totals = [step.memory.total - step.memory.transient for step in steps.values()]
+    assert totals == sorted(totals, reverse=True)
+    assert steps["zero3"].communication_seconds > steps["zero1"].communication_seconds > 0
+
+
+def test_exchanges_take_what_their_slowest_link_allows() -> None:
+    fabric = Fabric(FabricSpec.model_validate(FABRIC))
+    for found, seconds, link in (
+        (fabric.gather(1e9, Group(4, 1)), 0.75e9 / 100e9, Link.INTRA_NODE),
+        (fabric.gather(1e9, Group(4, 4)), 0.75e9 / 10e9, Link.INTER_NODE),
+        (fabric.gather(1e9, Group(4, 2)), 0.75e9 / 20e9, Link.INTER_NODE),  # through two adapters of each node
+        (fabric.gather(1e9, Group(1, 1)), 0.0, Link.INTRA_NODE),
+        (fabric.all_to_all(1e9, Group(8, 1)), 0.5e9 / 10e9, Link.INTER_NODE),
+        (fabric.all_to_all(1e9, Group(4, 1)), 0.75e9 / 100e9, Link.INTRA_NODE),
+        (fabric.send(1e9, Group(1, 4)), 0.0, Link.INTRA_NODE),
+        (fabric.send(1e9, Group(2, 2)), 0.01, Link.INTRA_NODE),
+        (fabric.send(1e9, Group(2, 4)), 0.1, Link.INTER_NODE),
+    ):
+        assert found.seconds == pytest.approx(seconds)
+        assert found.link is link
+
+
+def test_meshes_share_their_blocks() -> None:
+    found = space("explore", num_devices=8, micro_batch_size=[1, 2])
+    blocks: set[Component] = {c for one in found.candidates for c in found.composer.components(one)}
+    assert len(found.candidates) > 100
+    assert len(blocks) < 40

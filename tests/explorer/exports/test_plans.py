@@ -1,0 +1,99 @@
+"""The mesh of a plan in the formats that can be told one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.exports.exploration import Exploration, ExportError
+from explorer.exports.registry import export
+from explorer.records.plan import MeshPlan
+from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+from tests.contracts.samples import make_report
+from tests.explorer.exports.samples import candidate, recommendation
+from tests.explorer.exports.test_formats import flags
+
+MODEL = {"num_layers": 10, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8}
+
+
+def planned(**changes: Any) -> Exploration:
+    """A plan on 32 devices with tensor 2, pipeline 2 in two stages a rank, and expert 4."""
+    values: dict[str, Any] = {"tensor": 2, "pipeline": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
+    values |= {"expert": 4, "data": 8, "sharding": Sharding.ZERO1, **changes}
+    mesh = Mesh(**values)
+    plan = MeshPlan(
+        mesh=mesh,
+        base_mesh=Mesh(data=32),
+        num_micro_batches=16,
+        tokens_per_second=32e3,
+        compute_share=0.8,
+        exchange_share=0.1,
+        bubble_share=0.1,
+        measured_share=0.9,
+        layers_per_stage=(3, 3, 3, 1),
+        fullest_rank=0,
+    )
+    best = candidate(4, sharding=mesh.sharding)
+    return Exploration(
+        id="job1",
+        request=ExplorationRequest.model_validate(
+            {
+                "model": {**MODEL, "vocab_size": 64, "seq_length": 128},
+                "num_devices": 32,
+                "batch_size": 512,
+                "fabric": "h100-nvl-ib400",
+            }
+        ),
+        report=make_report("NVIDIA H100", "cuda"),
+        recommendation=recommendation(best, plan=plan),
+    )
+
+
+def pairs(found: list[str]) -> dict[str, str]:
+    return dict(zip(found, [*found[1:], ""], strict=True))
+
+
+def test_megatron_is_told_the_mesh_and_the_balance_of_its_layers() -> None:
+    made = export("megatron", planned())
+    given = pairs(flags(made, "MEGATRON_FLAGS"))
+    assert given["--tensor-model-parallel-size"] == given["--pipeline-model-parallel-size"] == "2"
+    assert given["--pipeline-model-parallel-layout"] == "Et*3|t*3|t*3|t*1L"
+    assert given["--expert-model-parallel-size"] == "4"
+    assert given["--expert-tensor-parallel-size"] == "1"
+    assert {"--sequence-parallel", "--use-distributed-optimizer"} <= given.keys()
+    assert (given["--micro-batch-size"], given["--global-batch-size"]) == ("4", "512")
+    assert "16 accumulation steps x 8 data-parallel" in made.text
+    assert "layers of each stage: 3, 3, 3, 1" in made.text
+
+
+def test_torchtitan_is_told_the_mesh() -> None:
+    release = pairs(flags(export("torchtitan", planned(sharding=Sharding.ZERO3)), "TORCHTITAN_FLAGS"))
+    common = {
+        "--parallelism.tensor_parallel_degree": "2",
+        "--parallelism.pipeline_parallel_degree": "2",
+        "--parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+        "--parallelism.expert_parallel_degree": "4",
+        "--parallelism.data_parallel_shard_degree": "8",
+    }
+    assert common.items() <= release.items()
+    assert release["--training.local_batch_size"] == "64"
+    assert release["--parallelism.pipeline_parallel_microbatch_size"] == "4"
+    main = pairs(flags(export("torchtitan-main", planned(sharding=Sharding.ZERO3)), "TORCHTITAN_FLAGS"))
+    assert common.items() <= main.items()
+    assert main["--training.num_tokens_per_microbatch_per_dp_rank"] == str(4 * 128)
+
+
+def test_a_schedule_that_a_framework_lacks_is_named() -> None:
+    made = export("megatron", planned(schedule=Schedule.ZB_H1, virtual_stages=1))
+    assert "Megatron-Core cannot be told the pipeline schedule 'zb_h1'" in made.text
+    assert "this promises no tokens/s" in made.text
+
+
+def test_other_frameworks_take_only_data_parallelism() -> None:
+    with pytest.raises(ExportError, match=r"DeepSpeed cannot be told a mesh .*; megatron and torchtitan can"):
+        export("deepspeed", planned())
+    plain = {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1, "data": 32}
+    assert '"train_micro_batch_size_per_gpu": 4' in export("deepspeed", planned(**plain)).text

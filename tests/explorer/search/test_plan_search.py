@@ -1,0 +1,142 @@
+"""Plans from request to answer on a simulated device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.records.event import EventCode, Progress
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.trial import Trial, TrialPlan
+from explorer.search.explore import explore
+from explorer.search.plan_space import PlanSpace
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.simulator import SimulatedDevice, report
+
+MODEL: dict[str, Any] = {
+    "name": "plan-test",
+    "num_layers": 16,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 16,
+    "num_query_groups": 8,
+    "vocab_size": 32000,
+    "seq_length": 4096,
+}
+
+
+def request(**changes: Any) -> ExplorationRequest:
+    values = {"model": MODEL, "num_devices": 32, "batch_size": 256, "fabric": "h100-nvl-ib400"}
+    asked = {"tensor": "explore", "pipeline": [1, 2], "schedule": ["1f1b", "zb_h1"], "sharding": ["zero1", "zero3"]}
+    return ExplorationRequest.model_validate({**values, "micro_batch_size": [1, 2, 4], "parallelism": asked, **changes})
+
+
+def run(asked: ExplorationRequest, history: tuple[Trial, ...] = (), gib: float = 24.0) -> list[Progress]:
+    return list(explore(asked, report(memory_gib=gib, experts=False), SimulatedDevice(asked), history=history))
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Progress]:
+    return run(request())
+
+
+def test_a_plan_ends_with_the_best_mesh_and_what_it_rests_on(steps: list[Progress]) -> None:
+    answer = steps[-1].answer
+    assert answer is not None
+    assert answer.recommendation is not None
+    best, plan = answer.recommendation, answer.recommendation.plan
+    assert plan is not None
+    assert plan.mesh.num_devices == 32
+    assert plan.tokens_per_second == pytest.approx(32 * best.tokens_per_second)
+    assert plan.compute_share + plan.exchange_share + plan.bubble_share == pytest.approx(1.0)
+    assert {part.source for part in plan.parts} == {"measured", "described"}
+    assert sum(part.share for part in plan.parts) == pytest.approx(1.0)
+    assert best.confidence <= 100 * plan.measured_share < 100
+    assert best.required_bytes <= best.memory_limit_bytes
+    assert best.performance > 1.0
+    assert best.grad_accum_steps == plan.num_micro_batches == 256 // (plan.mesh.data * best.candidate.micro_batch_size)
+    assert all(other.gain >= 0.999 for other in plan.alternatives if not other.predicted)
+    assert best.candidate.sharding is plan.mesh.sharding
+    codes = [event.code for step in steps for event in step.events]
+    assert codes[:2] == [EventCode.SPACE, EventCode.BASE]
+    assert codes[-1] is EventCode.SUCCEEDED
+
+
+def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Progress]) -> None:
+    asked, device = request(), report(memory_gib=24.0, experts=False)
+    space, simulated = PlanSpace(asked, device), SimulatedDevice(asked, noise=0.0)
+    blocks = {c for one in space.candidates for c in space.composer.components(one)}
+    plan = TrialPlan(
+        number=0,
+        kind="components",
+        model=asked.model,
+        candidate=space.candidates[0].candidate,
+        components=tuple(blocks),
+        timeout_seconds=1,
+    )
+    space.learn(simulated(plan).components)
+    found = [space.step(one) for one in space.candidates]
+    fits = [step for step in found if space.required_bytes(step) <= space.limit_bytes]
+    fastest = sorted(zip(space.candidates, found, strict=True), key=lambda pair: -pair[1].tokens_per_second)[:24]
+    exact = [space.step(one, simulate=True) for one, step in fastest if step in fits]
+    best = max(step.tokens_per_second for step in exact if space.required_bytes(step) <= space.limit_bytes)
+    answer = steps[-1].answer
+    assert answer is not None
+    assert answer.recommendation is not None
+    assert answer.recommendation.tokens_per_second > 0.97 * best
+    assert sum(step.trial is not None for step in steps) < 20
+
+
+def test_a_resumed_plan_measures_nothing_twice_and_ends_alike(steps: list[Progress]) -> None:
+    trials = tuple(step.trial for step in steps if step.trial is not None)
+    whole = run(request(), history=trials)
+    assert [step.trial for step in whole] == [None]
+    assert whole[-1].answer == steps[-1].answer
+    rest = run(request(), history=trials[:2])
+    again = [c.component for step in rest if step.trial for c in step.trial.measurement.components]
+    before = {c.component for trial in trials[:2] for c in trial.measurement.components}
+    assert before.isdisjoint(again)
+
+
+def test_a_model_too_large_for_any_mesh_is_told_so() -> None:
+    answer = run(request(), gib=1.0)[-1].answer
+    assert answer is not None
+    assert answer.recommendation is None
+    assert answer.variants[0].reason is not None
+    assert "no mesh fits" in answer.variants[0].reason
+
+
+def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:
+    asked = request()
+
+    class Failing(SimulatedDevice):
+        def __call__(self, plan: TrialPlan) -> Measurement:
+            failed = next((c for c in plan.components if c.tensor_parallel_size == 1 and c.micro_batch_size > 1), None)
+            if failed is None:
+                return super().__call__(plan)
+            reason = "CUDA out of memory"
+            return Measurement(
+                candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, reason=reason, failed_component=failed
+            )
+
+    steps = list(explore(asked, report(memory_gib=24.0, experts=False), Failing(asked)))
+    answer = steps[-1].answer
+    assert answer is not None
+    assert answer.recommendation is not None
+    assert answer.recommendation.plan is not None
+    mesh, candidate = answer.recommendation.plan.mesh, answer.recommendation.candidate
+    assert mesh.tensor > 1 or candidate.micro_batch_size == 1
+
+
+def test_an_unknown_back_end_ends_a_plan_with_the_reason() -> None:
+    answer = run(request(attention_backends=["flush"]))[-1].answer
+    assert answer is not None
+    assert "unknown attention back end 'flush'" in (answer.variants[0].reason or "")
+
+
+def test_the_budget_ends_a_plan() -> None:
+    steps = run(request(budget={"max_trials": 2}))
+    assert sum(step.trial is not None for step in steps) <= 4
+    assert steps[-1].answer is not None
+    assert steps[-1].answer.recommendation is not None

@@ -1,0 +1,132 @@
+"""Which meshes a plan admits, what bad ones are told, and how the block `parallelism` is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from explorer.spec.fabric import FABRICS
+from explorer.spec.mesh import Mesh, Schedule, legal_meshes
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+
+MODEL = {
+    "num_layers": 12,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "vocab_size": 100,
+    "seq_length": 32,
+}
+MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 32}}
+
+
+def plan(parallelism: Any = "explore", **changes: Any) -> ExplorationRequest:
+    values = {"model": MODEL, "num_devices": 16, "batch_size": 64, "fabric": "h100-nvl-ib400", **changes}
+    return ExplorationRequest.model_validate({**values, "parallelism": parallelism})
+
+
+def test_a_mesh_uses_all_devices_and_divides_the_model() -> None:
+    meshes = legal_meshes(plan(model=MOE))
+    assert len(meshes) == len(set(meshes)) > 100
+    for mesh in meshes:
+        assert mesh.num_devices == 16
+        assert 4 % mesh.tensor == 8 % mesh.expert == (mesh.tensor * mesh.data) % mesh.expert == 0
+        assert mesh.num_stages <= 12
+        assert (mesh.virtual_stages > 1) is (mesh.schedule is Schedule.INTERLEAVED)
+        assert (mesh.schedule is None) is (mesh.pipeline == 1)
+    assert {mesh.tensor for mesh in meshes} == {1, 2, 4}
+    assert {mesh.pipeline for mesh in meshes} == {1, 2, 4, 8}
+    assert {mesh.expert for mesh in meshes} == {1, 2, 4, 8}
+    assert {mesh.sharding for mesh in meshes} == set(Sharding)
+
+
+def test_named_sizes_are_kept_to() -> None:
+    found = legal_meshes(plan({"tensor": [1, 2], "pipeline": 4, "schedule": "zb_h1"}, training={"sharding": "zero1"}))
+    common = {"pipeline": 4, "schedule": Schedule.ZB_H1, "sharding": Sharding.ZERO1}
+    assert found == (Mesh(tensor=1, data=4, **common), Mesh(tensor=2, data=2, **common))
+
+
+def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
+    assert Mesh(tensor=2, data=8, expert=4).expert_data == 4
+    assert Mesh(tensor=2, data=8).expert_data == 8
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "changes", "message"),
+    [
+        ({"tensor": 3}, {}, r"tensor \(3\) does not divide num_devices \(16\); the nearest that can be is 2 or 4"),
+        ({"tensor": 8}, {}, r"tensor \(8\) does not divide num_query_groups \(4\); .* is 4"),
+        ({"pipeline": 16}, {}, r"pipeline \(16\) exceeds num_layers \(12\); the nearest that can be is 8"),
+        ({"virtual_stages": 13}, {}, r"virtual_stages \(13\) exceeds num_layers \(12\)"),
+        ({"expert": 16}, {"model": MOE}, r"expert \(16\) exceeds num_experts \(8\); the nearest that can be is 8"),
+        ({"expert": 2}, {}, r"expert \(2\) needs a model with experts"),
+        ({"tensor": 4, "pipeline": 8}, {}, r"tensor \(4\) x pipeline \(8\) does not divide num_devices \(16\).* is 4"),
+        (
+            {"pipeline": 8},
+            {"batch_size": 8},
+            r"as many micro-batches as stages, .* gives a replica 4: use a batch_size of 16, or pipeline 4",
+        ),
+        ({}, {"batch_size": 24}, r"does not divide into micro-batches of 1, 2, 3, 4 on 16 .* use a multiple of 16"),
+        ({"pipeline": 2, "virtual_stages": 2, "schedule": "1f1b"}, {}, "no mesh is left"),
+        ({"pipeline": 2, "context": 2}, {}, "whole sequences on a device"),
+        ({}, {"mode": "eval"}, "a plan is for training"),
+        ({}, {"fabric": "h100"}, "fabric 'h100' is not known.*h100-nvl-ib400"),
+        (
+            {},
+            {"fabric": {"intra_node": FABRICS["h100-nvl-ib400"]["intra_node"]}},
+            r"inter_node is missing: num_devices \(16\) exceeds the 8 devices of a node",
+        ),
+        ({"tensor": 2}, {"fabric": None}, "tensor other than 1 needs a fabric"),
+        ("explore", {"fabric": None}, "tensor other than 1 needs a fabric"),
+    ],
+)
+def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
+    parallelism: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        plan(parallelism, **changes)
+
+
+def test_one_node_needs_no_link_between_nodes() -> None:
+    fabric = {"intra_node": {"devices": 16, "gigabytes_per_second": 100, "microseconds": 1}}
+    assert plan(fabric=fabric).fabric == plan(fabric={**fabric, "inter_node": None}).fabric
+
+
+def test_context_and_sharding_go_where_they_are_kept() -> None:
+    values = {"model": MODEL, "num_devices": 4, "batch_size": 64}
+    new = ExplorationRequest.model_validate({**values, "parallelism": {"context": [1, 2], "sharding": "zero1"}})
+    old = ExplorationRequest.model_validate(
+        {**values, "context_parallel": {"sizes": [1, 2]}, "training": {"sharding": "zero1"}}
+    )
+    assert new == old == ExplorationRequest.model_validate(new.model_dump(mode="json"))
+    listed = ExplorationRequest.model_validate({**values, "parallelism": {"sharding": ["zero1", "zero3"]}})
+    assert listed.sharding_levels == ("zero1", "zero3")
+    assert plan("explore", training={"sharding": "zero1"}).sharding_levels is None
+
+
+def test_sizes_of_an_earlier_version_are_read() -> None:
+    sizes = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "expert", "context")}
+    assert ExplorationRequest.model_validate({"model": MODEL, "parallelism": sizes}).parallelism.tensor == 1
+    assert plan({"tensor_parallel_size": 2}).parallelism.tensor == 2
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "changes"),
+    [
+        ({"tensor": 1, "tensor_parallel_size": 1}, {}),
+        ({"context": 1}, {"context_parallel": {"sizes": [1]}}),
+        ({"sharding": "none"}, {"training": {"sharding": "zero1"}}),
+        ({"sharding": "none"}, {"sharding_levels": ["zero1"]}),
+    ],
+)
+def test_the_same_in_two_places_is_refused(parallelism: dict[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="given twice"):
+        ExplorationRequest.model_validate({"model": MODEL, "num_devices": 4, "parallelism": parallelism, **changes})
+
+
+def test_a_plan_needs_one_device() -> None:
+    assert plan(num_devices=64).devices_needed() == plan().devices_needed(8) == 1
