@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
 import sqlalchemy as sa
@@ -21,8 +22,15 @@ from storage.tables import jobs, usage
 HELD_BACK = "the quota of owner "
 """How a reason for waiting begins that no worker can change."""
 
-
 Conditions = Sequence[sa.ColumnElement[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimQuota:
+    """What a waiting job of an owner says of the owner's quota, and whether the quota holds it back now."""
+
+    reason: str
+    holds: bool
 
 
 def find_next(database: Database, connection: sa.Connection, conditions: Conditions) -> sa.Select[tuple[str]] | None:
@@ -30,7 +38,7 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
 
     Returns null if there is none. `connection` only reads, so that an idle worker takes no lock.
     """
-    held_back = [owner for owner, (_, holds) in find_held_back(database, connection).items() if holds]
+    held_back = [owner for owner, quota in find_claim_quotas(database, connection).items() if quota.holds]
     if held_back:
         conditions = (*conditions, jobs.c.owned_by.not_in(held_back))
     if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
@@ -94,8 +102,8 @@ def held_since(database: Database) -> sa.ColumnElement[datetime]:
     return sa.case((_is_held(database), jobs.c.claimed_at))
 
 
-def find_held_back(database: Database, connection: sa.Connection) -> dict[str, tuple[str, bool]]:
-    """Return for each owner with a quota on claims what a waiting job says of it, and whether it holds now."""
+def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str, ClaimQuota]:
+    """Return what the quotas mean for claims, for each owner that has jobs and such a quota."""
     found = select_quotas(connection)
     if all(quota.max_running is None and quota.max_device_seconds is None for quota in found.values()):
         return {}
@@ -117,10 +125,10 @@ def find_held_back(database: Database, connection: sa.Connection) -> dict[str, t
         quota = quota_of(found, owner)
         if quota.max_device_seconds is not None and used[owner] >= quota.max_device_seconds:
             limit = f"{quota.max_device_seconds} device seconds a day, all used on {today} (UTC)"
-            reasons[owner] = (f"{HELD_BACK}'{owner}': {limit}", True)
+            reasons[owner] = ClaimQuota(f"{HELD_BACK}'{owner}': {limit}", holds=True)
         elif quota.max_running is not None:
             limit = f"{quota.max_running} running at a time"
-            reasons[owner] = (f"{HELD_BACK}'{owner}': {limit}", running[owner] >= quota.max_running)
+            reasons[owner] = ClaimQuota(f"{HELD_BACK}'{owner}': {limit}", running[owner] >= quota.max_running)
     return reasons
 
 

@@ -17,7 +17,7 @@ from storage.changes import change_job, end_job, is_unowned
 from storage.database import Database
 from storage.jobs import JobState
 from storage.tables import jobs
-from storage.turns import HELD_BACK, find_held_back
+from storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
 from storage.workers import REPLAYED, WorkerInfo, select_workers
 
 MAX_WAIT = timedelta(days=7)
@@ -45,19 +45,19 @@ def select_overdue(
 def find_waiting(
     live: Sequence[WorkerInfo],
     overdue: Sequence[sa.Row[*tuple[Any, ...]]],
-    held_back: Mapping[str, tuple[str, bool]] = MappingProxyType({}),
+    quotas: Mapping[str, ClaimQuota] = MappingProxyType({}),
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
-    The reason is null when a live worker could run the job and is merely busy. `held_back` is what `find_held_back`
-    returns. A reason that it gave stays while the quota is the same: between two claims it does not hold for a moment.
+    The reason is null when a live worker could run the job and is merely busy. `quotas` are those of the owners.
+    The reason that one gave stays while the quota is the same: between two claims it does not hold for a moment.
     """
     found = []
     for row in overdue:
         new = waiting_reason(row, live)
-        quota, holds = held_back.get(row.owned_by, (None, False))
-        if new is None and (holds or row.waiting_reason == quota):
-            new = quota
+        quota = quotas.get(row.owned_by)
+        if new is None and quota is not None and (quota.holds or row.waiting_reason == quota.reason):
+            new = quota.reason
         if new != row.waiting_reason:
             found.append((row.id, new))
     return found
@@ -71,8 +71,8 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
             (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
         )
         live, rows = select_overdue(database, connection, overdue, live_within=live_within)
-        held_back = find_held_back(database, connection)
-    for job_id, reason in find_waiting(live, rows, held_back):
+        quotas = find_claim_quotas(database, connection)
+    for job_id, reason in find_waiting(live, rows, quotas):
         conditions = [
             jobs.c.id == job_id,
             is_unowned(database),
