@@ -193,7 +193,7 @@ def _hurt(bench: Bench, done: Round) -> None:
     in_a_trial = done.kind not in BEFORE_TRIALS
     passes = FIRST_PASSES + bench.rng.randrange(4) if in_a_trial and place not in {"settle", "reply"} else 0
     if place in {"settle", "reply"}:
-        passes = 4 + bench.rng.randrange(2)  # a job begins with two or three
+        passes = (4 if place == "settle" else 2) + bench.rng.randrange(2)  # a job begins with up to three settles
     kind = "kill" if done.kind.startswith("kill_") else done.kind
     bench.fault_file.write_text(json.dumps({"kind": kind, "place": place, "passes": passes}))
     if done.kind in {"kill_start", "kill_open"} and (pid := bench.profiler.pid) is not None:
