@@ -16,8 +16,8 @@ from typing import Any
 
 VARIABLE = "BEXP_CHAOS_FAULT"
 LEAKED_BYTES = 1 << 30
-FOR_EVER = 1 << 42
-"""Cycles of a GPU, or seconds of a host: longer than any trial may take."""
+GPU_CYCLES, HOST_SECONDS = 1 << 42, 1e6
+"""Longer than any trial may take."""
 
 _leaked: list[object] = []
 
@@ -78,10 +78,10 @@ def access_illegally(device: str) -> None:
 def hang(device: str) -> None:
     """Keep the device, or the host, busy for ever."""
     if not device.startswith("cuda"):
-        time.sleep(FOR_EVER)
+        time.sleep(HOST_SECONDS)
     import torch
 
-    torch.cuda._sleep(FOR_EVER)
+    torch.cuda._sleep(GPU_CYCLES)
     torch.cuda.synchronize(device)
 
 
@@ -145,13 +145,14 @@ def install() -> None:
         return original_phase(self, name)
 
     phases.PhaseClock.phase = phase  # type: ignore[method-assign]
-    finished = session.TrialFinished
+    patched: Any = session
+    finished = patched.TrialFinished
 
     def reply(**options: Any) -> Any:
         strike("reply")
         return finished(**options)
 
-    session.TrialFinished = reply  # type: ignore[assignment,misc]
+    patched.TrialFinished = reply
 
 
 def _device_of(arguments: tuple[Any, ...]) -> object:

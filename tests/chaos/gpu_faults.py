@@ -80,7 +80,6 @@ MODEL = ModelSpec(
 )
 TENANT = """
 import sys, torch
-torch.zeros(1, device=sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
 held = torch.ones(6 << 30, dtype=torch.uint8, device=sys.argv[1])
@@ -194,7 +193,7 @@ def _hurt(bench: Bench, done: Round) -> None:
     in_a_trial = done.kind not in BEFORE_TRIALS
     passes = FIRST_PASSES + bench.rng.randrange(4) if in_a_trial and place not in {"settle", "reply"} else 0
     if place in {"settle", "reply"}:
-        passes = 2 + bench.rng.randrange(2)
+        passes = (4 if place == "settle" else 2) + bench.rng.randrange(2)  # a job begins with up to three settles
     kind = "kill" if done.kind.startswith("kill_") else done.kind
     bench.fault_file.write_text(json.dumps({"kind": kind, "place": place, "passes": passes}))
     if done.kind in {"kill_start", "kill_open"} and (pid := bench.profiler.pid) is not None:
@@ -247,15 +246,16 @@ def _cancel(bench: Bench, done: Round) -> None:
 
 def _share(bench: Bench, done: Round) -> None:
     with _tenant(bench.device) as tenant:
-        budget = Budget(max_trials=40, confidence_target=99, max_seconds=60.0, trial_timeout_seconds=60.0)
+        budget = Budget(max_trials=200, confidence_target=99, max_seconds=60.0, trial_timeout_seconds=60.0)
         job_id = bench.submit(micro_batch_size="explore", bta=BTASpec(), attention_backends=None, budget=budget)
         bench.await_that(lambda: len(read_all_trials(bench.database, job_id)) > 0, JOB_SECONDS)
         tenant()
+        num_before = len(read_all_trials(bench.database, job_id))
         job = bench.await_end(job_id)
     trials = read_all_trials(bench.database, job_id)
     _check_job(done, job, trials)
-    done.struck = any(trial.measurement.contamination is not None for trial in trials)
-    if not done.struck:
+    done.struck = len(trials) > num_before + 1  # else the job was over too soon
+    if done.struck and all(trial.measurement.contamination is None for trial in trials):
         done.violations.append("no trial says that the device was shared")
     after = read_all_trials(bench.database, bench.await_end(bench.submit()).id)
     if any(trial.measurement.contamination is not None for trial in after):

@@ -26,6 +26,7 @@ class Service:
         self.exits: dict[str, int] = {}
         self.workers: list[subprocess.Popen[bytes]] = []
         self.port = free_port() if port is None else port
+        self.api_answers_since: float | None = None
         self._num_workers = num_workers
         self._log = (folder / "processes.log").open("w+b")
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
@@ -99,7 +100,7 @@ class Service:
         self.exits[key] = self.exits.get(key, 0) + 1
 
     def _start_api(self) -> subprocess.Popen[bytes]:
-        self.api_answers_since: float | None = None
+        self.api_answers_since = None
         return self._start("-m", "api.cli", "serve", "--port", str(self.port))
 
     def _start_worker(self) -> subprocess.Popen[bytes]:

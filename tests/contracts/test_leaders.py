@@ -39,7 +39,8 @@ def test_one_holds_a_role_until_it_expires_or_is_given_up(database: Database) ->
 def test_a_holder_writes_only_when_half_of_its_term_is_over(database: Database) -> None:
     def read_end() -> datetime:
         with database.read() as connection:
-            return connection.execute(sa.select(leaders.c.expires_at)).scalar_one()
+            end: datetime = connection.execute(sa.select(leaders.c.expires_at)).scalar_one()
+            return end
 
     hold_role(database, "keeper", "a", TERM)
     first = read_end()
