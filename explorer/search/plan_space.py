@@ -23,6 +23,8 @@ from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule, legal_meshes
 from explorer.spec.request import ExplorationRequest
 
+MOST_MESHES = 2000
+"""The most meshes that are considered; of more, every second, every third and so on is."""
 POLICIES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 """The policies of a plan whose request names none: those that both Megatron-Core and torchtitan have."""
 FORWARD_SHARE = 1 / 3
@@ -55,7 +57,8 @@ def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
         experts = [*usable_backends("expert back end", report.expert_backends, request.expert_backends, where)]
     policies = POLICIES if request.recompute is None else request.recompute_policies
     found = []
-    for mesh in legal_meshes(request):
+    meshes = legal_meshes(request)
+    for mesh in meshes[:: -(-len(meshes) // MOST_MESHES)]:
         for m in request.plan_micro_batch_sizes:
             number, rest = divmod(request.batch_size, mesh.data * m)
             uneven = mesh.schedule is Schedule.INTERLEAVED and number % mesh.pipeline

@@ -118,12 +118,27 @@ def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
     """Return the meshes that a plan admits, without regard to memory, those of fewer devices a replica first.
 
     Raises:
+        RuleError: as of `check_meshes`.
+    """
+    found = dict.fromkeys(_meshes(request))
+    return tuple(sorted(found, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
+
+
+def check_meshes(request: ExplorationRequest) -> None:
+    """Check that a plan admits a mesh; the time does not grow with the number of meshes.
+
+    Raises:
         RuleError: a named size can be part of no mesh, or nothing is left; it names the nearest sizes that can.
     """
+    next(_meshes(request))
+
+
+def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
+    """Yield the meshes, some of them several times; there is at least one, or a RuleError."""
     asked = request.parallelism
     dimensions = {name: _candidates(name, getattr(asked, name), request) for name in PLAN_SIZES}
-    meshes: dict[Mesh, None] = {}
     problem: RuleError | None = None
+    is_empty = True
     for tensor in dimensions["tensor"]:
         for pipeline in dimensions["pipeline"]:
             found = _find_problem(request, tensor, pipeline)
@@ -131,15 +146,15 @@ def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
                 problem = problem or found
                 continue
             for mesh in _meshes_of(request, tensor, pipeline, dimensions):
-                meshes[mesh] = None
-    if not meshes:
+                is_empty = False
+                yield mesh
+    if is_empty:
         raise problem or RuleError(
             "no mesh is left: virtual_stages need schedule 'interleaved' and a pipeline, and 'interleaved' needs "
             "virtual_stages above 1 and micro-batches that are a multiple of the pipeline's ranks; an expert size "
             "divides the devices of a stage",
             "parallelism",
         )
-    return tuple(sorted(meshes, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
 
 
 def _meshes_of(

@@ -13,7 +13,7 @@ from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import refuse_layout
 from explorer.spec.execution import Execution, Kernels
-from explorer.spec.mesh import legal_meshes
+from explorer.spec.mesh import check_meshes
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 
@@ -299,11 +299,6 @@ def check_plan(request: ExplorationRequest) -> None:
         if wrong:
             raise RuleError(reason, field, "fabric")
     request.fabric.check(request.num_devices)
-
-
-def check_meshes(request: ExplorationRequest) -> None:
-    """The devices, the model and the batch admit a mesh."""
-    legal_meshes(request)
 
 
 PLAN_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
