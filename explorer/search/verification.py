@@ -77,7 +77,7 @@ class WholeModels:
         if check is not None:
             found = check.measurement
             error = found.standard_error_seconds / found.micro_step_seconds if found.micro_step_seconds else 0.0
-            state.learn_whole_model(candidate, check.tokens_per_second, error)
+            state.learn_whole_model(candidate, check.tokens_per_second, error, found.peak_bytes)
 
     def next(self) -> NextCheck | None:
         """What to run whole next: the recommended candidate, then its runner-up; null when the answer is settled.
@@ -90,18 +90,19 @@ class WholeModels:
         trials = self.trials
         best = self._state.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if best is None or IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
+        if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
-        recommended = self._state.table.candidates[best.row]
-        if not self._state.was_run_whole(best.row):
-            return NextCheck(recommended) if len(trials) < ATTEMPTS else None
-        compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
+        if best is not None and not self._state.was_run_whole(best.row):
+            return NextCheck(self._state.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
+        recommended = None if best is None else self._state.table.candidates[best.row]
+        compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
         rival = self._state.runner_up()
-        if rival is None or rival[1] < (LIKELY if compared else NEGLIGIBLE):
+        least = self._state.request.tolerance * (LIKELY if compared else NEGLIGIBLE)
+        if rival is None or rival.gain < least:
             return None
-        return NextCheck(self._state.table.candidates[rival[0]], rival[1])
+        return NextCheck(self._state.table.candidates[rival.row], rival.probability)
 
     def of(self, candidate: Candidate) -> Trial | None:
         """The whole-model run of a candidate."""
