@@ -64,6 +64,18 @@ class CandidatePosterior:
         own_N = self.tokens_NA[:, position]
         return float(((own_N > 0.0) & (own_N >= (1.0 - tolerance) * best_N)).mean())
 
+    def confidence_if_it_runs(self, position: int, tolerance: float) -> float:
+        """The `confidence` in a contender provided that its whole model runs, the undecided ones left out, 0..1.
+
+        Components can raise no more than that: whether a candidate near the limit runs only its whole model tells.
+        """
+        runs_N = self.tokens_NA[:, position] > 0.0
+        if not runs_N.any():
+            return 0.0
+        tokens_NA = self.tokens_NA[runs_N][:, ~self.undecided_A]
+        own_N = self.tokens_NA[runs_N, position]
+        return float((own_N >= (1.0 - tolerance) * tokens_NA.max(axis=1, initial=0.0)).mean())
+
     def confidences(self, tolerance: float) -> Floats:
         """The `confidence` of every contender, shape (A,)."""
         best_N = self.tokens_NA.max(axis=1, initial=0.0)

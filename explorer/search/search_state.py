@@ -267,15 +267,12 @@ class SearchState:
 
     @property
     def search_confidence(self) -> float | None:
-        """The confidence in the fastest candidate, 0..1; it ends the search, also if another one is preferred.
+        """The confidence that ends the search, 0..1: in the fastest candidate, also if another one is preferred.
 
-        No component tells whether a candidate within the error of the limit fits, so the undecided ones are left out.
+        It leaves out what no component tells, whether candidates near the limit run.
         """
-        posterior = self.posterior
-        fastest = posterior.incumbent
-        if fastest is None:
-            return None
-        return posterior.confidence(fastest, self.request.tolerance, ~posterior.undecided_A)
+        fastest = self.posterior.incumbent
+        return None if fastest is None else self.posterior.confidence_if_it_runs(fastest, self.request.tolerance)
 
     def posterior_of(self, rows: Ints) -> CandidatePosterior:
         """The posterior of those of `rows` that may still be the best of them."""
