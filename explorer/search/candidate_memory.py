@@ -9,6 +9,7 @@ its whole model decides whether it fits. The peaks of whole models that were run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,25 +18,14 @@ from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, 
 from explorer.cost_model.step import FRAGMENTATION, GIB, MARGIN_BYTES, StepBytes, required_bytes
 from explorer.spec.hardware import HardwareSpec
 from explorer.surrogate.gaussian_process import Surrogate
+from explorer.surrogate.peak_error import PeakErrors, probability_below
 
 MOST_DEVIATIONS = 4.0
 """A candidate is sure to fit if it fits with this many standard deviations more than the predicted bytes."""
 
 
-SHARED_STD = 0.011
-OWN_STD = 0.016
-"""Relative standard deviations of a whole model's peak around the composed one, after every component was measured: of
-the part that a model's candidates share, and of a candidate's own.
-
-They are the root mean squares, over 28 models, of a model's mean error and of the scatter around it
-(benchmarks/results/h200-fidelity.json, h200-recorded-fidelity.json, h200x4-fidelity.json, h100-real-trainers.json,
-h200-explorations.json and h200x4-explorations.json). Most models are far closer; those that devices share are off by
-up to 10%.
-"""
-MOST_OPTIMISTIC = 2.5
-"""A candidate above the limit is ruled out if it fits only with a peak that is further below the composed one, in
-standard deviations. One in 160 is.
-"""
+LEAST_LIKELY = 0.005
+"""A candidate above the limit is ruled out if its whole model is less likely than this to fit."""
 FRAGMENTATION_SHARE = 0.5
 FRAGMENTATION_BYTES = 5 * GIB
 """The scale of what the allocator cannot place: this share of the stated allowance, and as much again for a peak of so
@@ -51,16 +41,15 @@ NEAR_LIMIT = 0.8
 
 
 class MemoryErrors:
-    """Standard normal draws behind the samples of bytes. Axes: N samples, C candidates.
+    """Draws behind the samples of bytes. Axes: N samples, C candidates.
 
-    `components_N` scales the bytes of components that were not measured, of all candidates alike. `shared_N` and
-    `own_NC` are the errors of composed peaks.
+    `components_N` scales the bytes of components that were not measured, of all candidates alike. `peaks` are the
+    errors of composed peaks. The other draws are standard normal.
     """
 
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:
         self.components_N: Floats = rng.standard_normal(num_samples)
-        self.shared_N: Floats = rng.standard_normal(num_samples)
-        self.own_NC = rng.standard_normal((num_samples, num_candidates), dtype=np.float32)
+        self.peaks = PeakErrors(num_candidates, num_samples, rng)
         self.fragmentation_NC = np.abs(rng.standard_normal((num_samples, num_candidates), dtype=np.float32))
 
 
@@ -94,13 +83,11 @@ class CandidateMemory:
             if needed <= limit_bytes < self.required_C[row]:
                 self.required_C[row] = needed
         self.fits_C: Mask = np.asarray(self.required_C <= limit_bytes)
-        logs_J = np.array([np.log(peak / (table.static_bytes_C[row] + composed_C[row])) for row, peak in whole.items()])
-        # The posterior of the shared error, given the errors of whole models: each shows it, and its own beside it.
-        precision = SHARED_STD**-2 + len(logs_J) * OWN_STD**-2
-        self._shared_mean, self._shared_std = float(logs_J.sum()) * OWN_STD**-2 / precision, precision**-0.5
-        most = self._shared_mean - MOST_OPTIMISTIC * float(np.hypot(self._shared_std, OWN_STD))
-        peak_C = (table.static_bytes_C + composed_C) * np.exp(most)
-        may_C = self._required(peak_C - table.static_bytes_C) <= limit_bytes
+        peak_C = table.static_bytes_C + composed_C
+        self._errors_of_peaks = [math.log(peak / peak_C[row]) for row, peak in whole.items()]
+        room_C = limit_bytes - self._required(-table.static_bytes_C)
+        most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
+        may_C = probability_below(most_C, self._errors_of_peaks) >= LEAST_LIKELY
         may_C[list(whole)] = False
         self.may_fit_C: Mask = np.asarray(self.fits_C | may_C)
 
@@ -133,8 +120,7 @@ class CandidateMemory:
         static_A = self._table.static_bytes_C[rows]
         composed_NA = self._sampled(rows, errors.components_N[:number])
         peak_NA = static_A + composed_NA
-        shared_N = self._shared_mean + self._shared_std * errors.shared_N[:number]
-        peak_NA *= np.exp(shared_N[:, None] + OWN_STD * errors.own_NC[:number, rows])
+        peak_NA *= np.exp(errors.peaks.sample(rows, number, self._errors_of_peaks))
         unplaced = FRAGMENTATION_SHARE * FRAGMENTATION[self._table.request.allocator]
         unplaced_NA = unplaced * errors.fragmentation_NC[:number, rows] * (peak_NA + FRAGMENTATION_BYTES)
         held = self._hardware.context_bytes + HELD_SHARE * MARGIN_BYTES[self._hardware.device_kind]
