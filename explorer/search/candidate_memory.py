@@ -84,7 +84,8 @@ class CandidateMemory:
                 self.required_C[row] = needed
         self.fits_C: Mask = np.asarray(self.required_C <= limit_bytes)
         peak_C = table.static_bytes_C + composed_C
-        self._errors_of_peaks = [math.log(peak / peak_C[row]) for row, peak in whole.items()]
+        measured = [row for row in whole if not self._log_std(np.array([row]))[0]]
+        self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
         room_C = limit_bytes - self._required(-table.static_bytes_C)
         most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
         may_C = probability_below(most_C, self._errors_of_peaks) >= LEAST_LIKELY

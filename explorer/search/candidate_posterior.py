@@ -139,6 +139,7 @@ def compute_posterior(
     runs_NA[:, near] = memory.sample_runs(rows[near], errors, number) & ~whole_A[near]
     missing_AP = missing_components(table, surrogate, rows)
     wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
+    wanted_AP[whole_A] = False  # the whole model said more than its components could
     return CandidatePosterior(
         rows=rows,
         mean_A=throughput.mean_C[rows],

@@ -295,13 +295,13 @@ class SearchState:
     def runner_up(self) -> RunnerUp | None:
         """The candidate whose whole model is expected to improve the answer most; null if there is none to run.
 
-        It is chosen among those that are known well enough and were not run whole, by its expected gain over the
-        recommended candidate: composition error and the chance that it does not fit are included. If two are equal, it
-        is the faster one. Without a recommended candidate it is the best of those that may fit after all.
+        It is the contender with the highest expected gain over the recommended candidate, in which what is not known
+        counts: the error of its composition, whether it fits, and components that were predicted. If two are equal, it
+        is the faster one. Without a recommended candidate it is the best of those that may fit.
         """
         posterior, recommended = self.posterior, self._recommended_position()
-        eligible = np.flatnonzero(posterior.clear_A | posterior.undecided_A)
-        others = [i for i in eligible if i != recommended and not self.was_run_whole(posterior.rows[i])]
+        rows = posterior.rows
+        others = [i for i in range(rows.size) if i != recommended and not self.was_run_whole(int(rows[i]))]
         if not others:
             return None
         if recommended is None:

@@ -16,12 +16,15 @@ from explorer.search.whole_model_check import check_whole_model
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
-ATTEMPTS = 10
+ATTEMPTS = 14
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
-RUNNER_UP_ATTEMPTS = 8
+RUNNER_UP_ATTEMPTS = 12
 """After this many whole models no runner-up is run."""
-NEGLIGIBLE = 0.03
+NEGLIGIBLE = 0.02
 """A runner-up whose expected gain is below this share of the tolerance is not run."""
+CONSIDERABLE = 0.1
+"""Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
+"""
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
 """A candidate whose whole model ends like this is not recommended."""
 IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
@@ -81,8 +84,7 @@ class WholeModels:
         """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
 
         The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
-        A runner-up (`SearchState.runner_up`) is run if the budget allows and its expected gain is worth it. Once
-        another candidate was run whole as well, no further one is if the confidence has reached its target. A whole
+        A runner-up (`SearchState.runner_up`) is run if the budget allows and its expected gain is worth it. A whole
         model that cannot be run here, or not in time, is the last. One on a shared or throttled device says nothing and
         is run again.
         """
@@ -93,10 +95,11 @@ class WholeModels:
             return None
         if best is not None and not state.was_run_whole(best.row):
             return NextCheck(state.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
-        if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant) or self._is_compared(best):
+        if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
         rival = state.runner_up()
-        if rival is None or rival.gain < NEGLIGIBLE * state.request.tolerance:
+        least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
+        if rival is None or rival.gain < least * state.request.tolerance:
             return None
         return NextCheck(state.table.candidates[rival.row], rival.probability)
 
