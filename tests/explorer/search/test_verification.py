@@ -13,7 +13,7 @@ from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.history import TrialHistory
-from explorer.search.search_state import SearchState
+from explorer.search.search_state import RunnerUp, SearchState
 from explorer.search.verification import NextCheck, WholeModels
 from explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
@@ -239,9 +239,9 @@ def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_u
     assert alone.runner_up_of(candidate(2)) is None, "the recommended candidate has not run"
 
 
-@pytest.mark.parametrize(("probability", "is_run"), [(0.0099, False), (0.01, True), (0.4, True)])
-def test_a_runner_up_is_run_from_a_hundredth_on(
-    monkeypatch: pytest.MonkeyPatch, probability: float, is_run: bool
+@pytest.mark.parametrize(("gain", "is_run"), [(0.00019, False), (0.00021, True), (0.004, True)])
+def test_a_runner_up_is_run_if_its_expected_gain_is_worth_it(
+    monkeypatch: pytest.MonkeyPatch, gain: float, is_run: bool
 ) -> None:
     state, _ = small_whole_models()
     best = state.recommend()
@@ -250,6 +250,6 @@ def test_a_runner_up_is_run_from_a_hundredth_on(
     history = TrialHistory([whole_trial(7, size, tokens=100.0)], state.request.budget, 1)
     monkeypatch.setattr(state, "was_run_whole", lambda row: row == best.row)
     monkeypatch.setattr(state, "recommend", lambda: best)
-    monkeypatch.setattr(state, "runner_up", lambda: (state.table.row[candidate(1)], probability))
+    monkeypatch.setattr(state, "runner_up", lambda: RunnerUp(state.table.row[candidate(1)], 0.3, gain))
     found = WholeModels(state, history, 0).next()
-    assert found == (NextCheck(candidate(1), probability) if is_run else None)
+    assert found == (NextCheck(candidate(1), 0.3) if is_run else None)
