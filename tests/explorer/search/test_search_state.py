@@ -142,17 +142,11 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
     state._whole_models = {int(rows[1]): WholeModelRun(0.0, 0.0)}
     assert state.runner_up() == RunnerUp(rows[2], 0.3, pytest.approx(0.0009)), "what was run whole is not run again"
     state._whole_models = {}
-    state.posterior = replace(state.posterior, clear_A=np.array([True, False, True]))
-    assert state.runner_up() == RunnerUp(rows[2], 0.3, pytest.approx(0.0009))
-    state.posterior = replace(state.posterior, undecided_A=np.array([False, True, False]))
-    assert state.runner_up() == RunnerUp(rows[1], 0.0, pytest.approx(0.002)), "only a whole model tells whether it fits"
+    state.posterior = replace(state.posterior, clear_A=np.array([True, False, False]))
+    assert state.runner_up() == RunnerUp(rows[1], 0.0, pytest.approx(0.002)), "a whole model tells what is not measured"
     state.posterior = replace(state.posterior, clear_A=np.array([False, False, False]))
     assert state.runner_up() == RunnerUp(rows[1], 1.0, 1.0), "nothing else can be recommended"
-    state.posterior = replace(
-        state.posterior, clear_A=np.array([True, False, False]), undecided_A=np.array([False, False, False])
-    )
-    assert state.runner_up() is None
-    state.posterior = replace(state.posterior, clear_A=np.array([False, False, False]))
+    state._whole_models = {int(row): WholeModelRun(0.0, 0.0) for row in rows}
     assert state.runner_up() is None
 
 
