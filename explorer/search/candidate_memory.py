@@ -1,12 +1,16 @@
 """The expected bytes of each candidate, and how likely it is to fit.
 
 A step fits by definition if its composed peak with the stated allowance for fragmentation, context and margin is within
-the limit. It may fail nevertheless, because the whole model's peak differs from the composed one and the allocator
-cannot place everything. The samples contain both, so a candidate within the error of the limit counts for less than one
-with headroom.
+the limit. The whole model's peak differs from the composed one, and the allocator cannot place everything. So a
+candidate below the limit may fail, and one above it may fit. The samples contain both errors, so that a candidate
+within the error of the limit counts for less than one with headroom, and for something if it is above the limit. Only
+its whole model decides whether it fits. The peaks of whole models that were run correct the others.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,17 +18,14 @@ from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, 
 from explorer.cost_model.step import FRAGMENTATION, GIB, MARGIN_BYTES, StepBytes, required_bytes
 from explorer.spec.hardware import HardwareSpec
 from explorer.surrogate.gaussian_process import Surrogate
+from explorer.surrogate.peak_error import PeakErrors, probability_below
 
 MOST_DEVIATIONS = 4.0
 """A candidate is sure to fit if it fits with this many standard deviations more than the predicted bytes."""
 
 
-COMPOSED_STD = 0.012
-"""Relative standard deviation of a whole model's peak around the composed one, after every component was measured.
-
-In benchmarks/results/h200-recorded-fidelity.json composed peaks are off by 0.1 to 1.2%, those of models that training
-devices share by up to 5%.
-"""
+LEAST_LIKELY = 0.005
+"""A candidate above the limit is ruled out if its whole model is less likely than this to fit."""
 FRAGMENTATION_SHARE = 0.5
 FRAGMENTATION_BYTES = 5 * GIB
 """The scale of what the allocator cannot place: this share of the stated allowance, and as much again for a peak of so
@@ -40,14 +41,15 @@ NEAR_LIMIT = 0.8
 
 
 class MemoryErrors:
-    """Standard normal draws behind the samples of bytes. Axes: N samples, C candidates.
+    """Draws behind the samples of bytes. Axes: N samples, C candidates.
 
-    `components_N` scales the bytes of components that were not measured, of all candidates alike.
+    `components_N` scales the bytes of components that were not measured, of all candidates alike. `peaks` are the
+    errors of composed peaks. The other draws are standard normal.
     """
 
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:
         self.components_N: Floats = rng.standard_normal(num_samples)
-        self.composed_NC = rng.standard_normal((num_samples, num_candidates), dtype=np.float32)
+        self.peaks = PeakErrors(num_candidates, num_samples, rng)
         self.fragmentation_NC = np.abs(rng.standard_normal((num_samples, num_candidates), dtype=np.float32))
 
 
@@ -55,17 +57,40 @@ class CandidateMemory:
     """Expected bytes of every candidate. Axes: C candidates, A some of them, N posterior samples.
 
     `saved_C` and `transient_C` are the activations at the peak of a step, `required_C` is all that a step needs of the
-    device, `fits_C` says whether that is within `limit_bytes`.
+    device, `fits_C` says whether that is within `limit_bytes`. A candidate that was run whole fits, too, if the peak of
+    its whole model is within the limit; `whole_peaks` are these peaks by row. `may_fit_C` also marks the candidates
+    whose whole model may fit although they do not fit as composed.
     """
 
-    def __init__(self, table: SpaceTable, surrogate: Surrogate, hardware: HardwareSpec, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        table: SpaceTable,
+        surrogate: Surrogate,
+        hardware: HardwareSpec,
+        limit_bytes: int,
+        whole_peaks: Mapping[int, int] | None = None,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self._table = table
         self._surrogate = surrogate
         self._hardware = hardware
         self.saved_C, self.transient_C = table.activation_bytes(*surrogate.bytes_3K)
-        self.required_C = self._required(self.saved_C + self.transient_C)
+        composed_C = self.saved_C + self.transient_C
+        self.required_C = self._required(composed_C)
+        whole = whole_peaks or {}
+        for row, peak in whole.items():
+            needed = required_bytes(peak, hardware, table.request.allocator)
+            if needed <= limit_bytes < self.required_C[row]:
+                self.required_C[row] = needed
         self.fits_C: Mask = np.asarray(self.required_C <= limit_bytes)
+        peak_C = table.static_bytes_C + composed_C
+        measured = [row for row in whole if not self._log_std(np.array([row]))[0]]
+        self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
+        room_C = limit_bytes - self._required(-table.static_bytes_C)
+        most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
+        may_C = probability_below(most_C, self._errors_of_peaks) >= LEAST_LIKELY
+        may_C[list(whole)] = False
+        self.may_fit_C: Mask = np.asarray(self.fits_C | may_C)
 
     def expected_bytes(self, row: int) -> StepBytes:
         """Expected bytes of a candidate's step, from its measured components where there are any."""
@@ -89,13 +114,19 @@ class CandidateMemory:
         return np.asarray(self._required(self._sampled(rows, normal_N), rows) <= self.limit_bytes)
 
     def sample_runs(self, rows: Ints, errors: MemoryErrors, number: int) -> Mask:
-        """Whether the whole models of `rows` run, in the first `number` samples, shape (N, A)."""
-        peak_NA = self._table.static_bytes_C[rows] + self._sampled(rows, errors.components_N[:number])
-        peak_NA *= np.exp(COMPOSED_STD * errors.composed_NC[:number, rows])
+        """Whether the whole models of `rows` run, in the first `number` samples, shape (N, A).
+
+        Those that do not fit as composed must fit as whole models, with the allowance and the margin.
+        """
+        static_A = self._table.static_bytes_C[rows]
+        composed_NA = self._sampled(rows, errors.components_N[:number])
+        peak_NA = static_A + composed_NA
+        peak_NA *= np.exp(errors.peaks.sample(rows, number, self._errors_of_peaks))
         unplaced = FRAGMENTATION_SHARE * FRAGMENTATION[self._table.request.allocator]
         unplaced_NA = unplaced * errors.fragmentation_NC[:number, rows] * (peak_NA + FRAGMENTATION_BYTES)
         held = self._hardware.context_bytes + HELD_SHARE * MARGIN_BYTES[self._hardware.device_kind]
-        return np.asarray(peak_NA + unplaced_NA + held <= self.limit_bytes)
+        least_NA = self._required(np.minimum(composed_NA, peak_NA - static_A), rows)
+        return np.asarray((peak_NA + unplaced_NA + held <= self.limit_bytes) & (least_NA <= self.limit_bytes))
 
     def _sampled(self, rows: Ints, normal_N: Floats) -> Floats:
         """Return samples of the composed activations of `rows`, shape (N, A)."""

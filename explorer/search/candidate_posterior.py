@@ -32,8 +32,8 @@ class CandidatePosterior:
     composed bytes would not fit. `tokens_NA` is that of the whole model, composition error included; it is zero where
     the whole model would not run. Both take the whole models that were run into account. `wanted_AP` marks the
     components that must be measured before a candidate is known well enough. `clear_A` marks the contenders that want
-    nothing and are expected to fit. `runs_A` is the probability that the whole model runs within the memory; 1 once it
-    has.
+    nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as composed, but may fit
+    as whole models. `runs_A` is the probability that the whole model runs within the memory; 1 once it has.
     """
 
     rows: Ints
@@ -42,6 +42,7 @@ class CandidatePosterior:
     tokens_NA: Floats  # noqa: N815 - axes are in names
     wanted_AP: Mask  # noqa: N815 - axes are in names
     clear_A: Mask  # noqa: N815 - axes are in names
+    undecided_A: Mask  # noqa: N815 - axes are in names
     runs_A: Floats  # noqa: N815 - axes are in names
 
     @property
@@ -63,11 +64,28 @@ class CandidatePosterior:
         own_N = self.tokens_NA[:, position]
         return float(((own_N > 0.0) & (own_N >= (1.0 - tolerance) * best_N)).mean())
 
+    def confidence_if_it_runs(self, position: int, tolerance: float) -> float:
+        """The `confidence` in a contender provided that its whole model runs, the undecided ones left out, 0..1.
+
+        Components can raise no more than that: whether a candidate near the limit runs only its whole model tells.
+        """
+        runs_N = self.tokens_NA[:, position] > 0.0
+        if not runs_N.any():
+            return 0.0
+        tokens_NA = self.tokens_NA[runs_N][:, ~self.undecided_A]
+        own_N = self.tokens_NA[runs_N, position]
+        return float((own_N >= (1.0 - tolerance) * tokens_NA.max(axis=1, initial=0.0)).mean())
+
     def confidences(self, tolerance: float) -> Floats:
         """The `confidence` of every contender, shape (A,)."""
         best_N = self.tokens_NA.max(axis=1, initial=0.0)
         near_NA = (self.tokens_NA > 0.0) & (self.tokens_NA >= (1.0 - tolerance) * best_N[:, None])
         return np.asarray(near_NA.mean(axis=0))
+
+    def expected_gains(self, position: int) -> Floats:
+        """Expected improvement over the contender at `position`, as a share of its expected throughput, shape (A,)."""
+        own_N = self.tokens_NA[:, [position]]
+        return np.asarray(np.maximum(0.0, self.tokens_NA - own_N).mean(axis=0) / max(float(own_N.mean()), 1e-9))
 
     def probability_faster(self, position: int, margin: float) -> Floats:
         """Probability that each contender is faster than the one at `position` by more than `margin`, shape (A,)."""
@@ -105,21 +123,23 @@ def compute_posterior(
         memory: bytes of the candidates.
         rows: the contenders.
         errors: the draws behind the samples of bytes.
-        run_whole: rows whose whole model was run; they fit.
+        run_whole: rows whose whole model was run; nothing about their memory is uncertain.
     """
     composed_NA, tokens_NA = throughput.sample_logs(rows)
     # If an incumbent might not fit, every other candidate looks worth measuring. Where memory is tight, a candidate is
     # therefore measured in full: nothing else tells whether it fits.
-    ran_A = np.isin(rows, list(run_whole))
+    whole_A = np.isin(rows, list(run_whole))
+    ran_A = whole_A & memory.fits_C[rows]
     tight_A = memory.is_tight(rows) & ~ran_A
     tight, near = np.flatnonzero(tight_A), np.flatnonzero(memory.is_near_limit(rows) & ~ran_A)
     number = len(composed_NA)
     fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
     fits_NA[:, tight] = memory.sample_fits(rows[tight], errors.components_N[:number])
     runs_NA = fits_NA.copy()
-    runs_NA[:, near] &= memory.sample_runs(rows[near], errors, number)
+    runs_NA[:, near] = memory.sample_runs(rows[near], errors, number) & ~whole_A[near]
     missing_AP = missing_components(table, surrogate, rows)
     wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
+    wanted_AP[whole_A] = False  # the whole model said more than its components could
     return CandidatePosterior(
         rows=rows,
         mean_A=throughput.mean_C[rows],
@@ -127,6 +147,7 @@ def compute_posterior(
         tokens_NA=np.where(runs_NA, np.exp(tokens_NA), 0.0),
         wanted_AP=wanted_AP,
         clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
+        undecided_A=~wanted_AP.any(axis=1) & memory.may_fit_C[rows] & ~memory.fits_C[rows],
         runs_A=runs_NA.mean(axis=0),
     )
 

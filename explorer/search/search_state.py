@@ -61,6 +61,19 @@ class BestCandidate:
     confidence: float
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The row of a candidate to run whole.
+
+    `probability` is that of being faster than the recommended candidate by more than MATTERS of the tolerance. `gain`
+    is the expected improvement, as a share of the recommended candidate's throughput.
+    """
+
+    row: int
+    probability: float
+    gain: float
+
+
 class SearchState:
     """Everything that is known about one model variant: measurements, failures, and the posterior of the rest.
 
@@ -93,6 +106,7 @@ class SearchState:
         self._reported_errors = [ReportedError(table.row[run.candidate], run.log_error) for run in self.reported]
         self._memory_errors = MemoryErrors(len(table.candidates), NUM_SAMPLES, rng)
         self._whole_models: dict[int, WholeModelRun] = {}
+        self._whole_peaks: dict[int, int] = {}
         usable = [] if earlier is None else [run for run in earlier.runs if run.measurement.component in table.column]
         self._log = ObservationLog([age_run(run, hardware.device_kind) for run in usable])
         self._failures = Failures()
@@ -136,12 +150,16 @@ class SearchState:
         measured = self._judge_reuse(failed=False) or measured
         self._update(measured, refresh=before != self._num_troubles())
 
-    def learn_whole_model(self, candidate: Candidate, tokens_per_second: float, standard_error: float) -> None:
-        """Learn a whole model's throughput, with its relative standard error: it corrects what is composed."""
+    def learn_whole_model(
+        self, candidate: Candidate, tokens_per_second: float, standard_error: float, peak_bytes: int | None = None
+    ) -> None:
+        """Learn a whole model's throughput, with its relative standard error, and its peak: both correct the others."""
         row = self.table.row[candidate]
         run = WholeModelRun(math.log(tokens_per_second), standard_error)
-        if self._whole_models.get(row) != run:
+        if self._whole_models.get(row) != run or self._whole_peaks.get(row) != peak_bytes:
             self._whole_models[row] = run
+            if peak_bytes is not None:
+                self._whole_peaks[row] = peak_bytes
             self._refresh()
 
     def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
@@ -181,6 +199,10 @@ class SearchState:
     def fits(self, row: int) -> bool:
         """Whether a candidate is expected to fit: by its measured components, and by predictions of the others."""
         return bool(self._memory.fits_C[row])
+
+    def may_fit(self, row: int) -> bool:
+        """Whether a candidate fits or is within the error of the limit, so that its whole model may fit."""
+        return bool(self._memory.may_fit_C[row])
 
     def surely_fits(self, rows: Ints) -> Mask:
         """Which of `rows` fit even with more bytes than expected, shape (A,), so that none need be measured."""
@@ -256,9 +278,12 @@ class SearchState:
 
     @property
     def search_confidence(self) -> float | None:
-        """The confidence in the fastest candidate, 0..1; it ends the search, also if another one is preferred."""
+        """The confidence that ends the search, 0..1: in the fastest candidate, also if another one is preferred.
+
+        It leaves out what no component tells, whether candidates near the limit run.
+        """
         fastest = self.posterior.incumbent
-        return None if fastest is None else self.posterior.confidence(fastest, self.request.tolerance)
+        return None if fastest is None else self.posterior.confidence_if_it_runs(fastest, self.request.tolerance)
 
     def posterior_of(self, rows: Ints) -> CandidatePosterior:
         """The posterior of those of `rows` that may still be the best of them."""
@@ -278,24 +303,25 @@ class SearchState:
             self._whole_models.keys(),
         )
 
-    def runner_up(self) -> tuple[int, float] | None:
-        """The row of the candidate whose whole model is most likely to change the answer, and that probability.
+    def runner_up(self) -> RunnerUp | None:
+        """The candidate whose whole model is expected to improve the answer most; null if there is none to run.
 
-        It is the candidate with the highest probability of being faster than the recommended one by more than a quarter
-        of the tolerance, composition error included, among those that are known well enough and were not run whole; if
-        two are equally likely, the faster one. A smaller advantage is not worth a run. Null if there is no such
-        candidate.
+        It is the contender with the highest expected gain over the recommended candidate, in which what is not known
+        counts: the error of its composition, whether it fits, and components that were predicted. If two are equal, it
+        is the faster one. Without a recommended candidate it is the best of those that may fit.
         """
         posterior, recommended = self.posterior, self._recommended_position()
-        if recommended is None:
-            return None
-        clear = np.flatnonzero(posterior.clear_A)
-        others = [i for i in clear if i != recommended and not self.was_run_whole(posterior.rows[i])]
+        rows = posterior.rows
+        others = [i for i in range(rows.size) if i != recommended and not self.was_run_whole(int(rows[i]))]
         if not others:
             return None
+        if recommended is None:
+            best = max(others, key=lambda i: (posterior.tokens_NA[:, i].mean(), posterior.mean_A[i]))
+            return RunnerUp(int(posterior.rows[best]), float(posterior.runs_A[best]), 1.0)
+        gain = posterior.expected_gains(recommended)
+        best = max(others, key=lambda i: (gain[i], posterior.mean_A[i]))
         faster = posterior.probability_faster(recommended, self.request.tolerance * MATTERS)
-        best = max(others, key=lambda i: (faster[i], posterior.mean_A[i]))
-        return int(posterior.rows[best]), float(faster[best])
+        return RunnerUp(int(posterior.rows[best]), float(faster[best]), float(gain[best]))
 
     def to_repeat(self, measurement: Measurement) -> Suggestion | None:
         """Return what to repeat after a contaminated measurement; null if nothing, or after too many attempts."""
@@ -358,7 +384,7 @@ class SearchState:
         self._throughput = CandidateThroughput(
             table, surrogate, self._errors, self._whole_models, self._reported_errors
         )
-        self._memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes)
+        self._memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes, self._whole_peaks)
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
         rejected_C = self._failures.rejected(table, self._memory.required_C)

@@ -169,8 +169,11 @@ class TrialScheduler:
         )
 
     def _judge_memory(self, row: int, measurement: Measurement) -> Measurement:
-        """A candidate whose measured parts add up to more than the limit is out of memory, although each part ran."""
-        if measurement.outcome is not Outcome.OK or self._state.fits(row) or self._is_awaited(row):
+        """A candidate whose measured parts add up to more than the limit is out of memory, although each part ran.
+
+        If they do so by no more than the error of a sum, only its whole model decides.
+        """
+        if measurement.outcome is not Outcome.OK or self._state.may_fit(row) or self._is_awaited(row):
             return measurement
         found, limit = self._state.bytes(row), self._state.limit_bytes
         reason = (

@@ -10,20 +10,21 @@ from explorer.records.trial import Trial
 from explorer.search.choices import promising_row
 from explorer.search.history import TrialHistory
 from explorer.search.report import best_stock, largest_untiled
-from explorer.search.search_state import SearchState
+from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds
 from explorer.search.whole_model_check import check_whole_model
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
-ATTEMPTS = 4
+ATTEMPTS = 14
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
-RUNNER_UP_ATTEMPTS = 4
+RUNNER_UP_ATTEMPTS = 12
 """After this many whole models no runner-up is run."""
-NEGLIGIBLE = 0.01
-"""A runner-up that is less likely than this to be the better one is not run."""
-LIKELY = 0.1
-"""Once two candidates were run whole, another is run only if it is at least this likely to be better."""
+NEGLIGIBLE = 0.02
+"""A runner-up whose expected gain is below this share of the tolerance is not run."""
+CONSIDERABLE = 0.1
+"""Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
+"""
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
 """A candidate whose whole model ends like this is not recommended."""
 IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
@@ -77,31 +78,37 @@ class WholeModels:
         if check is not None:
             found = check.measurement
             error = found.standard_error_seconds / found.micro_step_seconds if found.micro_step_seconds else 0.0
-            state.learn_whole_model(candidate, check.tokens_per_second, error)
+            state.learn_whole_model(candidate, check.tokens_per_second, error, found.peak_bytes)
 
     def next(self) -> NextCheck | None:
-        """What to run whole next: the recommended candidate, then its runner-up; null when the answer is settled.
+        """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
 
         The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
-        Its runner-up (`SearchState.runner_up`) is run if the budget allows, if it may well be better, and if no other
-        candidate was run whole before, because the answer has then been compared already. A whole model that cannot be
-        run here, or not in time, is the last. One on a shared or throttled device says nothing and is run again.
+        A runner-up (`SearchState.runner_up`) is run if the budget allows and its expected gain is worth it. A whole
+        model that cannot be run here, or not in time, is the last. One on a shared or throttled device says nothing and
+        is run again.
         """
-        trials = self.trials
-        best = self._state.recommend()
+        state, trials = self._state, self.trials
+        best = state.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if best is None or IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
+        if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
-        recommended = self._state.table.candidates[best.row]
-        if not self._state.was_run_whole(best.row):
-            return NextCheck(recommended) if len(trials) < ATTEMPTS else None
-        compared = any(o is Outcome.OK and t.candidate != recommended for t, o in zip(trials, outcomes, strict=True))
+        if best is not None and not state.was_run_whole(best.row):
+            return NextCheck(state.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
-        rival = self._state.runner_up()
-        if rival is None or rival[1] < (LIKELY if compared else NEGLIGIBLE):
+        rival = state.runner_up()
+        least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
+        if rival is None or rival.gain < least * state.request.tolerance:
             return None
-        return NextCheck(self._state.table.candidates[rival[0]], rival[1])
+        return NextCheck(state.table.candidates[rival.row], rival.probability)
+
+    def _is_compared(self, best: BestCandidate | None) -> bool:
+        """Whether another candidate than the best was run whole, and the confidence has reached its target."""
+        if best is None or 100 * best.confidence < self._state.request.budget.confidence_target:
+            return False
+        recommended = self._state.table.candidates[best.row]
+        return any(t.measurement.outcome is Outcome.OK and t.candidate != recommended for t in self.trials)
 
     def of(self, candidate: Candidate) -> Trial | None:
         """The whole-model run of a candidate."""

@@ -72,7 +72,7 @@ class Budget(Frozen):
     an equal share of both limits, and what earlier variants left over.
 
     The base is measured in any case. Twice the limits hold until there is a candidate to recommend, and for what the
-    answer is compared with. Whole models (at most four runs a variant) come on top; the runner-up does not.
+    answer is compared with. The whole models of recommended candidates come on top; those of runners-up do not.
     """
 
     confidence_target: Annotated[int, Field(ge=1, le=99)] = 95

@@ -28,7 +28,7 @@ import numpy as np
 from explorer.cost_model.candidate_table import Floats, Ints
 from explorer.spec.candidate import Candidate
 
-OWN_STD = {"cuda": 0.005, "cpu": 0.01}
+OWN_STD = {"cuda": 0.004, "cpu": 0.01}
 """Standard deviation of the part that is a candidate's own.
 
 It is the scale of Student's t distribution, whose standard deviation is 1.4 times that. In

@@ -179,13 +179,15 @@ class SimulatedDevice:
             self.request,
             context_parallel_size=plan.candidate.context_parallel_size,
         )
+        sizes = np.array([self.weigh(c, plan.model) for c in table.components], dtype=np.float64).T
+        peak = round(float((table.static_bytes_C + np.add(*table.activation_bytes(*sizes)))[0]))
         whole = WholeModelMeasurement(
             micro_step_seconds=factor * step.micro_step,
             optimizer_seconds=factor * step.optimizer,
             communication_seconds=factor * communication if exchanges else None,
             standard_error_seconds=self.whole_model_error * step.micro_step,
-            peak_bytes=GIB,
-            reserved_bytes=GIB,
+            peak_bytes=peak,
+            reserved_bytes=peak,
             repeats=3,
             conditions=self.conditions(plan, None),
         )

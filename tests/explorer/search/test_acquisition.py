@@ -30,6 +30,7 @@ def rival_pair(tokens: tuple[float, float], better: float) -> SearchState:
         tokens_NA=samples,
         wanted_AP=np.zeros((2, state.table.used_CP.shape[1]), dtype=np.bool_),
         clear_A=np.array([True, True]),
+        undecided_A=np.array([False, False]),
         runs_A=np.ones(2),
     )
     state.surrogate.log_std_K[:] = 0.01

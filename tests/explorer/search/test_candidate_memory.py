@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from explorer.cost_model.step import required_bytes
+from explorer.cost_model.step import FRAGMENTATION, required_bytes
 from explorer.search.candidate_memory import MOST_DEVIATIONS, CandidateMemory, MemoryErrors
 from explorer.search.search_state import SearchState
 from tests.explorer.search.small import candidate, know, small_state
@@ -13,8 +13,8 @@ from tests.explorer.search.small import candidate, know, small_state
 ROWS = np.arange(12)
 
 
-def memory_of(state: SearchState, limit: int = 2**40) -> CandidateMemory:
-    return CandidateMemory(state.table, state.surrogate, state.hardware, limit)
+def memory_of(state: SearchState, limit: int = 2**40, peaks: dict[int, int] | None = None) -> CandidateMemory:
+    return CandidateMemory(state.table, state.surrogate, state.hardware, limit, peaks)
 
 
 def test_a_candidate_needs_its_training_state_and_its_activations() -> None:
@@ -98,3 +98,52 @@ def test_a_whole_model_within_the_error_of_the_limit_may_not_run() -> None:
     assert shares[2] > 0.999
     assert memory_of(state, round(1.02 * need)).is_near_limit(rows)[0]
     assert not memory_of(state, round(1.5 * need)).is_near_limit(rows)[0]
+
+
+def runs(memory: CandidateMemory, row: int) -> float:
+    errors = MemoryErrors(len(ROWS), 2000, np.random.default_rng(0))
+    return float(memory.sample_runs(np.array([row]), errors, 2000).mean())
+
+
+def test_a_candidate_above_the_limit_may_fit_within_the_error_of_its_peak() -> None:
+    state = small_state()
+    know(state, candidate(4))
+    row = state.table.row[candidate(4)]
+    need = float(memory_of(state).required_C[row])
+    peak = memory_of(state).expected_bytes(row).peak
+    shares = []
+    for error in (0.001, 0.01, 0.2):
+        over = peak * (1 - np.exp(-error)) * (1 + FRAGMENTATION[state.request.allocator])
+        memory = memory_of(state, round(need - over))
+        assert not memory.fits_C[row]
+        shares.append((bool(memory.may_fit_C[row]), runs(memory, row)))
+    assert [may for may, _ in shares] == [True, True, False]
+    assert 0.2 < shares[0][1] < 0.45
+    assert shares[0][1] > shares[1][1] > 0.01 > shares[2][1]
+
+
+def test_a_whole_model_that_needs_less_than_composed_fits_and_one_that_needs_more_does_not() -> None:
+    state = small_state()
+    know(state, candidate(4), candidate(2))
+    row, other = state.table.row[candidate(4)], state.table.row[candidate(2)]
+    peak, need = memory_of(state).expected_bytes(row).peak, float(memory_of(state).required_C[row])
+    limit = round(need) - 10**6
+    fitting = memory_of(state, limit, {row: round(0.95 * peak)})
+    assert fitting.fits_C[row]
+    assert fitting.required_C[row] == required_bytes(round(0.95 * peak), state.hardware, state.request.allocator)
+    too_large = memory_of(state, limit, {row: peak})
+    assert not too_large.fits_C[row] and not too_large.may_fit_C[row]
+    assert too_large.may_fit_C[other]
+
+
+def test_the_peak_of_one_whole_model_moves_the_expectation_of_the_others() -> None:
+    state = small_state()
+    know(state, candidate(4), candidate(2))
+    row, other = state.table.row[candidate(4)], state.table.row[candidate(2)]
+    peak = memory_of(state).expected_bytes(other).peak
+    limit = round(float(memory_of(state).required_C[row]))
+    lower, unknown, higher = (
+        runs(memory_of(state, limit, peaks), row)
+        for peaks in ({other: round(0.97 * peak)}, None, {other: round(1.03 * peak)})
+    )
+    assert lower > unknown + 0.1 and unknown > higher + 0.1

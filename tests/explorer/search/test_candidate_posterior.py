@@ -26,6 +26,7 @@ def posterior(
     tokens_NA: np.ndarray = SAMPLES,
     clear: tuple[bool, ...] = (True, True, True),
     runs: tuple[float, ...] | None = None,
+    undecided: tuple[bool, ...] | None = None,
 ) -> CandidatePosterior:
     number = tokens_NA.shape[1]
     return CandidatePosterior(
@@ -35,6 +36,7 @@ def posterior(
         tokens_NA=tokens_NA,
         wanted_AP=np.zeros((number, 2), dtype=np.bool_),
         clear_A=np.array(clear),
+        undecided_A=np.zeros(number, dtype=np.bool_) if undecided is None else np.array(undecided),
         runs_A=np.ones(number) if runs is None else np.array(runs),
     )
 
@@ -51,6 +53,19 @@ def test_confidence_is_the_share_of_samples_within_the_tolerance_of_the_best() -
 def test_a_whole_model_that_does_not_run_is_never_within_the_tolerance() -> None:
     found = posterior(np.array([[0.0], [0.0], [9.0], [9.0]]), (True,))
     assert found.confidence(0, 0.01) == found.confidences(0.01)[0] == 0.5
+
+
+def test_the_search_leaves_out_what_only_whole_models_tell() -> None:
+    samples = np.array([[0.0, 90.0, 0.0], [100.0, 90.0, 120.0], [100.0, 110.0, 0.0], [100.0, 90.0, 120.0]])
+    found = posterior(samples, (True, True, False), undecided=(False, False, True))
+    assert found.confidence(0, 0.01) == 0.0
+    assert found.confidence_if_it_runs(0, 0.01) == pytest.approx(2 / 3)
+    assert posterior(samples[:1], undecided=(False, False, True)).confidence_if_it_runs(0, 0.01) == 0.0
+
+
+def test_an_expected_gain_counts_how_much_faster_and_how_often() -> None:
+    samples = np.array([[100.0, 90.0, 0.0], [100.0, 130.0, 150.0]])
+    assert posterior(samples).expected_gains(0).tolist() == [0.0, 0.15, 0.25]
 
 
 def test_a_candidate_exactly_at_the_tolerance_counts() -> None:

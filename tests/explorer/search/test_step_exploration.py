@@ -72,10 +72,10 @@ def test_a_size_that_crashes_rules_no_larger_one_out() -> None:
     assert found.micro_batch_size == 32
 
 
-def test_sizes_that_are_as_good_as_each_other_leave_doubt() -> None:
+def test_of_sizes_that_are_as_good_as_each_other_any_is_right() -> None:
     device = Device(lambda size: 0.02 * size)
     found = search_step(device.describe(counts_memory=False), device.measure)
-    assert found.confidence is not None and found.confidence < 99
+    assert found.confidence is not None and found.confidence >= 90
 
 
 def test_an_end_of_the_measurements_gives_the_answer_so_far() -> None:

@@ -137,7 +137,7 @@ def test_nothing_depends_on_the_order_of_the_runs() -> None:
 def test_the_covariance_is_the_sum_of_a_common_a_policys_a_sizes_and_an_own_part() -> None:
     found = errors().covariance(ROWS, ROWS)
     an_octave = SIZE_STD**2 * np.exp(-0.5 / SIZE_OCTAVES**2)
-    assert found[0, 0] == pytest.approx(0.03**2 + 0.005**2 + 0.004**2 + 0.005**2)
+    assert found[0, 0] == pytest.approx(0.03**2 + 0.005**2 + 0.004**2 + 0.004**2)
     assert found[0, 1] == pytest.approx(0.03**2 + 0.005**2 + an_octave)
     assert found[0, 2] == pytest.approx(0.03**2 + 0.004**2)
     assert errors().covariance(ROWS, ROWS, 2.0) == pytest.approx(4 * found)
@@ -169,7 +169,7 @@ def test_what_changes_the_code_or_the_memory_of_a_step_is_a_policy_of_its_own(ch
 @pytest.mark.parametrize(("surprise", "scale"), [(1.0, 1.0), (6.0, np.sqrt(2.0)), (16.0, 2.0)])
 def test_the_scale_rests_on_four_whole_models_before_the_first(surprise: float, scale: float) -> None:
     exact = np.zeros((2, len(CANDIDATES)))
-    variance = 0.03**2 + 0.005**2 + SIZE_STD**2 + 0.005**2 + 0.001**2 + 0.002**2
+    variance = 0.03**2 + 0.005**2 + SIZE_STD**2 + 0.004**2 + 0.001**2 + 0.002**2
     runs = {0: WholeModelRun(float(np.sqrt(surprise * variance)), 0.002)}
     found = errors().condition(runs, np.zeros(1), exact[:, :1], np.zeros(1))
     assert found.scale == pytest.approx(scale)
