@@ -69,10 +69,12 @@ def usage_rows(job: Job, best: Recommendation, *, is_cut_short: bool) -> list[st
         budget = request.budget
         limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
         surer = [row("to be surer", f"explore again with a higher --max-seconds or --max-trials; these were {limits}")]
+    has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
+    formats = [name for name, known in FORMATS.items() if not has_mesh or known.framework.schedules]
     return [
         *surer,
-        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(FORMATS)}"),
-        row("for bexp.apply", f"bexp best {job_id} --json > best.json"),
+        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(formats)}"),
+        *([] if has_mesh else [row("for bexp.apply", f"bexp best {job_id} --json > best.json")]),
         row("as a page", f"bexp report {job_id} --out report.html"),
     ]
 

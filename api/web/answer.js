@@ -9,9 +9,17 @@ export function renderAnswer(exploration) {
   const main = answer?.variants[0];
   const best = answer ? main.recommendation : exploration.recommendation;
   const others = answer && answer.variants.length > 1 ? [variantTable(answer.variants)] : [];
-  if (best) return [headline(best, exploration), rows(best, exploration), ...others];
+  if (best) return [headline(best, exploration), provisionalNote(best, exploration), rows(best, exploration), ...others];
   if (answer) return [nothingFits(main), ...others];
   return [el("p", { class: "quiet" }, "There is nothing to recommend yet.")];
+}
+
+/** Say that a search has ended below the confidence that was asked for. */
+function provisionalNote(best, exploration) {
+  const target = exploration.request?.budget.confidence_target ?? 0;
+  const isBelow = exploration.answer !== null && best.confidence < target;
+  const text = `Provisional: confidence ${best.confidence} is below ${target}, which was asked for. Another candidate may be better.`;
+  return el("p", { hidden: !isBelow }, text);
 }
 
 function headline(best, exploration) {
@@ -72,7 +80,9 @@ function rows(best, exploration) {
   const over = (label, other) => {
     if (!other) return;
     const predicted = other.predicted ? ", predicted in part" : "";
-    row(label, `${other.gain.toFixed(2)}x over ${format.describe(other.candidate)}${predicted}`);
+    const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
+    const what = same ? ": it is the recommended one" : ` over ${format.describe(other.candidate)}${predicted}`;
+    row(label, `${other.gain.toFixed(2)}x${what}`);
   };
   over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
   over("stock best", best.stock);

@@ -90,7 +90,7 @@ export class ExplorationView {
     for (const { body, draw } of this.figures) {
       const hadFocus = body.contains(document.activeElement);
       const made = draw({ ...common, width: Math.max(260, Math.floor(body.clientWidth)) });
-      body.replaceChildren(...[made ?? el("p", { class: "quiet" }, "Nothing to show yet.")].flat());
+      body.replaceChildren(...[made ?? el("p", { class: "quiet" }, isFinal(exploration) ? "There is nothing to show." : "Nothing to show yet.")].flat());
       if (hadFocus) body.querySelector("[tabindex]")?.focus({ preventScroll: true });
     }
     this.log.update(events, exploration.recommendation, isFinal(exploration));

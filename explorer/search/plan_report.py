@@ -153,5 +153,5 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tu
         notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
     target = space.request.budget.confidence_target
     if score < target:
-        notes.append(f"the confidence is below {target}: it ends at the measured share of the step, or with the budget")
+        notes.append(f"the confidence is below {target}: the budget ended, or the measured share of the step is no larger")
     return tuple(notes)

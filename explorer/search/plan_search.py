@@ -78,7 +78,9 @@ def explore_plan(
     else:
         search = PlanSearch(space, report, measure, history, clock)
         found = yield from search.run()
-        answer = answer.model_copy(update={"recommendation": found, "reason": None if found else search.reason})
+        reason = None if found else search.reason
+        target = search.completed_target if found else None
+        answer = answer.model_copy(update={"recommendation": found, "reason": reason, "completed_target": target})
     whole = Answer(variants=(answer,))
     yield Progress(events=(end_event(whole),), recommendation=whole.recommendation, answer=whole)
 
@@ -106,6 +108,12 @@ class PlanSearch:
         self._last_message = ""
         self._smallest = 0
         self.reason = "the budget ended before a mesh was measured: raise max_seconds or max_trials"
+
+    @property
+    def completed_target(self) -> int | None:
+        """The confidence target, if neither the budget nor failing trials have ended the search."""
+        is_cut_short = self._is_spent() or self._history.is_hopeless(self._space.request.model.query_groups)
+        return None if is_cut_short else self._space.request.budget.confidence_target
 
     def run(self) -> Generator[Progress, None, Recommendation | None]:
         """Measure until the confidence target or the budget is reached; returns the recommendation."""
