@@ -99,7 +99,8 @@ export class ExplorationView {
 
   #drawHead(exploration, trials) {
     this.title.textContent = exploration.model;
-    const times = [
+    const facts = [
+      exploration.owner && exploration.owner !== "local" && `owner ${exploration.owner}`,
       `submitted ${format.moment(exploration.created_at)}`,
       exploration.started_at && `started ${format.moment(exploration.started_at)}`,
       exploration.finished_at && `ended ${format.moment(exploration.finished_at)}`,
@@ -107,7 +108,7 @@ export class ExplorationView {
     const cancelled = exploration.cancel_requested && !isFinal(exploration) ? " (being cancelled)" : "";
     this.state.replaceChildren(
       el("span", { class: `badge ${exploration.state}` }, exploration.state + cancelled),
-      ` ${trials.length} trials · ${times.filter(Boolean).join(" · ")} · id `,
+      ` ${trials.length} trials · ${facts.filter(Boolean).join(" · ")} · id `,
       el("code", {}, exploration.id),
     );
     this.labels.replaceChildren(...format.labels(exploration.labels).map((text) => el("span", { class: "label" }, text)));

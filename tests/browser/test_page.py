@@ -102,17 +102,19 @@ def test_a_running_exploration_is_followed_to_its_end(browser: Chromium, service
 
 def test_a_cancelled_exploration_is_resumed_and_followed(browser: Chromium, service: Service) -> None:
     service.profiler.gate.clear()
-    job_id = service.queue.enqueue(request(seed=6))[0].id
+    service.queue.enqueue(request(seed=6))  # the only worker is busy with it
+    job_id = service.queue.enqueue(request(seed=7))[0].id
     log_in(browser, service, at=f"#/explorations/{job_id}")
     try:
-        browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
+        browser.wait_for("document.querySelector('.badge.queued') && document.querySelector('.log li')")
         browser.evaluate(f"(window.confirm = () => true, {button('Cancel')}.click())")
+        browser.wait_for(f"document.querySelector('.badge.cancelled') && {button('Resume')}")
+        browser.evaluate(f"{button('Resume')}.click()")
+        browser.wait_for("document.querySelector('.badge.queued')")
     finally:
         service.profiler.gate.set()
-    browser.wait_for(f"document.querySelector('.badge.cancelled') && {button('Resume')}")
-    browser.evaluate(f"{button('Resume')}.click()")
     browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelector('.headline strong')")
-    assert browser.evaluate(f"!{button('Resume')}")
+    assert browser.evaluate(f"{button('Resume')} === undefined")
     browser.wait_for(f"document.querySelectorAll('.log li').length === {len(service.client.stored_events(job_id))}")
 
 
