@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import optuna
@@ -120,7 +121,7 @@ def test_a_whole_model_corrects_what_is_composed() -> None:
     assert state.seconds(row) == composed
 
 
-def found_by(state: SearchState) -> tuple[int, float, float] | None:
+def found_by(state: SearchState) -> tuple[Any, ...] | None:
     found = state.runner_up()
     return None if found is None else (found.row, found.probability, found.gain)
 
