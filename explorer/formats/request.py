@@ -44,8 +44,9 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     merged = _merge(_one_device_field(translation.document, translation), changes)
     if translation.problems:
         raise FormatError(list(translation.problems)[:MAX_ERRORS])
-    if notices := translation.notices():
-        merged["notices"] = [*merged.get("notices", ()), *notices]
+    said = merged.get("notices", ())
+    if (notices := translation.notices()) and isinstance(said, (list, tuple)):  # else the request refuses what is said
+        merged["notices"] = [*said, *notices]
     sources = {target: source for target, source in translation.sources.items() if _lookup(changes, target) is _ABSENT}
     try:
         request = ExplorationRequest.model_validate(merged)

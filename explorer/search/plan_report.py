@@ -47,7 +47,7 @@ def recommend_plan(
     found, step = one.found, one.step
     candidate, plain = (_with_sharding(each) for each in (found, base))
     base_step = space.step(base, simulate=True)
-    parts = _parts(space, step)
+    parts = plan_parts(space, step)
     measured = sum(part.share for part in parts if part.source == "measured")
     score = min(confidence_score(confidence), math.floor(100 * measured))
     required = space.required_bytes(step)
@@ -103,7 +103,7 @@ def _with_sharding(found: MeshCandidate) -> Candidate:
     return found.candidate.model_copy(update={"sharding": found.mesh.sharding})
 
 
-def _parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
+def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
     """Return the parts of the step, the largest first."""
     found = []
     for part, amount in sorted(step.makeup.items(), key=lambda item: -item[1]):
