@@ -168,6 +168,7 @@ class RelaxationKind(StrEnum):
     RECOMPUTE = "recompute"
     OPTIONS = "options"
     CONTEXT_PARALLEL = "context_parallel"
+    PARALLELISM = "parallelism"
     NUM_DEVICES = "num_devices"
     SHARDING = "sharding"
     SEVERAL = "several"
