@@ -28,6 +28,7 @@ from explorer.spec.target import TargetName, check_hugging_face_config, check_ta
 from explorer.spec.training import Sharding, TrainingSpec
 
 MAX_NUM_QUERY_GROUPS_VARIANTS = 8
+MAX_POLICIES = 32
 
 
 class RequestFields(Frozen):
@@ -71,7 +72,11 @@ class RequestFields(Frozen):
         | None
     ) = Field(None, description="Settings to compare as separate models; they change the model.")
     bta: BTASpec = BTASpec()
-    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=len(Recompute))] | None = None
+    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
+        None,
+        description="The policies to choose among. Null: all but those with a number, `layers_N` and `groups_N`, which "
+        "are explored only if they are named here.",
+    )
     attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
     flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
