@@ -209,14 +209,14 @@ def _code(
     """Return the executions to try with a policy, each with its kernels.
 
     Within a graph, the compiler chooses what runs again, and it makes its own kernels from the operations that liger's
-    kernels replace.
+    kernels replace. Compiled layers of a model's own code cannot run again as a group.
     """
     return [
         (execution, own)
         for execution in request.execution_choices
         for own in kernels
         if (execution or request.execution) is Execution.EAGER
-        or (own is not Kernels.LIGER and (execution is None or not recompute.by_operation))
+        or (own is not Kernels.LIGER and (execution is None or not (recompute.by_operation or recompute.group_size)))
     ]
 
 

@@ -112,8 +112,8 @@ class ModelParts(Frozen):
         return {kind.name: kind for kind in self.kinds}[name]
 
     def has_policy(self, policy: Recompute) -> bool:
-        """Whether the code can run a policy; one with a number needs layers that can be recomputed one by one."""
-        return (Recompute.PARTIAL_50 if policy.is_numbered else policy) in self.policies
+        """Whether the code can run a policy; `layers_N` needs layers that can be recomputed one by one."""
+        return (policy if policy.first_layers is None else Recompute.PARTIAL_50) in self.policies
 
     def recomputed_layers(self, policy: Recompute) -> tuple[bool, ...]:
         """For each layer, whether a policy recomputes it as a whole: the first ones; a share is at least one layer."""

@@ -158,6 +158,20 @@ class RequestFields(Frozen):
     def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
         return None if config is None else check_target_config(config)
 
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _check_numbered_policies(cls, policies: Any) -> Any:
+        for name in policies if isinstance(policies, list | tuple) else ():
+            if isinstance(name, str) and name.startswith(("layer", "group")):
+                try:
+                    Recompute(name)
+                except ValueError:
+                    raise ValueError(
+                        f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', where N is from 1 "
+                        "to the number of layers"
+                    ) from None
+        return policies
+
     @model_validator(mode="before")
     @classmethod
     def _expand_shorthands(cls, data: Any) -> Any:

@@ -218,6 +218,9 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
                 check_number(policy, request.model.num_layers)
             except ValueError as error:
                 raise RuleError(str(error), "recompute", "model.num_layers") from error
+        compiled = Execution.EAGER not in request.admitted_executions
+        if policy.group_size is not None and compiled and request.target_name == TRANSFORMERS:
+            raise RuleError(f"recompute '{policy}' needs execution 'eager' in a transformers model", "recompute")
         level = request.highest_sharding
         if policy.group_size is not None and level.level > Sharding.ZERO1.level:
             raise RuleError(
