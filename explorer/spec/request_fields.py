@@ -167,8 +167,8 @@ class RequestFields(Frozen):
                     Recompute(name)
                 except ValueError:
                     raise ValueError(
-                        f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', where N is from 1 "
-                        "to the number of layers"
+                        f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at "
+                        "least 1 and at most the number of layers"
                     ) from None
         return policies
 

@@ -136,7 +136,8 @@ def test_what_a_request_says_of_recomputation_stands_beside_the_flags() -> None:
     assert compiled is not None
     assert "layers_2" in compiled
     assert "activations" not in compiled
-    planned = parse_request({**document, "num_devices": 8, "fabric": "h100-nvl-ib400"})
+    flags = document["megatron"].replace("--micro-batch-size 2", "")
+    planned = parse_request({"megatron": flags, "num_devices": 8, "fabric": "h100-nvl-ib400"})
     assert planned.recompute is None
 
 

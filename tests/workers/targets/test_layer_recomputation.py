@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
@@ -21,6 +22,16 @@ from workers.targets.reference.passes import BlockPasses
 
 BATCH = 4
 SHAPE: dict[str, Any] = {"num_layers": 7, "seq_length": 64, "vocab_size": 64}
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products that run, the backward pass included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
 
 
 def composed_peak(candidate: Candidate, request: ExplorationRequest) -> float:
@@ -64,9 +75,9 @@ def test_the_composed_peak_is_that_of_the_whole_model(fields: dict[str, Any]) ->
             num_query_groups=request.model.query_groups,
         )
         peaks[name] = (composed_peak(candidate, request), whole_peak(candidate, request))
-    print(peaks)
-    for name, (composed, whole) in peaks.items():
-        assert composed == pytest.approx(whole, rel=0.05), name
+    assert {name: composed for name, (composed, _) in peaks.items()} == {
+        name: whole for name, (_, whole) in peaks.items()
+    }
     assert peaks["full"][1] < peaks["groups_3"][1] < peaks["groups_7"][1]
     assert peaks["layers_3"][1] < peaks["none"][1]
 
@@ -89,9 +100,7 @@ def test_a_block_of_a_group_runs_again_to_its_end() -> None:
         assert component.recompute is recompute
         block = build_block(model, component, request, CPU)
         x = example_inputs(model, component, CPU, training=True)[0]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with _Products() as products:
             block(x).sum().backward()
-        calls[recompute] = sum(
-            event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm")
-        )
+        calls[recompute] = products.count
     assert calls[BlockRecompute.TO_THE_END] == calls[BlockRecompute.FULL] + 1
