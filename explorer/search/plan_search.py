@@ -322,9 +322,8 @@ class PlanSearch:
 def _plainness(found: MeshCandidate) -> tuple[int, ...]:
     """Order candidates for the base: least parallelism, least sharding, no recomputation, the smallest micro-batch."""
     mesh, candidate = found.mesh, found.candidate
-    policy = list(type(candidate.recompute)).index(candidate.recompute)
     parallel = mesh.tensor * mesh.pipeline * mesh.expert
-    return parallel, mesh.sharding.level, mesh.virtual_stages, policy, candidate.micro_batch_size
+    return parallel, mesh.sharding.level, mesh.virtual_stages, candidate.recompute.rank[0], candidate.micro_batch_size
 
 
 def _trial_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:

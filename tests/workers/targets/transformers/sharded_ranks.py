@@ -63,7 +63,7 @@ class Rank:
         self.request = request_for(num_devices=NUM_RANKS, sharding_levels=LEVELS, training=training)
         self.target = TransformersTarget(self.request, self.instruments)
         self.target._resolved.__dict__["check"] = SelfCheck()  # other tests run it
-        self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, by_operation={})
+        self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, named={})
         decompose = decomposer_of(self.parts, training=True, exchanges=True)
         self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
         plan = TrialPlan(
