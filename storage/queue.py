@@ -40,7 +40,7 @@ from storage.steps import claim_event, step_values
 from storage.submission import Submission, insert_submission
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
-from storage.turns import find_next, held_since, take_turn
+from storage.turns import await_turn, find_next, held_since, take_turn
 from storage.waiting import MAX_WAIT, end_overdue, note_reasons
 from storage.workers import LIVE_WITHIN
 
@@ -135,6 +135,7 @@ class Queue:
                 return None
             take = sa.update(jobs).where(jobs.c.id == found.scalar_subquery()).values(values).returning(*jobs.c)
             with self.database.begin() as connection:
+                await_turn(self.database, connection)
                 row = connection.execute(take).one_or_none()
                 if row is None:
                     return None

@@ -81,8 +81,8 @@ def find_answer(
     It must belong to the `owner` of the request, because nobody learns what others have measured.
 
     An exploration answers if it measured, if it succeeded, and if its confidence is at least what the request's budget
-    asks for, or its search for as much ended by its own rule. A report of a real run that arrived later says more than
-    the answer knows, so it does not answer any more.
+    asks for, or its search for as much ended by its own rule. A report of a real run that the owner sent later says
+    more than the answer knows, so it does not answer any more.
     """
     key = request_key(request)
     alike = [
@@ -98,7 +98,12 @@ def find_answer(
     same = jobs.alias()
     reported_since = (
         sa.select(sa.literal(1))
-        .where(same.c.id == run_reports.c.job_id, same.c.request_key == key, run_reports.c.at > jobs.c.finished_at)
+        .where(
+            same.c.id == run_reports.c.job_id,
+            same.c.request_key == key,
+            same.c.owned_by == owner,
+            run_reports.c.at > jobs.c.finished_at,
+        )
         .correlate(jobs)
         .exists()
     )

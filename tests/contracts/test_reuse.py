@@ -16,15 +16,16 @@ from storage.database import Database
 from storage.events import read_events
 from storage.jobs import Job, JobNotFoundError, JobState
 from storage.leases import Claim
-from storage.owners import USUAL_SCOPES, Caller
+from storage.owners import LOCAL, USUAL_SCOPES, Caller
 from storage.pruning import delete_job, prune
 from storage.queue import Queue
 from storage.run_reports import insert_run_report
 from storage.workers import WorkerInfo, WorkerState, list_known_workers, register_worker
-from tests.contracts.samples import make_recommendation, make_report, make_request
+from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial
 
 FINGERPRINT = make_report().hardware.fingerprint
 TARGETS = {"bexp": "0.2.0"}
+OTHER = Caller("other", USUAL_SCOPES)
 
 
 def claim_next(queue: Queue, targets: dict[str, str] | None = None, fingerprint: str = FINGERPRINT) -> Claim | None:
@@ -33,9 +34,11 @@ def claim_next(queue: Queue, targets: dict[str, str] | None = None, fingerprint:
     )
 
 
-def measure(queue: Queue, *, confidence: int = 96, completed_target: int | None = None, **changes: Any) -> Job:
-    """Submit a request, and end it with an answer of this confidence."""
-    job, _ = queue.enqueue(make_request(**changes))
+def measure(
+    queue: Queue, *, confidence: int = 96, completed_target: int | None = None, by: Caller = LOCAL, **changes: Any
+) -> Job:
+    """Submit a request, and end it with a trial and an answer of this confidence."""
+    job, _ = queue.enqueue(make_request(**changes), by=by)
     claim = claim_next(queue)
     assert claim is not None
     assert claim.job.id == job.id
@@ -44,9 +47,8 @@ def measure(queue: Queue, *, confidence: int = 96, completed_target: int | None 
     variant = VariantAnswer(
         num_query_groups=4, num_parameters=1, recommendation=found, completed_target=completed_target
     )
-    queue.finish(
-        claim.lease, JobState.SUCCEEDED, last=Progress(recommendation=found, answer=Answer(variants=(variant,)))
-    )
+    last = Progress(recommendation=found, answer=Answer(variants=(variant,)), trial=make_trial(0))
+    queue.finish(claim.lease, JobState.SUCCEEDED, last=last)
     return job
 
 
@@ -185,6 +187,8 @@ def test_a_report_of_a_real_run_makes_the_next_request_measure_again(database: D
         hardware="A device",
         finished_at=datetime(2026, 1, 1, tzinfo=UTC),
     )
+    insert_run_report(database, measure(queue, by=OTHER).id, report)
+    assert source(queue) == first.id
     insert_run_report(database, first.id, report)
     assert source(queue) is None
 
@@ -209,8 +213,7 @@ def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) 
     queue = Queue(database)
     add_worker(database)
     first = measure(queue)
-    other = Caller("other", USUAL_SCOPES)
-    theirs, _ = queue.enqueue(make_request(), by=other)
+    theirs, _ = queue.enqueue(make_request(), by=OTHER)
     assert theirs.state is JobState.QUEUED
     claim = queue.claim("live", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=TARGETS)
     assert claim is not None
@@ -219,6 +222,6 @@ def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) 
     assert {worker.state for worker in shown.values()} == {WorkerState.MEASURING}
     assert [worker.job_id for worker in shown.values()] == [theirs.id, theirs.id, None]
     with pytest.raises(JobNotFoundError):
-        delete_job(database, first.id, by=other)
+        delete_job(database, first.id, by=OTHER)
     delete_job(database, first.id)
     assert [(record.action, record.subject) for record in read_audit(database, limit=1)] == [(Action.DELETE, first.id)]
