@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,12 +26,18 @@ from tests.contracts.samples import make_recommendation, make_report, make_reque
 
 FINGERPRINT = make_report().hardware.fingerprint
 TARGETS = {"bexp": "0.2.0"}
+PACKAGES = {"bexp": "0.2.0", "liger-kernel": "0.6.0"}
 OTHER = Caller("other", USUAL_SCOPES)
 
 
 def claim_next(queue: Queue, targets: dict[str, str] | None = None, fingerprint: str = FINGERPRINT) -> Claim | None:
     return queue.claim(
-        "w", device_kind="cpu", num_devices=1, fingerprint=fingerprint, targets=TARGETS if targets is None else targets
+        "w",
+        device_kind="cpu",
+        num_devices=1,
+        fingerprint=fingerprint,
+        targets=TARGETS if targets is None else targets,
+        software=PACKAGES,
     )
 
 
@@ -52,9 +59,16 @@ def measure(
     return job
 
 
-def add_worker(database: Database, fingerprint: str = FINGERPRINT, targets: dict[str, str] | None = None) -> None:
-    info = WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, TARGETS if targets is None else targets)
-    register_worker(database, info)
+def add_worker(
+    database: Database,
+    fingerprint: str = FINGERPRINT,
+    targets: Mapping[str, str] = TARGETS,
+    packages: Mapping[str, str] = PACKAGES,
+) -> None:
+    versions = {"python": "3.12", "torch": "2.13", **packages}
+    register_worker(
+        database, WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, targets, "cpu", versions)
+    )
 
 
 def source(queue: Queue, **changes: Any) -> str | None:
@@ -113,6 +127,8 @@ def test_other_hardware_and_other_versions_measure_again(database: Database) -> 
     add_worker(database, fingerprint="another")
     assert source(queue) is None
     add_worker(database, targets={"bexp": "0.3.0"})
+    assert source(queue) is None
+    add_worker(database, packages=PACKAGES | {"liger-kernel": "0.7.0"})
     assert source(queue) is None
 
 
