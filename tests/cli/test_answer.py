@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from api.answer import render_answer, render_recommendation
+from api.cli.results import usage_rows
+from api.client import Job
 from api.text import bytes_text
 from explorer.records.measurement import Outcome
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
@@ -19,7 +21,7 @@ from explorer.records.recommendation import (
 )
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
-from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED
+from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, job_document
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -54,6 +56,18 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "4.0 s in total: queue 250.0 ms, timed 3.5 s",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("ended_by_its_own_rule", "advice"),
+    [(False, "with a higher --max-seconds"), (True, "with --fresh; the search had ended")],
+)
+def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_rule: bool, advice: str) -> None:
+    target = REQUEST.budget.confidence_target
+    best = RECOMMENDATION.model_copy(update={"confidence": target - 1})
+    completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
+    answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
+    assert advice in usage_rows(Job.model_validate(job_document()), answer, best)[0]
 
 
 def test_the_heading_says_how_a_transformers_model_was_trained() -> None:

@@ -15,6 +15,7 @@ from storage.schema import upgrade
 from storage.workers import list_workers
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
+from workers.jobs.software import installed_software
 from workers.jobs.worker import Worker
 from workers.process.interface import ProfilerError, ProfilerStartError
 
@@ -46,6 +47,7 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         assert seen.wait(20)
         assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
         assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
+        assert list_workers(sqlite_database)[0].info.versions.items() >= installed_software().items()
         deadline = time.monotonic() + 20
         while get_job(sqlite_database, job.id).state is not JobState.SUCCEEDED and time.monotonic() < deadline:
             time.sleep(0.01)
