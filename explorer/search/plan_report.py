@@ -162,5 +162,6 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tu
         notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
     target = space.request.budget.confidence_target
     if score < target:
-        notes.append(f"the confidence is below {target}: it ends at the measured share of the step, or with the budget")
+        why = "the budget ended, or the measured share of the step is no larger"
+        notes.append(f"the confidence is below {target}: {why}")
     return tuple(notes)

@@ -80,7 +80,9 @@ def explore_plan(
         search = PlanSearch(space, report, measure, history, clock)
         found = yield from search.run()
         reason = None if found else search.reason
-        answer = answer.model_copy(update={"recommendation": found, "reason": reason, "remedies": search.remedies})
+        target = search.completed_target if found else None
+        fields = {"recommendation": found, "reason": reason, "remedies": search.remedies, "completed_target": target}
+        answer = answer.model_copy(update=fields)
     whole = Answer(variants=(answer,))
     yield Progress(events=(end_event(whole),), recommendation=whole.recommendation, answer=whole)
 
@@ -109,6 +111,12 @@ class PlanSearch:
         self._smallest = 0
         self.remedies: tuple[Relaxation, ...] = ()
         self.reason = "the budget ended before a mesh was measured: raise max_seconds or max_trials"
+
+    @property
+    def completed_target(self) -> int | None:
+        """The confidence target, if neither the budget nor failing trials have ended the search."""
+        is_cut_short = self._is_spent() or self._history.is_hopeless(self._space.request.model.query_groups)
+        return None if is_cut_short else self._space.request.budget.confidence_target
 
     def run(self) -> Generator[Progress, None, Recommendation | None]:
         """Measure until the confidence target or the budget is reached; returns the recommendation."""

@@ -37,6 +37,12 @@ def open_exploration(browser: Chromium, service: Service, job_id: str, width: in
     browser.wait_for("document.querySelector('.headline strong')")
 
 
+def button(verb: str) -> str:
+    """The visible button of an exploration that begins with `verb`, in JavaScript."""
+    shown = "[...document.querySelectorAll('.actions > button:not([hidden])')]"
+    return f"{shown}.find((button) => button.textContent.startsWith('{verb}'))"
+
+
 def count(browser: Chromium, selector: str) -> int:
     number: int = browser.evaluate(f"document.querySelectorAll('{selector}').length")
     return number
@@ -127,6 +133,24 @@ def test_a_running_exploration_is_followed_to_its_end(browser: Chromium, service
     browser.wait_for("document.querySelector('#answer-title').textContent === 'Answer'")
     assert count(browser, ".log li") == len(service.client.stored_events(job_id)) > before
     assert count(browser, ".data tbody tr") == len(service.client.trials(job_id))
+
+
+def test_a_cancelled_exploration_is_resumed_and_followed(browser: Chromium, service: Service) -> None:
+    service.profiler.gate.clear()
+    service.queue.enqueue(request(seed=6))  # the only worker is busy with it
+    job_id = service.queue.enqueue(request(seed=7))[0].id
+    log_in(browser, service, at=f"#/explorations/{job_id}")
+    try:
+        browser.wait_for("document.querySelector('.badge.queued') && document.querySelector('.log li')")
+        browser.evaluate(f"(window.confirm = () => true, {button('Cancel')}.click())")
+        browser.wait_for(f"document.querySelector('.badge.cancelled') && {button('Resume')}")
+        browser.evaluate(f"{button('Resume')}.click()")
+        browser.wait_for("document.querySelector('.badge.queued')")
+    finally:
+        service.profiler.gate.set()
+    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelector('.headline strong')")
+    assert browser.evaluate(f"{button('Resume')} === undefined")
+    browser.wait_for(f"document.querySelectorAll('.log li').length === {len(service.client.stored_events(job_id))}")
 
 
 def test_a_submitted_document_is_checked_and_then_followed(browser: Chromium, service: Service) -> None:
@@ -291,6 +315,6 @@ def test_a_reused_answer_is_found_by_its_label_and_deleted(browser: Chromium, se
     browser.wait_for("document.querySelector('.source a') && document.querySelector('.headline strong')")
     assert browser.evaluate("document.querySelector('.source a').hash") == f"#/explorations/{service.finished}"
     assert browser.evaluate("document.querySelector('.labels').textContent") == "team=<b>search</b>"
-    browser.evaluate("(window.confirm = () => true, document.querySelectorAll('.actions > button')[1].click())")
+    browser.evaluate(f"(window.confirm = () => true, {button('Delete')}.click())")
     browser.wait_for("location.hash === '#/' && document.querySelector('.list tbody a')")
     assert count(browser, ".list button.label") == 0
