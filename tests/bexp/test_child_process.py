@@ -47,13 +47,12 @@ def test_an_unsafe_child_would_import_from_the_folder(hostile_folder: Path) -> N
     assert (hostile_folder.parent / "imported").exists()
 
 
-@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])
-def test_a_profiler_imports_nothing_from_the_working_directory(
-    hostile_folder: Path, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_a_profiler_of_a_group_imports_nothing_from_the_working_directory(
+    hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(hostile_folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(("", str(PACKAGES_FOLDER)))}
-    with Profiler(devices, environment=environment) as profiler:
+    with Profiler(("cpu", "cpu"), environment=environment) as profiler:
         profiler.begin(REQUEST)
         chosen = candidate(1)
         assert profiler.measure(plan(chosen, components_of(chosen)[:1])).outcome == "ok"
@@ -61,16 +60,11 @@ def test_a_profiler_imports_nothing_from_the_working_directory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", [False, True])
-def test_an_exploration_imports_nothing_from_the_working_directory(
-    hostile_folder: Path, tmp_path: Path, installed: bool
-) -> None:
-    """`bexp explore` with API, worker and profiler, from a checkout and from a folder of copied packages."""
-    root = PACKAGES_FOLDER
-    if installed:
-        root = tmp_path / "installed"
-        for name in SOURCES:
-            shutil.copytree(PACKAGES_FOLDER / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+def test_an_exploration_imports_nothing_from_the_working_directory(hostile_folder: Path, tmp_path: Path) -> None:
+    """`bexp explore` with API, worker and profiler, from a folder of copied packages without the rest of a checkout."""
+    root = tmp_path / "installed"
+    for name in SOURCES:
+        shutil.copytree(PACKAGES_FOLDER / name, root / name)
     import yaml
 
     (hostile_folder / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"budget": {"max_trials": 1}}))
