@@ -97,8 +97,9 @@ def test_every_layout_runs_as_a_component_and_as_a_whole_model(group: Profiler) 
         assert result.whole_model.optimizer_seconds > 0
 
 
-@pytest.mark.parametrize("chosen_among", [None, "explore"])
-@pytest.mark.parametrize("sharding", Sharding)
+@pytest.mark.parametrize(
+    ("sharding", "chosen_among"), [(Sharding.ZERO3, None), *((level, "explore") for level in Sharding)]
+)
 def test_ranks_exchange_and_train_together(group: Profiler, sharding: Sharding, chosen_among: str | None) -> None:
     """As the request says, or as the candidate does where the request leaves a choice."""
     training = TrainingSpec(sharding=sharding if chosen_among is None else Sharding.NONE)
