@@ -12,7 +12,7 @@ from benchmarks.replay.__main__ import main
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.drawn_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.runs import OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
+from benchmarks.replay.runs import NUM_SEEDLESS, OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
 from explorer.records.measurement import Outcome
@@ -234,8 +234,8 @@ def test_the_slow_sampler_and_what_draws_nothing_run_on_fewer_seeds(
     write(recording(), tmp_path / "table.jsonl")
     arguments = [str(tmp_path / "table.jsonl"), "--out", str(tmp_path / "out.json"), "--seeds", "12"]
     with pytest.raises(InterruptedError):
-        main([*arguments, "--gp-seeds", "1", "--strategies", "gp", "random", "powers of two"])
-    assert given == [{"gp": 1, "random": 12, "powers of two": NUM_SEEDLESS}]
+        main([*arguments, "--gp-seeds", "1", "--strategies", "gp", "random", "exhaustive"])
+    assert given == [{"gp": 1, "random": 12, "exhaustive": NUM_SEEDLESS}]
 
 
 def test_what_is_no_table_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_a_killed_command_leaves_no_process_and_cancels_its_exploration(
         assert children
         command.kill()
         command.wait()
-    await_gone(children, 10)
+    await_gone(children, 30)
     assert get_job(open_url(sqlite_url), job_id).state is JobState.CANCELLED
 
 
