@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from functools import partial
 from pathlib import Path
 
 from benchmarks.context_parallel import main
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import fork_ranks, free_port
 
 NUM_RANKS = 2
 RUNS = {
@@ -33,12 +32,6 @@ def run(arguments: list[str], port: int, rank: int) -> None:
         "MASTER_PORT": str(port),
     }
     assert main(arguments) == 0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":
