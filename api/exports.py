@@ -30,7 +30,7 @@ def export_response(database: Database, job: Job, name: str, missing: str) -> Re
     """
     known = job.recommendation if job.answer is None else job.answer.recommendation
     reason = job.answer.variants[0].reason if job.answer is not None and known is None else None
-    trials = read_all_trials(database, job.id) if known is not None else []
+    trials = read_all_trials(database, job.reused_from or job.id) if known is not None else []
     found = Exploration(
         id=job.id,
         request=job.request,

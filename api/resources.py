@@ -23,6 +23,10 @@ NextCursor = Annotated[
 ]
 
 
+_RESULTS = ("micro_batch_size", "confidence", "report", "space", "recommendation", "answer")
+"""The fields of an exploration that its measurements fill."""
+
+
 class Links(BaseModel):
     """The paths of an exploration's resources."""
 
@@ -120,15 +124,15 @@ class Exploration(ExplorationSummary):
     answer: Answer | None
 
     @classmethod
-    def of_job(cls, job: Job) -> Self:
-        """Return the resource of a job."""
+    def of_job(cls, job: Job, *, with_results: bool = True) -> Self:
+        """Return the resource of a job; without its results for a caller that may not read them."""
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
         best = job.recommendation
         shown = _shared_fields(job) | {name: getattr(job, name) for name in names}
         shown["error"] = job.error or job.unreadable
         shown["micro_batch_size"] = best.candidate.micro_batch_size if best else None
         shown["confidence"] = best.confidence if best else None
-        return cls(**shown)
+        return cls(**shown | ({} if with_results else dict.fromkeys(_RESULTS)))
 
 
 class RecommendationResource(BaseModel):

@@ -100,12 +100,12 @@ def run_row(
         results["rows"][row["name"]] = {**published, "reason": str(refusal)}
         print(f"{row['name']:30} {refusal}", flush=True)
     else:
-        error = predicted["predicted"] / row["tokens_per_second"] - 1
+        deviation = predicted["predicted"] / row["tokens_per_second"] - 1
         taken = time.perf_counter() - started
-        results["rows"][row["name"]] = {**published, **predicted, "error": error, "seconds": taken}
+        results["rows"][row["name"]] = {**published, **predicted, "error": deviation, "seconds": taken}
         print(
             f"{row['name']:30} published {row['tokens_per_second']:8.1f}, predicted {predicted['predicted']:8.1f} "
-            f"({error:+.1%}) in {taken:.0f} s",
+            f"({deviation:+.1%}) in {taken:.0f} s",
             flush=True,
         )
     finally:

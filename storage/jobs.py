@@ -79,6 +79,7 @@ class Job:
     `unreadable` names the first such part with the rule.
 
     `reused_from` is the exploration that measured the answer at `measured_at`; null if this one measured it.
+    `software` is what all claims measured with; null if its versions changed between two of them.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Job:
     attempt: int
     owner: str | None
     lease_expires_at: datetime | None
+    software: str | None
     cancel_requested: bool
     report: DeviceReport | None
     space: dict[str, Any] | None
@@ -177,6 +179,7 @@ def job_from_row(row: sa.Row[Any]) -> Job:
         attempt=row.attempt,
         owner=row.owner,
         lease_expires_at=row.lease_expires_at,
+        software=row.software,
         cancel_requested=row.cancel_requested,
         report=parse(DeviceReport, "report"),
         space=row.space,

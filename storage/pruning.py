@@ -9,9 +9,11 @@ import sqlalchemy as sa
 
 from storage.audit import Action, note_action
 from storage.database import Database
-from storage.jobs import JobState, get_summary
+from storage.jobs import JobState, get_summary, select_row
 from storage.owners import LOCAL, Caller
 from storage.tables import jobs
+
+_FINAL = [state.value for state in JobState if state.is_final]
 
 _BATCH = 20
 """Jobs a transaction, so that nobody waits long for the lock."""
@@ -31,29 +33,30 @@ def find_prunable(database: Database, *, older_than: timedelta | None = None, ke
     Args:
         database: to look in.
         older_than: a job that finished earlier is not kept; null: age does not matter.
-        keep: the number of finished jobs to keep, the newest ones; null: any number.
+        keep: the number of finished jobs to keep; null: any number. The oldest of the owner that has the most are not
+            kept, so that an owner with many jobs does not displace those of another.
     """
-    final = [state.value for state in JobState if state.is_final]
-    query = sa.select(jobs.c.id, jobs.c.finished_at).where(jobs.c.state.in_(final))
+    newest_first = (jobs.c.finished_at.desc(), jobs.c.id.desc())
+    place_of_owner = sa.func.row_number().over(partition_by=jobs.c.owned_by, order_by=newest_first)
+    query = sa.select(jobs.c.id, jobs.c.finished_at).where(jobs.c.state.in_(_FINAL))
     with database.read() as connection:
-        newest_first = connection.execute(query.order_by(jobs.c.finished_at.desc(), jobs.c.id.desc())).all()
+        rows = connection.execute(query.order_by(place_of_owner, *newest_first)).all()
         now = database.now(connection)
     found = [
-        row.id
-        for place, row in enumerate(newest_first)
+        row
+        for place, row in enumerate(rows)
         if (keep is not None and place >= keep) or (older_than is not None and row.finished_at < now - older_than)
     ]
-    return found[::-1]
+    return [row.id for row in sorted(found, key=lambda row: (row.finished_at, row.id))]
 
 
 def prune(database: Database, job_ids: list[str]) -> None:
     """Delete finished jobs and all that belongs to them; a job that is not finished stays."""
     _drop_studies(database, job_ids)
-    final = [state.value for state in JobState if state.is_final]
     for start in range(0, len(job_ids), _BATCH):
         batch = job_ids[start : start + _BATCH]
         with database.begin() as connection:
-            connection.execute(sa.delete(jobs).where(jobs.c.id.in_(batch), jobs.c.state.in_(final)))
+            connection.execute(sa.delete(jobs).where(jobs.c.id.in_(batch), jobs.c.state.in_(_FINAL)))
 
 
 def delete_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> None:
@@ -63,14 +66,17 @@ def delete_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> None:
         JobNotFoundError: there is no such job that the caller sees.
         JobNotFinishedError: it has not ended.
     """
-    state = get_summary(database, job_id, owner=by.sees).state
+    _check_final(job_id, get_summary(database, job_id, owner=by.sees).state)
+    _drop_studies(database, [job_id])
+    with database.begin() as connection:  # meanwhile it may have been resumed, or deleted by somebody else
+        _check_final(job_id, JobState(select_row(connection, job_id, lock=True, owner=by.sees).state))
+        connection.execute(sa.delete(jobs).where(jobs.c.id == job_id))
+        note_action(database, connection, by, Action.DELETE, job_id)
+
+
+def _check_final(job_id: str, state: JobState) -> None:
     if not state.is_final:
         raise JobNotFinishedError(job_id, state)
-    _drop_studies(database, [job_id])
-    with database.begin() as connection:
-        final = [state.value for state in JobState if state.is_final]
-        connection.execute(sa.delete(jobs).where(jobs.c.id == job_id, jobs.c.state.in_(final)))
-        note_action(database, connection, by, Action.DELETE, job_id)
 
 
 def drop_finished_studies(database: Database) -> int:

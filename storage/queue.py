@@ -40,7 +40,7 @@ from storage.steps import claim_event, step_values
 from storage.submission import Submission, insert_submission
 from storage.tables import UTCDateTime, jobs
 from storage.trials import dump_trial, insert_trial, select_trial_documents
-from storage.turns import find_next, held_since, take_turn
+from storage.turns import await_turn, find_next, held_since, take_turn
 from storage.waiting import MAX_WAIT, end_overdue, note_reasons
 from storage.workers import LIVE_WITHIN
 
@@ -90,6 +90,7 @@ class Queue:
         num_devices: int,
         fingerprint: str,
         targets: Mapping[str, str] = MappingProxyType({BEXP: ""}),
+        software: Mapping[str, str] = MappingProxyType({}),
         description: str | None = None,
         among: Collection[str] | None = None,
     ) -> Claim | None:
@@ -99,9 +100,9 @@ class Queue:
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
         with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another
-        target is left. `description` of the hardware goes into the event. If another version stored the job and this
-        one cannot read it, the job is ended and the next one is taken. A job that a stored answer serves is ended
-        with that.
+        target is left. `software` has the version of each other package that a measurement depends on. `description`
+        of the hardware goes into the event. If another version stored the job and this one cannot read it, the job is
+        ended and the next one is taken. A job that a stored answer serves is ended with that.
         """
         self._end_abandoned(jobs.c.cancel_requested | self._is_exhausted())
         conditions = (
@@ -120,7 +121,7 @@ class Queue:
             "owner": owner,
             "attempt": jobs.c.attempt + 1,
             "lease_expires_at": self.database.clock(self.settings.lease),
-            "software": _software(targets),
+            "software": _software(targets, software),
             "started_at": sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
             "claimed_at": self.database.clock(),
             "waiting_reason": None,
@@ -135,6 +136,7 @@ class Queue:
                 return None
             take = sa.update(jobs).where(jobs.c.id == found.scalar_subquery()).values(values).returning(*jobs.c)
             with self.database.begin() as connection:
+                await_turn(self.database, connection)
                 row = connection.execute(take).one_or_none()
                 if row is None:
                     return None
@@ -147,7 +149,7 @@ class Queue:
                 insert_events(self.database, connection, row.id, row.last_seq, [draft])
             claim = self._open_claim(job_from_row(row), owner, documents)
             if claim is not None and not self._answer_from_stored(
-                claim, row.owned_by, offer_of(claim.request, fingerprint, num_devices, targets)
+                claim, row.owned_by, offer_of(claim.request, fingerprint, num_devices, targets, software)
             ):
                 return claim
 
@@ -423,7 +425,7 @@ def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:
     return HeartbeatStatus(cancel_requested)
 
 
-def _software(targets: Mapping[str, str]) -> sa.ColumnElement[str | None]:
+def _software(targets: Mapping[str, str], versions: Mapping[str, str]) -> sa.ColumnElement[str | None]:
     """Return what a job that is claimed has been measured with: null if an earlier claim had other versions."""
-    own = sa.case({target: software_of(target, targets) for target in targets}, value=jobs.c.target)
+    own = sa.case({target: software_of(target, targets, versions) for target in targets}, value=jobs.c.target)
     return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)

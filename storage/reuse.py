@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from explorer.records.event import EventCode, EventDraft, recommendation_event
 from explorer.search.event_messages import end_event
+from explorer.spec.hardware import SoftwareVersions
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.request_key import request_key
 from explorer.spec.target import BEXP, describe_target
@@ -28,6 +29,7 @@ _COPIED = (
     *("fingerprint", "report", "space", "recommendation", "micro_batch_size", "confidence", "answer"),
     *("devices_needed", "software", "request_key"),
 )
+_IN_FINGERPRINT = frozenset(SoftwareVersions.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,27 @@ class StoredAnswer:
     drafts: tuple[EventDraft, ...]
 
 
-def software_of(target: str, targets: Mapping[str, str]) -> str:
-    """Return what a worker with these targets, by name with their versions, measures one of them with."""
-    return ", ".join(describe_target(name, targets[name]) for name in sorted({BEXP, target}) if name in targets)
+def software_of(target: str, targets: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    """Return what a worker measures one of its targets with.
+
+    `targets` has the version of each target by name, and `versions` that of each package. The fingerprint of the
+    hardware stands for those that it contains.
+    """
+    measured = [(name, targets[name]) for name in sorted({BEXP, target}) if name in targets]
+    others = [(name, version) for name, version in sorted(versions.items()) if name not in {*targets, *_IN_FINGERPRINT}]
+    return ", ".join(describe_target(name, version) for name, version in (*measured, *others))
 
 
-def offer_of(request: ExplorationRequest, fingerprint: str, num_devices: int, targets: Mapping[str, str]) -> Offer:
+def offer_of(
+    request: ExplorationRequest,
+    fingerprint: str,
+    num_devices: int,
+    targets: Mapping[str, str],
+    versions: Mapping[str, str],
+) -> Offer:
     """Return what a worker offers a request that it can run."""
-    return Offer(fingerprint, software_of(request.target_name, targets), request.devices_needed(num_devices))
+    software = software_of(request.target_name, targets, versions)
+    return Offer(fingerprint, software, request.devices_needed(num_devices))
 
 
 def find_answer_of_live(database: Database, request: ExplorationRequest, owner: str) -> StoredAnswer | None:
@@ -64,7 +79,7 @@ def find_answer_of_live(database: Database, request: ExplorationRequest, owner: 
     with database.read() as connection:
         live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
     offers = {
-        offer_of(request, worker.fingerprint, worker.num_devices, worker.targets)
+        offer_of(request, worker.fingerprint, worker.num_devices, worker.targets, worker.versions)
         for worker in live
         if request.target_name in worker.targets
         and request.device_kind in {None, worker.device_kind}
@@ -81,8 +96,8 @@ def find_answer(
     It must belong to the `owner` of the request, because nobody learns what others have measured.
 
     An exploration answers if it measured, if it succeeded, and if its confidence is at least what the request's budget
-    asks for, or its search for as much ended by its own rule. A report of a real run that arrived later says more than
-    the answer knows, so it does not answer any more.
+    asks for, or its search for as much ended by its own rule. A report of a real run that the owner sent later says
+    more than the answer knows, so it does not answer any more.
     """
     key = request_key(request)
     alike = [
@@ -98,7 +113,12 @@ def find_answer(
     same = jobs.alias()
     reported_since = (
         sa.select(sa.literal(1))
-        .where(same.c.id == run_reports.c.job_id, same.c.request_key == key, run_reports.c.at > jobs.c.finished_at)
+        .where(
+            same.c.id == run_reports.c.job_id,
+            same.c.request_key == key,
+            same.c.owned_by == owner,
+            run_reports.c.at > jobs.c.finished_at,
+        )
         .correlate(jobs)
         .exists()
     )

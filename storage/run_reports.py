@@ -65,7 +65,8 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
 def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tuple[ReportedRun, ...]:
     """Return what real runs of earlier explorations of the same model, on such hardware, say; the newest first.
 
-    The target must have the same version. At most `MAX_EXPLORATIONS` explorations count.
+    The target must have the same version, and the exploration the same owner: anybody can write anything into a report.
+    At most `MAX_EXPLORATIONS` explorations count.
     """
     if job.request is None:
         return ()
@@ -75,6 +76,7 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
         .where(
             jobs.c.id.in_(reported),
             jobs.c.id != job.id,
+            jobs.c.owned_by == job.owned_by,
             jobs.c.fingerprint == report.hardware.fingerprint,
             jobs.c.target == job.request.target_name,
         )

@@ -7,7 +7,7 @@ nothing depends on them: a study can be dropped and written again at any time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ def drop_studies(database: Database, job_ids: Collection[str]) -> int:
     if found:
         with exclusive(database), _storage(database) as storage:
             for name in found:
-                optuna.delete_study(study_name=name, storage=storage)
+                with suppress(KeyError):  # another process has dropped it meanwhile
+                    optuna.delete_study(study_name=name, storage=storage)
     return len(found)
 
 

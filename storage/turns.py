@@ -22,6 +22,9 @@ from storage.tables import jobs, usage
 HELD_BACK = "the quota of owner "
 """How a reason for waiting begins that no worker can change."""
 
+_CLAIMS = int.from_bytes(b"bexptake", "big")
+"""The number of PostgreSQL's advisory lock for claims."""
+
 Conditions = Sequence[sa.ColumnElement[bool]]
 
 
@@ -65,6 +68,15 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
         .limit(1)
         .with_for_update(of=jobs, skip_locked=True)
     )
+
+
+def await_turn(database: Database, connection: sa.Connection) -> None:
+    """Let claims choose one after the other; those that choose at once would all choose the same owner.
+
+    On SQLite the transaction holds the write lock already.
+    """
+    if database.is_postgresql:
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CLAIMS)))
 
 
 def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool:

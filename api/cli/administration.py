@@ -61,7 +61,10 @@ def prune(
             min=0, max=36_500, metavar="DAYS", help="Delete what is older: finished explorations, measured components."
         ),
     ] = None,
-    keep: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep only the N newest finished ones.")] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Keep only N finished ones: the newest, as many of each owner."),
+    ] = None,
     studies: Annotated[
         bool, typer.Option("--studies", help="Drop the Optuna studies of all finished ones; `bexp study` rewrites one.")
     ] = False,

@@ -19,7 +19,7 @@ from api.client import Client, Job, ProblemError, ServiceError
 from api.text import WIDTH, rate_text, row, wrap
 from explorer.exports.registry import FORMATS
 from explorer.records.event import Event, EventCode
-from explorer.records.recommendation import Recommendation
+from explorer.records.recommendation import Answer, Recommendation
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""
@@ -38,9 +38,7 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
     if result is not None and result.answer is not None:
         typer.echo("\n" + render_answer(result.answer, job.request, result.measured, terminal_width()))
         if result.recommendation is not None:
-            is_cut_short = result.answer.variants[0].completed_target is None
-            rows = usage_rows(job, result.recommendation, is_cut_short=is_cut_short)
-            typer.echo("\n".join(["", *wrap(rows, terminal_width())]))
+            typer.echo("\n".join(["", *wrap(usage_rows(job, result.answer, result.recommendation), terminal_width())]))
     elif result is not None and result.recommendation is not None:
         lines = render_recommendation(result.recommendation, job.request, result.measured, terminal_width())
         typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
@@ -62,13 +60,16 @@ def say_best(client: Client, job_id: str) -> None:
             say(f"  {rate} per device, {best.performance:.2f}x base, confidence {best.confidence} out of 100")
 
 
-def usage_rows(job: Job, best: Recommendation, *, is_cut_short: bool) -> list[str]:
-    """Return the commands that use an answer, and how to get a surer one if the budget has cut the search short."""
+def usage_rows(job: Job, answer: Answer, best: Recommendation) -> list[str]:
+    """Return the commands that use an answer, and how to get a surer one if it is provisional."""
     job_id, request, surer = job.id, job.request, []
-    if is_cut_short and request is not None and is_provisional(best.confidence, request):
+    if request is not None and is_provisional(best.confidence, request):
         budget = request.budget
         limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
-        surer = [row("to be surer", f"explore again with a higher --max-seconds or --max-trials; these were {limits}")]
+        advice = f"explore again with a higher --max-seconds or --max-trials; these were {limits}"
+        if (answer.serves_up_to or 0) >= budget.confidence_target:  # a larger budget would get this answer again
+            advice = "explore again with --fresh; the search had ended before its budget was spent"
+        surer = [row("to be surer", advice)]
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
     formats = [name for name, known in FORMATS.items() if not has_mesh or known.framework.schedules]
     return [

@@ -45,7 +45,10 @@ def serve(
         float | None, typer.Option(min=0.0, help="Delete finished explorations that are older. Default: never.")
     ] = None,
     keep_jobs: Annotated[
-        int | None, typer.Option(min=0, help="Keep so many finished explorations, the newest ones. Default: all.")
+        int | None,
+        typer.Option(
+            min=0, help="Keep so many finished explorations: the newest, as many of each owner. Default: all."
+        ),
     ] = None,
 ) -> None:
     """Serve the REST API.

@@ -1,4 +1,4 @@
-"""Routes that submit, list, show and cancel explorations."""
+"""Routes that submit, list, show, cancel and delete explorations."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from explorer.spec.labels import MAX_LABELS, parse_label
 from explorer.spec.target import LOCAL
 from storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
 from storage.listing import InvalidCursorError, JobFilter, list_jobs
+from storage.owners import Scope
 from storage.pruning import JobNotFinishedError, delete_job
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
@@ -127,7 +128,7 @@ def submit_exploration(
     if is_new and job.state.is_final:
         response.status_code = HTTPStatus.CREATED
     response.headers["Location"] = exploration_path(job.id)
-    return Exploration.of_job(job)
+    return Exploration.of_job(job, with_results=caller.may(Scope.READ))
 
 
 @router.get(
@@ -246,4 +247,4 @@ def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller,
     """End an exploration. One that has ended stays as it is, so the call can be repeated."""
     job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
-    return Exploration.of_job(job)
+    return Exploration.of_job(job, with_results=caller.may(Scope.READ))

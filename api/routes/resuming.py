@@ -13,6 +13,7 @@ from api.problems import ProblemException
 from api.resources import Exploration, exploration_path
 from api.routes.explorations import JobIdDep
 from api.service import ServiceDep
+from storage.owners import Scope
 from storage.resuming import JobFinishedError
 
 router = APIRouter(
@@ -44,4 +45,4 @@ def resume_exploration(job_id: JobIdDep, service: ServiceDep, caller: Submitter)
         job = service.queue.resume(job_id, by=caller)
     except JobFinishedError as error:
         raise ProblemException(HTTPStatus.CONFLICT, f"{error}.", name="finished") from error
-    return Exploration.of_job(job)
+    return Exploration.of_job(job, with_results=caller.may(Scope.READ))

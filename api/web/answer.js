@@ -72,6 +72,7 @@ function rows(best, exploration) {
       `of the whole model, and a peak that is ${format.percent(Math.abs(whole.peak_error))} ${lower}`);
   }
   row("step", format.seconds(whole ? whole.step_seconds : best.step_seconds));
+  if (best.plan) planRows(best.plan, row);
   batchRows(best, request, row);
   row("peak memory", whole
     ? `${format.bytes(whole.measurement.peak_bytes)} in the whole model, ${format.bytes(best.measured_peak_bytes)} composed`
@@ -110,6 +111,30 @@ function rows(best, exploration) {
 function measured(request, parts) {
   const name = [request.target ?? "bexp", parts?.target_version].filter(Boolean).join(" ");
   return [name, parts?.class_name, request.mode, request.execution].filter(Boolean).join(", ");
+}
+
+function planRows(plan, row) {
+  row("mesh", mesh(plan.mesh));
+  row("all devices", format.rate(plan.tokens_per_second));
+  row("time", `${format.percent(plan.compute_share)} computation, ${format.percent(plan.exchange_share)} exchange, ` +
+    `${format.percent(plan.bubble_share)} bubble; ${format.percent(plan.measured_share)} of the step was measured`);
+  if (plan.mesh.pipeline > 1) row("layers of each stage", `${plan.layers_per_stage.join(" ")}; rank ${plan.fullest_rank} is the fullest`);
+  if (plan.picture) {
+    const { lines, ranks, seconds } = plan.picture;
+    const text = lines.map((line, i) => `${String(ranks[i]).padStart(4)}  ${line}`).join("\n");
+    row(`the first ${format.seconds(seconds)}`, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pipeline" },
+      el("pre", {}, text), "F forward, B backward, W gradients of weights, . waits; small letters: every second micro-batch"));
+  }
+  for (const other of plan.alternatives) {
+    row("other mesh", `${other.gain.toFixed(2)}x over ${mesh(other.mesh)} ${format.describe(other.candidate)}${other.predicted ? ", predicted in part" : ""}`);
+  }
+}
+
+function mesh(sizes) {
+  const stages = sizes.virtual_stages > 1 ? `, ${sizes.virtual_stages} stages a rank` : "";
+  const pipeline = `pipeline=${sizes.pipeline}` + (sizes.schedule ? ` (${sizes.schedule}${stages})` : "");
+  const expert = sizes.expert > 1 ? [`expert=${sizes.expert}`] : [];
+  return [`tensor=${sizes.tensor}`, pipeline, ...expert, `data=${sizes.data}`, `sharding=${sizes.sharding}`].join(" ");
 }
 
 function batchRows(best, request, row) {

@@ -10,7 +10,8 @@ from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Link
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
-from explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
+from explorer.cost_model.pipeline_picture import draw_pipeline
+from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import DividingCandidate, Recommendation
 from explorer.search.candidate_posterior import confidence_score
 from explorer.search.plan_space import PlanSpace
@@ -64,6 +65,7 @@ def recommend_plan(
         fullest_rank=step.fullest_rank,
         parts=parts,
         alternatives=_alternatives(ranked, best),
+        picture=_picture(step),
     )
     return Recommendation(
         candidate=candidate,
@@ -114,6 +116,13 @@ def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
         elif share > 0:
             found.append(PlanPart(name=LINK_NAMES[part], share=share, source="described"))
     return tuple(found)
+
+
+def _picture(step: MeshStep) -> PipelinePicture | None:
+    if step.run is None:
+        return None
+    drawn = draw_pipeline(step.run)
+    return PipelinePicture(seconds=drawn.seconds, ranks=tuple(drawn.lines), lines=tuple(drawn.lines.values()))
 
 
 def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlternative, ...]:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from fastapi.testclient import TestClient
 
+import api.exports
+from explorer.exports.exploration import Exploration, ExportError
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
 from explorer.records.trial import Trial
@@ -9,7 +12,8 @@ from storage.jobs import Job, JobState
 from storage.leases import Lease
 from storage.queue import Queue
 from tests.api.test_submissions import assert_problem
-from tests.contracts.samples import make_progress, make_recommendation, make_trial
+from tests.contracts.samples import make_progress, make_recommendation, make_request, make_trial
+from tests.contracts.test_reuse import add_worker, measure
 
 
 def variant(recommendation: Recommendation | None, reason: str | None = None) -> VariantAnswer:
@@ -65,6 +69,25 @@ def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queu
     nothing = client.get(path, params={"format": "transformers"})
     assert_problem(nothing, 409)
     assert nothing.json()["detail"] == "Nothing fits: needs 2 GiB of 1 GiB"
+
+
+def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
+    client: TestClient, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[Exploration] = []
+
+    def export(_: str, found: Exploration) -> None:
+        exported.append(found)
+        raise ExportError("nothing")
+
+    monkeypatch.setattr(api.exports, "export", export)
+    first = measure(queue)
+    add_worker(queue.database)
+    second, _ = queue.enqueue(make_request())
+    assert second.reused_from == first.id
+    for job in (first, second):
+        client.get(f"/v1/explorations/{job.id}/recommendation", params={"format": "megatron"})
+    assert [[trial.number for trial in found.trials] for found in exported] == [[0], [0]]
 
 
 def test_when_nothing_fits_the_answer_says_why_and_what_would(client: TestClient, queue: Queue, lease: Lease) -> None:

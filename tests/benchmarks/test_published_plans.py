@@ -7,6 +7,7 @@ from typing import Any, Self
 import pytest
 
 from benchmarks import published_plans
+from benchmarks.docs.published_plans import published_plans as render
 from benchmarks.published_plans import PUBLISHED, main, request_of, summarize
 from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import TrialPlan
@@ -77,6 +78,12 @@ def test_a_run_goes_on_where_it_failed_and_measures_no_block_twice(
     assert sum(part["share"] for part in one["parts"]) == pytest.approx(1.0)
     assert one["predicted"] != other["predicted"], "exchanges between nodes differ"
     assert found["summary"]["rows"] == 2
+    text = render(found)
+    assert "| `8b-fsdp128` | 128 | zero3, recompute partial_25 | 2 | 5,605 |" in text
+    assert f"| {one['error']:+.1%} |" in text
+    assert "| published rows predicted | >= 12 | no | 2 |" in text
+    assert "`8b-fsdp8`, `8b-fsdp128`." in text, "a note names its rows"
+    assert "Mixtral" in text
 
 
 def test_only_other_meshes_of_one_table_are_compared() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from api.answer import render_answer, render_recommendation
+from api.cli.results import usage_rows
+from api.client import Job
 from api.text import bytes_text
 from explorer.records.measurement import Outcome
-from explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
+from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import (
     Alternative,
     Answer,
@@ -19,7 +21,7 @@ from explorer.records.recommendation import (
 )
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
-from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED
+from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, job_document
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -54,6 +56,18 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "4.0 s in total: queue 250.0 ms, timed 3.5 s",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("ended_by_its_own_rule", "advice"),
+    [(False, "with a higher --max-seconds"), (True, "with --fresh; the search had ended")],
+)
+def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_rule: bool, advice: str) -> None:
+    target = REQUEST.budget.confidence_target
+    best = RECOMMENDATION.model_copy(update={"confidence": target - 1})
+    completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
+    answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
+    assert advice in usage_rows(Job.model_validate(job_document()), answer, best)[0]
 
 
 def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
@@ -211,6 +225,7 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         layers_per_stage=(3, 4, 4, 4, 4, 4, 4, 1),
         fullest_rank=2,
         parts=(PlanPart(name="head(m=4)", share=0.9, source="measured"),),
+        picture=PipelinePicture(seconds=0.25, ranks=(0, 2), lines=("FFff..BB", "..FFBBff")),
         alternatives=(
             MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
         ),
@@ -224,6 +239,7 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         "time 80.0% computation, 12.5% exchange, 7.5% bubble",
         "measured 90.0% of the step; the rest is described or predicted",
         "90.0% head(m=4), measured",
+        "the first 250.0 ms of a step, rank by rank: 0 FFff..BB 2 ..FFBBff F forward, B backward, . waits;",
         "base tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1 recompute=none",
         "other mesh 1.25x over tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1",
     ):

@@ -7,10 +7,12 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
+import storage.pruning
+from storage.audit import Action, read_audit
 from storage.database import Database
-from storage.jobs import JobState
+from storage.jobs import JobState, get_job
 from storage.listing import JobFilter, list_jobs
-from storage.pruning import drop_finished_studies, find_prunable, prune
+from storage.pruning import JobNotFinishedError, delete_job, drop_finished_studies, find_prunable, prune
 from storage.queue import Queue
 from storage.studies import write_studies
 from storage.tables import events, jobs, trials
@@ -45,6 +47,23 @@ def test_finished_jobs_are_kept_by_age_and_by_count(database: Database, finished
     assert find_prunable(database, keep=1) == finished[:3]
     assert find_prunable(database, keep=0) == finished
     assert find_prunable(database, keep=3, older_than=timedelta(days=2.5)) == finished[:2]
+
+
+def test_an_owner_with_many_jobs_does_not_displace_those_of_another(database: Database, finished: list[str]) -> None:
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).where(jobs.c.id == finished[0]).values(owned_by="modest"))
+    assert find_prunable(database, keep=2) == finished[1:3]
+    assert find_prunable(database, keep=1) == finished[:3]
+
+
+def test_a_job_that_is_resumed_meanwhile_is_not_deleted(
+    database: Database, finished: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.pruning, "_drop_studies", lambda *_: Queue(database).resume(finished[0]))
+    with pytest.raises(JobNotFinishedError, match="is queued"):
+        delete_job(database, finished[0])
+    assert get_job(database, finished[0]).state is JobState.QUEUED
+    assert read_audit(database, limit=1)[0].action is Action.RESUME
 
 
 def test_a_pruned_job_leaves_nothing_and_others_stay(database: Database, finished: list[str]) -> None:

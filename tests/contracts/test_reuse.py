@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,26 +17,35 @@ from storage.database import Database
 from storage.events import read_events
 from storage.jobs import Job, JobNotFoundError, JobState
 from storage.leases import Claim
-from storage.owners import USUAL_SCOPES, Caller
+from storage.owners import LOCAL, USUAL_SCOPES, Caller
 from storage.pruning import delete_job, prune
 from storage.queue import Queue
 from storage.run_reports import insert_run_report
 from storage.workers import WorkerInfo, WorkerState, list_known_workers, register_worker
-from tests.contracts.samples import make_recommendation, make_report, make_request
+from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial
 
 FINGERPRINT = make_report().hardware.fingerprint
 TARGETS = {"bexp": "0.2.0"}
+PACKAGES = {"bexp": "0.2.0", "liger-kernel": "0.6.0"}
+OTHER = Caller("other", USUAL_SCOPES)
 
 
 def claim_next(queue: Queue, targets: dict[str, str] | None = None, fingerprint: str = FINGERPRINT) -> Claim | None:
     return queue.claim(
-        "w", device_kind="cpu", num_devices=1, fingerprint=fingerprint, targets=TARGETS if targets is None else targets
+        "w",
+        device_kind="cpu",
+        num_devices=1,
+        fingerprint=fingerprint,
+        targets=TARGETS if targets is None else targets,
+        software=PACKAGES,
     )
 
 
-def measure(queue: Queue, *, confidence: int = 96, completed_target: int | None = None, **changes: Any) -> Job:
-    """Submit a request, and end it with an answer of this confidence."""
-    job, _ = queue.enqueue(make_request(**changes))
+def measure(
+    queue: Queue, *, confidence: int = 96, completed_target: int | None = None, by: Caller = LOCAL, **changes: Any
+) -> Job:
+    """Submit a request, and end it with a trial and an answer of this confidence."""
+    job, _ = queue.enqueue(make_request(**changes), by=by)
     claim = claim_next(queue)
     assert claim is not None
     assert claim.job.id == job.id
@@ -44,15 +54,21 @@ def measure(queue: Queue, *, confidence: int = 96, completed_target: int | None 
     variant = VariantAnswer(
         num_query_groups=4, num_parameters=1, recommendation=found, completed_target=completed_target
     )
-    queue.finish(
-        claim.lease, JobState.SUCCEEDED, last=Progress(recommendation=found, answer=Answer(variants=(variant,)))
-    )
+    last = Progress(recommendation=found, answer=Answer(variants=(variant,)), trial=make_trial(0))
+    queue.finish(claim.lease, JobState.SUCCEEDED, last=last)
     return job
 
 
-def add_worker(database: Database, fingerprint: str = FINGERPRINT, targets: dict[str, str] | None = None) -> None:
-    info = WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, TARGETS if targets is None else targets)
-    register_worker(database, info)
+def add_worker(
+    database: Database,
+    fingerprint: str = FINGERPRINT,
+    targets: Mapping[str, str] = TARGETS,
+    packages: Mapping[str, str] = PACKAGES,
+) -> None:
+    versions = {"python": "3.12", "torch": "2.13", **packages}
+    register_worker(
+        database, WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, targets, "cpu", versions)
+    )
 
 
 def source(queue: Queue, **changes: Any) -> str | None:
@@ -111,6 +127,8 @@ def test_other_hardware_and_other_versions_measure_again(database: Database) -> 
     add_worker(database, fingerprint="another")
     assert source(queue) is None
     add_worker(database, targets={"bexp": "0.3.0"})
+    assert source(queue) is None
+    add_worker(database, packages=PACKAGES | {"liger-kernel": "0.7.0"})
     assert source(queue) is None
 
 
@@ -185,6 +203,8 @@ def test_a_report_of_a_real_run_makes_the_next_request_measure_again(database: D
         hardware="A device",
         finished_at=datetime(2026, 1, 1, tzinfo=UTC),
     )
+    insert_run_report(database, measure(queue, by=OTHER).id, report)
+    assert source(queue) == first.id
     insert_run_report(database, first.id, report)
     assert source(queue) is None
 
@@ -209,8 +229,7 @@ def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) 
     queue = Queue(database)
     add_worker(database)
     first = measure(queue)
-    other = Caller("other", USUAL_SCOPES)
-    theirs, _ = queue.enqueue(make_request(), by=other)
+    theirs, _ = queue.enqueue(make_request(), by=OTHER)
     assert theirs.state is JobState.QUEUED
     claim = queue.claim("live", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=TARGETS)
     assert claim is not None
@@ -219,6 +238,6 @@ def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) 
     assert {worker.state for worker in shown.values()} == {WorkerState.MEASURING}
     assert [worker.job_id for worker in shown.values()] == [theirs.id, theirs.id, None]
     with pytest.raises(JobNotFoundError):
-        delete_job(database, first.id, by=other)
+        delete_job(database, first.id, by=OTHER)
     delete_job(database, first.id)
     assert [(record.action, record.subject) for record in read_audit(database, limit=1)] == [(Action.DELETE, first.id)]

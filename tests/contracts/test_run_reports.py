@@ -13,6 +13,7 @@ from explorer.spec.hardware import DeviceReport
 from storage.database import Database
 from storage.jobs import JobNotFoundError
 from storage.leases import Lease
+from storage.owners import LOCAL, USUAL_SCOPES, Caller
 from storage.queue import Queue
 from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 from tests.contracts.samples import make_progress, make_report, make_request
@@ -98,9 +99,9 @@ def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reach
         "versions": {},
     }
 
-    def begin(owner: str, **changes: Any) -> tuple[Lease, DeviceReport]:
-        queue.enqueue(make_request(**changes))
-        claim = queue.claim(owner, device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+    def begin(worker: str, by: Caller = LOCAL, **changes: Any) -> tuple[Lease, DeviceReport]:
+        queue.enqueue(make_request(**changes), by=by)
+        claim = queue.claim(worker, device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
         assert claim is not None
         return claim.lease, queue.pin(claim.lease, report)
 
@@ -113,6 +114,8 @@ def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reach
     insert_run_report(database, job_id, make(**reached))
     assert queue.pin(lease, report).reported_runs == (found,)
     assert begin("other", mode="eval")[1].reported_runs == ()
+    # Anybody can write anything into a report, so it counts for its owner alone.
+    assert begin("stranger", Caller("stranger", USUAL_SCOPES))[1].reported_runs == ()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import optuna
+import pytest
 import sqlalchemy as sa
 
 from storage.database import Database
@@ -83,3 +86,19 @@ def test_studies_are_dropped_and_written_again(database: Database) -> None:
     assert drop_studies(database, [lease.job_id]) == 1
     assert write_studies(database, lease.job_id) == first
     assert read_sizes(database, lease.job_id) == [1]
+
+
+def test_studies_that_another_process_drops_meanwhile_are_no_error(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, lease = make_job(database, 0)
+    write_studies(database, lease.job_id)
+    delete = optuna.delete_study
+
+    def delete_twice(**options: Any) -> None:
+        delete(**options)
+        delete(**options)
+
+    monkeypatch.setattr(optuna, "delete_study", delete_twice)
+    drop_studies(database, [lease.job_id])
+    assert drop_studies(database, [lease.job_id]) == 0

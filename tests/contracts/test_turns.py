@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime, timedelta
+from threading import Barrier
 
 import pytest
 import sqlalchemy as sa
@@ -163,6 +164,21 @@ def test_claims_at_once_keep_the_running_quota(database: Database) -> None:
     mine = next(found for found in claims if found.job.owned_by == "a")
     queue.finish(mine.lease, JobState.FAILED)
     assert claim_owner(queue)[0] == "a"
+
+
+def test_claims_at_once_serve_owners_in_turn(database: Database) -> None:
+    queue, together = Queue(database), Barrier(6)
+    copy_job(database, submit(queue, "a"), 5)
+    copy_job(database, submit(queue, "b"), 5)
+
+    def take(i: int) -> str:
+        together.wait()
+        found = claim(queue, f"w{i}")
+        assert found is not None
+        return found.job.owned_by
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sorted(pool.map(take, range(6))) == ["a"] * 3 + ["b"] * 3
 
 
 def test_device_seconds_are_booked_when_a_lease_ends_and_hold_claims_back(database: Database) -> None:

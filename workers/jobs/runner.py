@@ -118,7 +118,7 @@ class _Run:
         self._stopping = stopping
         self._software = software
         self._report: DeviceReport | None = None
-        self._trials = list(claim.history)
+        self._trials = [] if job.software is None else list(claim.history)  # of the versions that are installed here
         self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
         self._last_seq = job.last_seq

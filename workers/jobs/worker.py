@@ -93,7 +93,7 @@ class Worker:
                 fingerprint=hardware.fingerprint,
                 targets=self._targets,
                 devices=self._device,
-                versions=hardware.versions.model_dump(exclude_none=True),
+                versions=hardware.versions.model_dump(exclude_none=True) | self._software,
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
@@ -184,6 +184,7 @@ class Worker:
                 num_devices=hardware.num_devices,
                 fingerprint=hardware.fingerprint,
                 targets=self._targets,
+                software=self._software,
                 description=hardware.describe(),
                 among=None if self._job_ids is None else tuple(self._job_ids),
             )

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from explorer.records.event import EventDraft, Progress
 from explorer.records.measurement import Outcome
+from explorer.records.trial import Trial
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import Job, JobState, get_job
@@ -20,7 +21,7 @@ from storage.queue import Queue
 from storage.queue_settings import QueueSettings
 from storage.tables import jobs
 from storage.trials import read_trials
-from tests.contracts.samples import make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 from workers.jobs import runner
 from workers.jobs.runner import JobEnd, run_job
@@ -107,10 +108,10 @@ def test_a_cancelled_job_stops_its_trial_within_five_seconds(queue: Queue) -> No
     profiler = FakeProfiler(hanging=[1])
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(run, queue, claim_next(queue), profiler)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         asked = time.monotonic()
         queue.request_cancel(job.id)
-        assert end.result(timeout=20) is JobEnd.CANCELLED
+        assert end.result(timeout=60) is JobEnd.CANCELLED
     assert time.monotonic() - asked < 5
     assert get_job(queue.database, job.id).state is JobState.CANCELLED
     assert codes(queue, job) == [101, 102, 201, 404]
@@ -122,10 +123,10 @@ def test_a_worker_that_lost_its_lease_stops_and_writes_nothing(queue: Queue) -> 
     profiler = FakeProfiler(hanging=[1])
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(run, queue, claim_next(queue), profiler)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         expire(queue, job)
         second = claim_next(queue, "b")
-        assert end.result(timeout=20) is JobEnd.LOST
+        assert end.result(timeout=60) is JobEnd.LOST
     assert codes(queue, job) == [101, 102, 201, 106]
     resumed = FakeProfiler()
     assert run(queue, second, resumed) is JobEnd.SUCCEEDED
@@ -153,12 +154,34 @@ def test_a_worker_that_shuts_down_puts_its_job_back(queue: Queue) -> None:
     stopping = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(run_job, claim_next(queue), queue, profiler, stopping=stopping, explore=fake_explore)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         stopping.set()
         profiler.interrupt()
-        assert end.result(timeout=20) is JobEnd.RELEASED
+        assert end.result(timeout=60) is JobEnd.RELEASED
     assert get_job(queue.database, job.id).state is JobState.QUEUED
     assert len(claim_next(queue).history) == 2
+
+
+@pytest.mark.parametrize(("version", "is_kept"), [("1", True), ("2", False)])
+def test_what_other_versions_measured_is_not_kept_for_later_jobs(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, version: str, is_kept: bool
+) -> None:
+    def claim_with(installed: str) -> Claim:
+        claim = queue.claim(
+            "a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, software={"library": installed}
+        )
+        assert claim is not None
+        return claim
+
+    queue.enqueue(make_request())
+    first = claim_with("1")
+    queue.record(first.lease, make_progress(0))
+    queue.release(first.lease)
+    resumed = claim_with(version)
+    kept: list[Trial] = []
+    monkeypatch.setattr(runner, "keep_components", lambda *given: kept.extend(given[-1]))
+    assert run(queue, resumed, FakeProfiler()) is JobEnd.SUCCEEDED
+    assert (resumed.history[0] in kept) is is_kept
 
 
 def test_a_profiler_that_died_while_idle_is_started_again(queue: Queue) -> None:
@@ -272,5 +295,5 @@ def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lea
         assert not end.done()
         queue.release = queue.watch = queue.finish  # type: ignore[method-assign]
         stopping.set()
-        assert end.result(timeout=20) is JobEnd.LOST
+        assert end.result(timeout=60) is JobEnd.LOST
     assert get_job(queue.database, job.id).state is JobState.RUNNING
