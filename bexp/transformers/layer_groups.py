@@ -19,8 +19,8 @@ class LayerGroup:
 
     Each layer but the last only notes its call, and returns the hidden states that it got. The last one runs all noted
     calls under one checkpoint. A model that does anything with hidden states between its layers would compute something
-    else, so a layer that does not get the group's own input raises SettingsError. A hook that only reads what such a layer
-    returns sees the group's input.
+    else, so a layer that does not get the group's own input raises SettingsError. A hook that only reads what such a
+    layer returns sees the group's input.
     """
 
     def __init__(self, size: int) -> None:
