@@ -86,7 +86,7 @@ class CandidateMemory:
         peak_C = table.static_bytes_C + composed_C
         measured = [row for row in whole if not self._log_std(np.array([row]))[0]]
         self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
-        room_C = limit_bytes - self._required(-table.static_bytes_C)
+        room_C = limit_bytes - self._required(-table.static_bytes_C.astype(np.float64))
         most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
         may_C = probability_below(most_C, self._errors_of_peaks) >= LEAST_LIKELY
         may_C[list(whole)] = False
