@@ -25,8 +25,8 @@ demo: $(STAMP)
 	@echo "This takes about a minute."
 	@$(BIN)/bexp explore examples/tiny-moe.yaml
 	@echo
-	@echo "Trust each answer as far as its confidence goes. On a CPU that is busy with other"
-	@echo "programs it is low, and the answer is called provisional; the recorded one is not."
+	@echo "Trust each answer as far as its confidence goes. Below the confidence that was asked for,"
+	@echo "it is called provisional. On a CPU that is busy with other programs it is often far below."
 
 # The type check runs beside the tests; each is told whether or not the other fails.
 test: $(STAMP)

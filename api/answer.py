@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from api.answer_choices import batch_rows, saving_rows, second_figure
-from api.answer_plan import base_text, mesh_rows, other_mesh_rows
+from api.answer_plan import base_text, mesh_rows, other_mesh_rows, picture_rows
 from api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
 from explorer.cost_model.step import MemoryParts
 from explorer.records.recommendation import (
@@ -59,7 +59,7 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
     if measured is not None:
         lines.append(row("measured", measured))
     if best.plan is not None:
-        lines += mesh_rows(best.plan)
+        lines += [*mesh_rows(best.plan), *picture_rows(best.plan)]
     lines += _candidate_rows(best.candidate)
     lines += [
         *_throughput_rows(best),

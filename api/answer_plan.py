@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from api.text import rate_text, row
+from api.text import rate_text, row, seconds_text
 from explorer.records.plan import MeshPlan
 from explorer.spec.candidate import Candidate
 
@@ -27,6 +27,18 @@ def mesh_rows(plan: MeshPlan) -> Iterable[str]:
     yield row("  measured", f"{plan.measured_share:.1%} of the step; the rest is described or predicted")
     for part in plan.parts[:MOST_PARTS]:
         yield row("", f"{part.share:6.1%} {part.name}, {part.source}")
+
+
+def picture_rows(plan: MeshPlan) -> Iterable[str]:
+    """Yield what the ranks of the pipeline do at the beginning of a step, a line each."""
+    picture = plan.picture
+    if picture is None:
+        return
+    yield f"  the first {seconds_text(picture.seconds)} of a step, rank by rank:"
+    for rank, line in zip(picture.ranks, picture.lines, strict=True):
+        yield f"    {rank:4d}  {line}"
+    weights = ", W gradients of weights" if any("W" in line for line in picture.lines) else ""
+    yield f"    F forward, B backward{weights}, . waits; small letters: every second micro-batch"
 
 
 def other_mesh_rows(plan: MeshPlan) -> Iterable[str]:

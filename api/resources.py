@@ -37,12 +37,13 @@ class Links(BaseModel):
     trials: str
     run_reports: str
     cancel: str
+    resume: str
 
     @classmethod
     def of(cls, job_id: str) -> Links:
         """Return the links of one exploration."""
         here = exploration_path(job_id)
-        parts = {part: f"{here}/{part}" for part in ("events", "log", "recommendation", "trials", "cancel")}
+        parts = {part: f"{here}/{part}" for part in ("events", "log", "recommendation", "trials", "cancel", "resume")}
         return cls(self=here, run_reports=f"{here}/run-reports", **parts)
 
 

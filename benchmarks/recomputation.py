@@ -167,7 +167,7 @@ def layer_bytes(parts: Decomposition, measured: dict[Component, ComponentMeasure
     kept = 0
     for group in parts.layers:
         inside = sum(measured[block].saved_bytes for block in group.blocks)
-        kept += group.count * (output if group.recomputed else inside)
+        kept += group.layers.count * (output if group.layers.recomputed else inside)
     return kept / model.num_layers
 
 

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     found: list[dict[str, Any]] = []
     runs: Iterator[dict[str, Any]] = iter(options.runs)
-    for run in [*runs] if not options.sweep else _sweep(found):
+    for run in [*runs] if not options.sweep else _sweep(found, options.batch_size):
         found.append(run_trainer(config, {**common, **run}))
         print(_line(found[-1]), flush=True)
         results = {"model": options.config.stem, "environment": describe_environment(), "runs": found}
@@ -81,12 +81,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _sweep(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The next run, given those that have been made."""
+def _sweep(found: list[dict[str, Any]], batch_size: int | None = None) -> Iterator[dict[str, Any]]:
+    """The next run, given those that have been made. No micro-batch is larger than the batch."""
     largest = 1
+    sizes = [size for size in SIZES if batch_size is None or size <= batch_size]
     for checkpointing in (False, True):
         best, falls = 0.0, 0
-        for size in (size for size in SIZES if size >= largest):
+        for size in (size for size in sizes if size >= largest):
             yield {"micro_batch_size": size, "gradient_checkpointing": checkpointing}
             speed = found[-1].get("tokens_per_second")
             if speed is None:

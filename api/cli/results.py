@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +23,7 @@ from explorer.records.recommendation import Answer, Recommendation
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""
+GAP, INDENT = "  ", "    "
 FEWEST_COLUMNS, MOST_COLUMNS = 60, 120
 
 
@@ -67,10 +70,12 @@ def usage_rows(job: Job, answer: Answer, best: Recommendation) -> list[str]:
         if (answer.serves_up_to or 0) >= budget.confidence_target:  # a larger budget would get this answer again
             advice = "explore again with --fresh; the search had ended before its budget was spent"
         surer = [row("to be surer", advice)]
+    has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
+    formats = [name for name, known in FORMATS.items() if not has_mesh or known.framework.schedules]
     return [
         *surer,
-        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(FORMATS)}"),
-        row("for bexp.apply", f"bexp best {job_id} --json > best.json"),
+        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(formats)}"),
+        *([] if has_mesh else [row("for bexp.apply", f"bexp best {job_id} --json > best.json")]),
         row("as a page", f"bexp report {job_id} --out report.html"),
     ]
 
@@ -98,10 +103,31 @@ def print_json(value: Any) -> None:
 
 
 def print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows in columns under their names."""
+    """Print rows in columns under their names, one row a line in a pipe."""
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else None
+    for line in table_lines(head, rows, width):
+        typer.echo(line)
+
+
+def table_lines(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | None) -> Iterator[str]:
+    """Yield the lines of a table. Columns beyond `width` continue on an indented line, and words stay whole."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    groups: list[list[int]] = [[]]
+    for column, cell_width in enumerate(widths):
+        taken = sum(widths[other] + len(GAP) for other in groups[-1]) + len(INDENT) * (len(groups) > 1)
+        if width is not None and groups[-1] and taken + cell_width > width:
+            groups.append([])
+        groups[-1].append(column)
     for cells in (head, *rows):
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+        for number, group in enumerate(groups):
+            text = GAP.join(f"{cells[column]:<{widths[column]}}" for column in group).rstrip()
+            line = (INDENT if number else "") + text
+            if width is None or len(line) <= width:
+                yield line
+            else:
+                yield from textwrap.wrap(
+                    line, width, subsequent_indent=2 * INDENT, break_long_words=False, break_on_hyphens=False
+                )
 
 
 def _dump(part: BaseModel | None) -> dict[str, Any] | None:

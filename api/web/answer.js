@@ -9,9 +9,17 @@ export function renderAnswer(exploration) {
   const main = answer?.variants[0];
   const best = answer ? main.recommendation : exploration.recommendation;
   const others = answer && answer.variants.length > 1 ? [variantTable(answer.variants)] : [];
-  if (best) return [headline(best, exploration), rows(best, exploration), ...others];
+  if (best) return [headline(best, exploration), provisionalNote(best, exploration), rows(best, exploration), ...others];
   if (answer) return [nothingFits(main), ...others];
   return [el("p", { class: "quiet" }, "There is nothing to recommend yet.")];
+}
+
+/** Say that a search has ended below the confidence that was asked for. */
+function provisionalNote(best, exploration) {
+  const target = exploration.request?.budget.confidence_target ?? 0;
+  const isBelow = exploration.answer !== null && best.confidence < target;
+  const text = `Provisional: confidence ${best.confidence} is below ${target}, which was asked for. Another candidate may be better.`;
+  return el("p", { hidden: !isBelow }, text);
 }
 
 function headline(best, exploration) {
@@ -28,9 +36,25 @@ function headline(best, exploration) {
       format.settings(candidate)),
     figure("expect per device", format.rate(format.expected(best)),
       best.whole_model ? "the whole model ran at that speed" : "composed of measured blocks; no whole model has confirmed it"),
-    figure("against the base", `${best.performance.toFixed(2)}x`, format.describe(best.base)),
+    figure("against the base", `${best.performance.toFixed(2)}x`, best.plan ? baseOfPlan(best) : format.describe(best.base)),
     figure("confidence", best.confidence, within),
   );
+}
+
+const baseOfPlan = (best) =>
+  `${format.mesh(best.plan.base_mesh)} micro_batch_size=${best.base.micro_batch_size} recompute=${best.base.recompute}`;
+
+/** The mesh of a plan, what the time of its devices goes to, and how much of that was measured. */
+function meshRows(plan, row) {
+  const devices = plan.mesh.tensor * plan.mesh.pipeline * plan.mesh.data;
+  row("mesh", `${format.mesh(plan.mesh)} on ${format.number(devices)} devices`);
+  if (plan.mesh.pipeline > 1) {
+    row("layers", `${plan.layers_per_stage.join(" ")} per stage; rank ${plan.fullest_rank} is the fullest`);
+  }
+  row("all devices", format.rate(plan.tokens_per_second));
+  row("time", `${format.percent(plan.compute_share)} computation, ${format.percent(plan.exchange_share)} exchange, ` +
+    `${format.percent(plan.bubble_share)} bubble`);
+  row("measured share", `${format.percent(plan.measured_share)} of the step; the rest is described or predicted`);
 }
 
 function rows(best, exploration) {
@@ -39,6 +63,7 @@ function rows(best, exploration) {
   const { request, report } = exploration;
   if (request) row("measured", measured(request, report?.parts));
   if (report) row("device", `${report.hardware.device_name}, ${format.bytes(report.hardware.memory_bytes)}`);
+  if (best.plan) meshRows(best.plan, row);
   const whole = best.whole_model;
   if (whole) {
     const shorter = whole.step_error < 0 ? "shorter" : "longer";
@@ -47,6 +72,7 @@ function rows(best, exploration) {
       `of the whole model, and a peak that is ${format.percent(Math.abs(whole.peak_error))} ${lower}`);
   }
   row("step", format.seconds(whole ? whole.step_seconds : best.step_seconds));
+  if (best.plan) planRows(best.plan, row);
   batchRows(best, request, row);
   row("peak memory", whole
     ? `${format.bytes(whole.measurement.peak_bytes)} in the whole model, ${format.bytes(best.measured_peak_bytes)} composed`
@@ -55,7 +81,9 @@ function rows(best, exploration) {
   const over = (label, other) => {
     if (!other) return;
     const predicted = other.predicted ? ", predicted in part" : "";
-    row(label, `${other.gain.toFixed(2)}x over ${format.describe(other.candidate)}${predicted}`);
+    const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
+    const what = same ? ": it is the recommended one" : ` over ${format.describe(other.candidate)}${predicted}`;
+    row(label, `${other.gain.toFixed(2)}x${what}`);
   };
   over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
   over("stock best", best.stock);
@@ -63,6 +91,11 @@ function rows(best, exploration) {
     const rival = best.runner_up;
     const speed = rival.whole_model ? `${format.rate(rival.whole_model.tokens_per_second)} as a whole model` : format.words(rival.outcome);
     row("runner-up", `${format.describe(rival.candidate)}: ${speed}`);
+  }
+  for (const other of best.plan?.alternatives ?? []) {
+    const predicted = other.predicted ? ", predicted in part" : "";
+    row("other mesh", `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} micro_batch_size=${other.candidate.micro_batch_size} ` +
+      `recompute=${other.candidate.recompute} (${format.rate(other.tokens_per_second)}${predicted})`);
   }
   for (const choice of best.memory_choices.slice(1)) {
     if (choice.loss > 0) {
@@ -78,6 +111,30 @@ function rows(best, exploration) {
 function measured(request, parts) {
   const name = [request.target ?? "bexp", parts?.target_version].filter(Boolean).join(" ");
   return [name, parts?.class_name, request.mode, request.execution].filter(Boolean).join(", ");
+}
+
+function planRows(plan, row) {
+  row("mesh", mesh(plan.mesh));
+  row("all devices", format.rate(plan.tokens_per_second));
+  row("time", `${format.percent(plan.compute_share)} computation, ${format.percent(plan.exchange_share)} exchange, ` +
+    `${format.percent(plan.bubble_share)} bubble; ${format.percent(plan.measured_share)} of the step was measured`);
+  if (plan.mesh.pipeline > 1) row("layers of each stage", `${plan.layers_per_stage.join(" ")}; rank ${plan.fullest_rank} is the fullest`);
+  if (plan.picture) {
+    const { lines, ranks, seconds } = plan.picture;
+    const text = lines.map((line, i) => `${String(ranks[i]).padStart(4)}  ${line}`).join("\n");
+    row(`the first ${format.seconds(seconds)}`, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pipeline" },
+      el("pre", {}, text), "F forward, B backward, W gradients of weights, . waits; small letters: every second micro-batch"));
+  }
+  for (const other of plan.alternatives) {
+    row("other mesh", `${other.gain.toFixed(2)}x over ${mesh(other.mesh)} ${format.describe(other.candidate)}${other.predicted ? ", predicted in part" : ""}`);
+  }
+}
+
+function mesh(sizes) {
+  const stages = sizes.virtual_stages > 1 ? `, ${sizes.virtual_stages} stages a rank` : "";
+  const pipeline = `pipeline=${sizes.pipeline}` + (sizes.schedule ? ` (${sizes.schedule}${stages})` : "");
+  const expert = sizes.expert > 1 ? [`expert=${sizes.expert}`] : [];
+  return [`tensor=${sizes.tensor}`, pipeline, ...expert, `data=${sizes.data}`, `sharding=${sizes.sharding}`].join(" ");
 }
 
 function batchRows(best, request, row) {

@@ -20,6 +20,9 @@ const shell = {
     say(isOpen ? "" : "The connection is lost. The page tries again.");
   },
 
+  /** Show the view again, from its beginning. */
+  show: () => show(),
+
   /** Whether a failure may pass by itself. */
   isPassing: (error) => !(error instanceof Problem) || error.isTemporary,
 

@@ -3,7 +3,7 @@
 import { el, svg } from "./dom.js";
 import * as format from "./format.js";
 import { line, linear, logarithmic, mark, plot } from "./plot.js";
-import { POLICIES, fastestByPolicy, heatCells, latestByCandidate, paretoFront, pointsOf } from "./trial_figures.js";
+import { fastestByPolicy, heatCells, latestByCandidate, paretoFront, pointsOf, policiesOf, policyIndex } from "./trial_figures.js";
 
 const HEIGHT = 300;
 
@@ -23,14 +23,14 @@ const titleOf = (point) =>
 const markClass = (point) => `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}`;
 
 function policyLegend(points) {
-  const found = POLICIES.filter((policy) => points.some((point) => point.policy === policy));
+  const found = policiesOf(points.map((point) => point.policy));
   const key = (index, kind) =>
     svg("svg", { width: 16, height: 16, viewBox: "-8 -8 16 16", "aria-hidden": "true" }, mark(index, 0, 0, { class: kind }));
   return el(
     "ul",
     { class: "legend" },
     found.map((policy) => {
-      const index = POLICIES.indexOf(policy);
+      const index = policyIndex(policy);
       return el("li", {}, key(index, `mark p${index} whole`), format.words(policy));
     }),
     points.some((point) => !point.isWholeModel) && el("li", {}, key(0, "mark composed plain"), "hollow: composed"),
@@ -63,7 +63,7 @@ export function throughputChart({ trials, best, width }) {
   });
   for (const [policy, series] of fastestByPolicy(points)) {
     const path = series.map((point) => [x.at(point.microBatch), y.at(point.tokensPerSecond)]);
-    marks.append(line(path, { class: `series p${POLICIES.indexOf(policy)}` }));
+    marks.append(line(path, { class: `series p${policyIndex(policy)}` }));
   }
   for (const point of points) {
     const px = x.at(point.microBatch);
@@ -177,7 +177,7 @@ export function heatMap({ trials, best }) {
   const cells = heatCells(trials);
   if (cells.size === 0) return null;
   const tried = [...cells.keys()].map((key) => key.split(" "));
-  const policies = POLICIES.filter((policy) => tried.some(([found]) => found === policy));
+  const policies = policiesOf(tried.map(([policy]) => policy));
   const sizes = [...new Set(tried.map(([, size]) => Number(size)))].sort((a, b) => a - b);
   const speeds = [...cells.values()].flatMap(({ point }) => (point ? [point.tokensPerSecond] : []));
   const [low, high] = [Math.min(...speeds), Math.max(...speeds)];

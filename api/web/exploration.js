@@ -90,7 +90,7 @@ export class ExplorationView {
     for (const { body, draw } of this.figures) {
       const hadFocus = body.contains(document.activeElement);
       const made = draw({ ...common, width: Math.max(260, Math.floor(body.clientWidth)) });
-      body.replaceChildren(...[made ?? el("p", { class: "quiet" }, "Nothing to show yet.")].flat());
+      body.replaceChildren(...[made ?? el("p", { class: "quiet" }, isFinal(exploration) ? "There is nothing to show." : "Nothing to show yet.")].flat());
       if (hadFocus) body.querySelector("[tabindex]")?.focus({ preventScroll: true });
     }
     this.log.update(events, exploration.recommendation, isFinal(exploration));
@@ -99,7 +99,8 @@ export class ExplorationView {
 
   #drawHead(exploration, trials) {
     this.title.textContent = exploration.model;
-    const times = [
+    const facts = [
+      exploration.owner && exploration.owner !== "local" && `owner ${exploration.owner}`,
       `submitted ${format.moment(exploration.created_at)}`,
       exploration.started_at && `started ${format.moment(exploration.started_at)}`,
       exploration.finished_at && `ended ${format.moment(exploration.finished_at)}`,
@@ -107,7 +108,7 @@ export class ExplorationView {
     const cancelled = exploration.cancel_requested && !isFinal(exploration) ? " (being cancelled)" : "";
     this.state.replaceChildren(
       el("span", { class: `badge ${exploration.state}` }, exploration.state + cancelled),
-      ` ${trials.length} trials · ${times.filter(Boolean).join(" · ")} · id `,
+      ` ${trials.length} trials · ${facts.filter(Boolean).join(" · ")} · id `,
       el("code", {}, exploration.id),
     );
     this.labels.replaceChildren(...format.labels(exploration.labels).map((text) => el("span", { class: "label" }, text)));

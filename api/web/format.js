@@ -50,8 +50,8 @@ export function settings(candidate) {
   if (candidate.context_parallel_layout !== null) {
     parts.push(`context_parallel=${candidate.context_parallel_size}:${candidate.context_parallel_layout}`);
   }
-  for (const name of ["sharding", "loss", "execution"]) {
-    if (candidate[name] !== null) parts.push(`${name}=${candidate[name]}`);
+  for (const name of ["sharding", "loss", "execution", "kernels"]) {
+    if (candidate[name] != null) parts.push(`${name}=${candidate[name]}`);
   }
   if (candidate.settings !== null) parts.push(candidate.settings);
   return parts.join(" ");
@@ -64,6 +64,14 @@ export const isWhole = (candidate) => candidate.attention_backend === "own";
 
 /** The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones. */
 export const expected = (best) => best.whole_model?.tokens_per_second ?? best.tokens_per_second;
+
+/** What `Mesh.describe` returns. */
+export function mesh(of) {
+  const stages = of.virtual_stages > 1 ? `, ${of.virtual_stages} stages a rank` : "";
+  const schedule = of.schedule === null ? "" : ` (${of.schedule}${stages})`;
+  const expert = of.expert > 1 ? ` expert=${of.expert}` : "";
+  return `tensor=${of.tensor} pipeline=${of.pipeline}${schedule}${expert} data=${of.data} sharding=${of.sharding}`;
+}
 
 /** Labels as `key=value`; a report of an earlier version has none. */
 export const labels = (given) => Object.entries(given ?? {}).map(([key, value]) => `${key}=${value}`);

@@ -3,17 +3,18 @@
 import { el, throttle } from "./dom.js";
 import { exportControl } from "./exports.js";
 import { ExplorationView, isFinal } from "./exploration.js";
-import { cancelExploration, deleteExploration, followEvents, getExploration, readTrials } from "./service.js";
+import { cancelExploration, deleteExploration, followEvents, getExploration, readTrials, resumeExploration } from "./service.js";
 
 const READ_MILLISECONDS = 700;
 
 /** Show the exploration with this id until `signal` is aborted. `shell` shows problems. */
 export async function showExploration(id, root, signal, shell) {
   const cancel = el("button", { type: "button", hidden: true }, "Cancel the exploration");
+  const resume = el("button", { type: "button", hidden: true }, "Resume the exploration");
   const remove = el("button", { type: "button", hidden: true }, "Delete the exploration");
   const exports = exportControl(id, signal, shell);
   let exploration = await getExploration(id, signal);
-  const view = new ExplorationView(root, [exports, cancel, remove]);
+  const view = new ExplorationView(root, [exports, cancel, resume, remove]);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];
@@ -22,6 +23,7 @@ export async function showExploration(id, root, signal, shell) {
   const show = () => {
     exports.hidden = !exploration.recommendation;
     cancel.hidden = isFinal(exploration) || exploration.cancel_requested;
+    resume.hidden = !["cancelled", "failed"].includes(exploration.state);
     remove.hidden = !isFinal(exploration);
     view.update(exploration, trials, events);
   };
@@ -44,6 +46,15 @@ export async function showExploration(id, root, signal, shell) {
     try {
       exploration = await cancelExploration(id);
       show();
+    } catch (error) {
+      shell.report(error, signal);
+    }
+  });
+
+  resume.addEventListener("click", async () => {
+    try {
+      await resumeExploration(id);
+      if (!signal.aborted) shell.show();
     } catch (error) {
       shell.report(error, signal);
     }

@@ -30,7 +30,8 @@ function niceTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * ([1, 2, 5].find((factor) => factor * power >= raw) ?? 10);
   const ticks = [];
-  for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) ticks.push(value);
+  for (let value = (Math.ceil(low / step - 1e-9) + 0) * step; // -0 + 0 is 0
+    value <= high + step * 1e-9; value += step) ticks.push(value);
   return ticks;
 }
 

@@ -51,6 +51,8 @@ export const getExploration = (id, signal) => json(one(id), { signal });
 
 export const cancelExploration = (id) => json(`${one(id)}/cancel`, { method: "POST" });
 
+export const resumeExploration = (id) => json(`${one(id)}/resume`, { method: "POST" });
+
 export const deleteExploration = (id) => send(one(id), { method: "DELETE" });
 
 /** Return the answer in a format of a training framework, as a blob, and the name of its file. */
@@ -88,6 +90,7 @@ export async function readTrials(id, cursor, signal) {
 export async function* followEvents(id, signal, onState) {
   let seq = 0;
   let delay = 500;
+  let hasEnded = false;
   while (!signal.aborted) {
     try {
       for await (const events of streamOnce(id, seq, signal)) {
@@ -96,9 +99,10 @@ export async function* followEvents(id, signal, onState) {
         const fresh = events.filter((event) => event.seq > seq);
         if (fresh.length === 0) continue;
         seq = fresh.at(-1).seq;
+        hasEnded = fresh.at(-1).code >= LAST_CODE;
         yield fresh;
-        if (fresh.at(-1).code >= LAST_CODE) return;
       }
+      if (hasEnded) return; // the service closes the stream of one that has ended; one that was resumed goes on
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof Complete) return;

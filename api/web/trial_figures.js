@@ -1,7 +1,7 @@
 /** What the charts show of trials. Nothing here draws. */
 
-/** Every recomputation policy, in the order of the service; a policy keeps its colour and shape in every chart. */
-export const POLICIES = [
+/** Every recomputation policy without a number, in the order of the service. */
+const POLICIES = [
   "none",
   "selective",
   "activations",
@@ -14,7 +14,18 @@ export const POLICIES = [
   "full",
 ];
 
-const policyIndex = (policy) => Math.max(0, POLICIES.indexOf(policy));
+/** The colour and shape of a policy, the same in every chart. Those with a number share the last two, by kind. */
+export function policyIndex(policy) {
+  if (policy.startsWith("layers_")) return POLICIES.length;
+  if (policy.startsWith("groups_")) return POLICIES.length + 1;
+  return Math.max(0, POLICIES.indexOf(policy));
+}
+
+const numberOf = (policy) => Number(policy.split("_")[1] ?? 0);
+
+/** The distinct policies in the order of the service; those with a number follow by it. */
+export const policiesOf = (policies) =>
+  [...new Set(policies)].sort((a, b) => policyIndex(a) - policyIndex(b) || numberOf(a) - numberOf(b));
 
 /** The points of trials that ran: speed, peak, and how uncertain the timing is. */
 export function pointsOf(trials) {
@@ -82,11 +93,12 @@ export function fastestByPolicy(points) {
     const key = `${point.policy} ${point.microBatch}`;
     if (!(fastest.get(key)?.tokensPerSecond >= point.tokensPerSecond)) fastest.set(key, point);
   }
-  const series = new Map(POLICIES.map((policy) => [policy, []]));
+  const policies = policiesOf([...fastest.values()].map((point) => point.policy));
+  const series = new Map(policies.map((policy) => [policy, []]));
   for (const point of [...fastest.values()].sort((a, b) => a.microBatch - b.microBatch)) {
-    series.get(point.policy)?.push(point);
+    series.get(point.policy).push(point);
   }
-  return new Map([...series].filter(([, found]) => found.length > 0));
+  return series;
 }
 
 /** For each policy and micro-batch that was tried: the fastest point, or the outcome of the trial that failed. */

@@ -15,6 +15,7 @@ from benchmarks.docs import (
     kernels,
     models,
     mutation,
+    published_plans,
     results,
     search,
     trainer_goals,
@@ -62,6 +63,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         of_result, context_parallel.steps, "h200x4-context-parallel-step", "h200x8-context-parallel-step"
     ),
     "context-parallel-sizes": partial(of_result, context_parallel.steps, "h200x4-context-parallel-sizes"),
+    "published-plans": partial(of_result, published_plans.published_plans, "h100-published-plans"),
     "grouped-gemm": partial(of_result, kernels.grouped_gemm, "h200-grouped-gemm"),
     "variable-gemm": partial(of_result, kernels.variable_gemm, "h200-variable-gemm"),
     "moe-layer": partial(of_result, kernels.moe_layer, "h200-moe-layer"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -22,3 +22,18 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor, early_stop: boo
         return in_graph
     out: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop)
     return out
+
+
+def recomputed_group(layers: Iterable[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    """Return the result of layers that run one after another, and keep only `x` for backward.
+
+    In backward all of them run again, to the end, as in Megatron's uniform method. Their activations are in memory
+    together then.
+    """
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return recomputed(run, x, early_stop=False)

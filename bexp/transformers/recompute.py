@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bexp.transformers.experts import expert_modules
+from bexp.transformers.layer_groups import LayerGroup
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.settings import LAYER_SHARES, OPERATION_POLICIES, Settings, SettingsError
 from bexp.transformers.undo import Changes
@@ -52,6 +53,7 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
         chosen = set(range(len(layers)))
     else:
         chosen = chosen_layers(settings, len(layers)) if len(layers) > 1 or layers[0] is not module else {0}
+    groups = None if settings.group_size is None else _group_functions(settings.group_size, len(layers))
     flags = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if not any(hasattr(layer, "gradient_checkpointing") for layer in layers):
         if policy != "full" or not flags:
@@ -62,22 +64,32 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
     wanted = {id(part) for part in chosen_parts}
     for part in flags:
         changes.set(part, "gradient_checkpointing", id(part) in wanted)
-    for part in chosen_parts:
-        changes.set(part, "_gradient_checkpointing_func", run)
+    for index, part in enumerate(chosen_parts):
+        function = run if groups is None else groups[index]
+        changes.set(part, "_gradient_checkpointing_func", function)
 
 
 def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
-    """The indices of the layers that a policy by layer recomputes; a share takes the first layers.
+    """The indices of the layers that a policy by layer recomputes; a share takes the first layers, groups take all.
 
     Raises SettingsError if the policy names more layers than there are.
     """
-    first = settings.first_layers
-    if first is not None:
-        if first > num_layers:
+    named = settings.first_layers or settings.group_size
+    if named is not None:
+        if named > num_layers:
             raise SettingsError(f"'{settings.recompute}' names more layers than the {num_layers} of the model")
-        return set(range(first))
+        return set(range(settings.first_layers or num_layers))
     count = max(1, round(LAYER_SHARES[settings.recompute] * num_layers))
     return set(range(count))
+
+
+def _group_functions(size: int, num_layers: int) -> list[Callable[..., Any]]:
+    """Return what runs each layer; the last group may be smaller."""
+    functions = []
+    for start in range(0, num_layers, size):
+        group = LayerGroup(min(size, num_layers - start))
+        functions += [group.function(place) for place in range(min(size, num_layers - start))]
+    return functions
 
 
 def _kept_operators(*, products: bool) -> frozenset[Any]:

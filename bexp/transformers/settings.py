@@ -16,7 +16,7 @@ OPERATION_POLICIES = ("activations", "projections")
 """Policies that keep the results of some operators in every layer and recompute the others."""
 MODULE_POLICIES = ("selective", "experts")
 """Policies that recompute one part of every layer: the attention core, or the expert FFN."""
-_FIRST_LAYERS = re.compile(r"first_([1-9][0-9]*)")
+_NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 _ATTENTION = re.compile(r"[a-z][a-z0-9_]*(:(flash|cudnn|efficient|math))?")
 _EXPERTS = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -33,9 +33,10 @@ class Settings:
     `flash_attention_2`), or `sdpa:flash`, `sdpa:cudnn`, `sdpa:efficient`, `sdpa:math` for one pinned back end of torch.
     `experts`: null for the model's own, a name that transformers knows (`eager`, `batched_mm`, `grouped_mm`), or one of
     ours (`bexp_fused`, `bexp_triton_grouped`, `bexp_hopper_grouped`).
-    `recompute`: `none`; by layer `full`, `first_N` or `partial_25`, `partial_50`, `partial_75`; by operation
-    `activations` (keeps the results of matrix products and attention) and `projections` (keeps those of attention);
-    by part `selective` (recomputes the attention core) and `experts`.
+    `recompute`: `none`; by layer `full`, `layers_N` (the first N) or `partial_25`, `partial_50`, `partial_75`;
+    `groups_N` (groups of N consecutive layers, each recomputed as one); by operation `activations` (keeps the results
+    of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the
+    attention core) and `experts`.
     `bta_tile`: sequences of an attention tile, null for no tiling.
     `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
@@ -59,8 +60,10 @@ class Settings:
         if self.experts is not None and not _EXPERTS.fullmatch(self.experts):
             raise SettingsError(f"'{self.experts}' is not the name of an experts implementation")
         if not self._known_policy():
-            known = ", ".join(("none", *LAYER_SHARES, "first_N", *OPERATION_POLICIES, *MODULE_POLICIES))
+            known = ", ".join(("none", *LAYER_SHARES, "layers_N", "groups_N", *OPERATION_POLICIES, *MODULE_POLICIES))
             raise SettingsError(f"'{self.recompute}' is not a recomputation policy of a transformers model: {known}")
+        if self.group_size is not None and self.compile:
+            raise SettingsError(f"compiled layers cannot be recomputed in groups ('{self.recompute}')")
         if self.bta_tile is not None and self.bta_tile < 1:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
         if self.loss not in {"library", "chunked", "liger"}:
@@ -72,9 +75,17 @@ class Settings:
 
     @property
     def first_layers(self) -> int | None:
-        """N of `first_N`; null for another policy."""
-        found = _FIRST_LAYERS.fullmatch(self.recompute)
-        return int(found.group(1)) if found else None
+        """N of `layers_N`; null for another policy."""
+        return self._number("layers")
+
+    @property
+    def group_size(self) -> int | None:
+        """N of `groups_N`; null for another policy."""
+        return self._number("groups")
+
+    def _number(self, kind: str) -> int | None:
+        found = _NUMBERED.fullmatch(self.recompute)
+        return int(found[2]) if found and found[1] == kind else None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
@@ -90,4 +101,4 @@ class Settings:
 
     def _known_policy(self) -> bool:
         named = ("none", *LAYER_SHARES, *OPERATION_POLICIES, *MODULE_POLICIES)
-        return self.recompute in named or self.first_layers is not None
+        return self.recompute in named or _NUMBERED.fullmatch(self.recompute) is not None

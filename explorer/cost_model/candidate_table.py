@@ -86,18 +86,24 @@ class SpaceTable:
         self._first_CG = np.full(shape, nothing, dtype=np.int64)
         self._second_CG = np.full(shape, nothing, dtype=np.int64)
         self._count_CG = np.zeros(shape, dtype=np.int64)
+        self._kept_CG = np.zeros(shape, dtype=np.int64)
         self._recomputed_CG = np.zeros(shape, dtype=bool)
         self._below_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
+        self._beside_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
         for i, decomposition in enumerate(self.decompositions):
             for j, group in enumerate(decomposition.layers):
                 first, *second = (place[id(block)] for block in group.blocks)
                 self._first_CG[i, j] = first
                 self._second_CG[i, j] = second[0] if second else nothing
-                self._count_CG[i, j] = group.count
-                self._recomputed_CG[i, j] = group.recomputed
-                self._below_CGG[i, j, : len(group.below)] = group.below
+                equal = group.layers
+                self._count_CG[i, j] = equal.count
+                self._kept_CG[i, j] = equal.kept
+                self._recomputed_CG[i, j] = equal.recomputed
+                self._below_CGG[i, j, : len(equal.below)] = equal.below
+                self._beside_CGG[i, j, : len(equal.beside)] = equal.beside
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
         self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
+        self._in_chunks_C = np.array([c.recompute.group_size is not None for c in self.candidates])
         self._list_components(steps)
         self._list_shardings()
         tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
@@ -248,7 +254,8 @@ class SpaceTable:
         """Return the saved and the transient bytes at the peak of a step, each of shape (C,).
 
         Gradients exist before the step, as they do in every step but the first. A recomputed layer keeps its output
-        alone; in its backward pass everything inside it is alive again. The incoming gradient of a block is added here,
+        alone; in its backward pass everything inside it is alive again, beside everything inside the layers that run
+        again together with it. The incoming gradient of a block is added here,
         because a block's own figures count from the level at which that gradient exists.
         """
         saved_K, forward_peak_K, backward_peak_K = map(self._padded, (saved_K, forward_peak_K, backward_peak_K))
@@ -267,15 +274,16 @@ class SpaceTable:
         at_head = np.where(embedding < len(self.components), saved_K[embedding], 0.0)
         inside_CG = saved_K[first_CG] + saved_K[second_CG]
         held_CG = np.where(self._recomputed_CG, self._output_C[:, None], inside_CG)
-        layers = (self._count_CG * held_CG).sum(axis=1)
+        layers = (self._kept_CG * held_CG).sum(axis=1)
         saved = at_head + layers
         peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head]) + self._gathered_head_C
         for g in range(self._count_CG.shape[1]):
             first, second = first_CG[:, g], second_CG[:, g]
             forward = np.maximum(forward_peak_K[first], saved_K[first] + forward_peak_K[second])
+            forward += np.where(self._in_chunks_C, self._output_C, 0)  # runs again beside the chunk's gradient
             backward = self._output_C + np.maximum(saved_K[first] + backward_peak_K[second], backward_peak_K[first])
-            # The last of equal layers has the most activations below it.
             below = embedded + (self._below_CGG[:, g] * held_CG).sum(axis=1)
+            below += (self._beside_CGG[:, g] * inside_CG).sum(axis=1)
             at_layer = below + np.maximum(forward, backward) + self._gathered_layer_C
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
         over = peak - saved

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from explorer.cost_model.layer_groups import EqualLayers, Kind, group_chunks, group_layers
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.training import Sharding
-
-Sort = TypeVar("Sort", bound=tuple[Any, ...])
 
 
 class ComponentKind(StrEnum):
@@ -42,7 +40,8 @@ class BlockRecompute(StrEnum):
 
     `none` recomputes nothing, `selective` the attention core, and `full` the whole block. `activations` recomputes
     everything but matrix products, attention and routing. `projections` also recomputes the first matrix product: that
-    of queries, keys and values, or that into the FFN's hidden size.
+    of queries, keys and values, or that into the FFN's hidden size. `to_the_end` recomputes the whole block and, unlike
+    `full`, also the results at its end that only later layers need: those of the same chunk run again from them.
     """
 
     NONE = "none"
@@ -50,11 +49,17 @@ class BlockRecompute(StrEnum):
     ACTIVATIONS = "activations"
     PROJECTIONS = "projections"
     FULL = "full"
+    TO_THE_END = "to_the_end"
 
     @property
     def by_operation(self) -> bool:
         """Whether some operations of the block run again and others do not."""
         return self is BlockRecompute.ACTIVATIONS or self is BlockRecompute.PROJECTIONS
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole block runs again."""
+        return self is BlockRecompute.FULL or self is BlockRecompute.TO_THE_END
 
 
 _BLOCKS: dict[Recompute, dict[ComponentKind, BlockRecompute]] = {
@@ -81,6 +86,11 @@ def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | N
     """
     asked = _BLOCKS.get(recompute, {}).get(kind, BlockRecompute.NONE)
     return BlockRecompute.NONE if asked.by_operation and bta_tile is not None else asked
+
+
+def whole_recompute(recompute: Recompute) -> BlockRecompute:
+    """Return how a policy recomputes the last block of a layer that it recomputes as a whole."""
+    return BlockRecompute.FULL if recompute.group_size is None else BlockRecompute.TO_THE_END
 
 
 def _is_one(size: int) -> bool:
@@ -166,16 +176,13 @@ class Component(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Equal layers of a model, `count` of them, which are all recomputed as a whole or not.
+    """Equal layers of a model with the blocks that run one after another in each of them.
 
-    `blocks` run one after another. They are attention and FFN of a reference layer, or one layer that is measured as a
-    whole. `below` has, for every group in order, the number of its layers that lie before this group's last layer.
+    The blocks are attention and FFN of a reference layer, or one layer that is measured as a whole.
     """
 
-    count: int
+    layers: EqualLayers[Any]
     blocks: tuple[Component, ...]
-    recomputed: bool
-    below: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +212,13 @@ class Decomposition:
         return tuple(dict.fromkeys(self.step))
 
 
-def group_layers(layers: Sequence[Sort]) -> list[tuple[Sort, int, tuple[int, ...]]]:
-    """Return the distinct sorts of layers in order, each with its count and the `below` of `LayerGroup`."""
-    counts = sorted(Counter(layers).items())
-    last = {sort: len(layers) - 1 - layers[::-1].index(sort) for sort, _ in counts}
-    return [(sort, count, tuple(layers[: last[sort]].count(other) for other, _ in counts)) for sort, count in counts]
+def equal_layers(
+    kinds: Sequence[Kind], recompute: Recompute, recomputed: Sequence[bool]
+) -> tuple[EqualLayers[Kind], ...]:
+    """Return a model's layers in groups; `recomputed` says of each whether `recompute` recomputes it as a whole."""
+    if recompute.group_size is not None:
+        return group_chunks(kinds, recompute.group_size)
+    return group_layers(kinds, recomputed)
 
 
 def stepped_level(candidate: Candidate) -> Sharding | None:
@@ -229,7 +238,7 @@ class Decomposer:
         self._training = training
         self._exchanges = exchanges
         self._components: dict[tuple[object, ...], Component] = {}
-        self._groups: dict[Recompute, list[tuple[LayerKind, bool, int, tuple[int, ...]]]] = {}
+        self._groups: dict[Recompute, tuple[EqualLayers[LayerKind], ...]] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
         """Return the components of one step of `candidate`."""
@@ -239,11 +248,12 @@ class Decomposer:
         common = math.gcd(m, size)
         local = (m // common, size // common)
         layers = []
-        for kind, recomputed, count, below in self._layer_groups(candidate.recompute):
-            moe = kind is LayerKind.MOE
+        for equal in self._layer_groups(candidate.recompute):
+            moe = equal.kind is LayerKind.MOE
             ffn_kind = ComponentKind.MOE_FFN if moe else ComponentKind.DENSE_FFN
-            core = again = BlockRecompute.FULL
-            if not recomputed:
+            core = BlockRecompute.FULL  # the FFN follows, so that attention runs to its end in any case
+            again = whole_recompute(candidate.recompute)
+            if not equal.recomputed:
                 core = block_recompute(candidate.recompute, ComponentKind.ATTENTION, candidate.bta_tile)
                 again = block_recompute(candidate.recompute, ffn_kind, None)
             attention = self._share(
@@ -251,7 +261,7 @@ class Decomposer:
             )
             backend = candidate.expert_backend if moe else None
             ffn = self._share(ffn_kind, local[0], None, again, backend, None, local[1])
-            layers.append(LayerGroup(count, (attention, ffn), recomputed, below))
+            layers.append(LayerGroup(equal, (attention, ffn)))
         plain = (None, BlockRecompute.NONE, None)
         return Decomposition(
             embedding=self._share(ComponentKind.EMBEDDING, local[0], *plain, None, local[1]),
@@ -269,10 +279,10 @@ class Decomposer:
             ),
         )
 
-    def _layer_groups(self, recompute: Recompute) -> list[tuple[LayerKind, bool, int, tuple[int, ...]]]:
+    def _layer_groups(self, recompute: Recompute) -> tuple[EqualLayers[LayerKind], ...]:
         if recompute not in self._groups:
-            layers = list(zip(self._model.layer_kinds, recomputed_layers(self._model, recompute), strict=True))
-            self._groups[recompute] = [(*sort, count, below) for sort, count, below in group_layers(layers)]
+            chosen = recomputed_layers(self._model, recompute)
+            self._groups[recompute] = equal_layers(self._model.layer_kinds, recompute, chosen)
         return self._groups[recompute]
 
     def _share(

@@ -34,8 +34,8 @@ class MeshStep:
 
     `compute_share`, `exchange_share` and `bubble_share` are those of all devices' time; the optimizer counts as
     computation. `makeup` has the share of the step that hangs on each component and each link, bubbles included.
-    `layers` has the number of layers of each stage, `memory` the parts of the fullest rank. `exact` says that the
-    pipeline was simulated, and not estimated.
+    `layers` has the number of layers of each stage, `memory` the parts of the fullest rank. `run` is the
+    pipeline as it was simulated, null if there is none or if it was estimated; `exact` says that nothing was estimated.
     """
 
     seconds: float
@@ -52,6 +52,7 @@ class MeshStep:
     layers: tuple[int, ...]
     makeup: dict[Component | Link, float]
     exact: bool
+    run: PipelineRun | None = None
 
 
 class MeshComposer:
@@ -129,6 +130,7 @@ class MeshComposer:
             layers=counts,
             makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), update, seconds, step),
             exact=simulate or mesh.pipeline == 1,
+            run=run,
         )
 
     def _run(

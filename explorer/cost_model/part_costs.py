@@ -11,9 +11,11 @@ from explorer.cost_model.components import (
     ComponentKind,
     Decomposition,
     LayerGroup,
-    group_layers,
+    equal_layers,
     stepped_level,
+    whole_recompute,
 )
+from explorer.cost_model.layer_groups import EqualLayers
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.execution import Execution, Kernels
@@ -32,6 +34,7 @@ KEPT_SHARES = {
     BlockRecompute.ACTIVATIONS: 0.6,
     BlockRecompute.PROJECTIONS: 0.3,
     BlockRecompute.FULL: 1.0,
+    BlockRecompute.TO_THE_END: 1.0,
 }
 """Share of its saved bytes that a layer is expected to keep under a policy by operation.
 
@@ -55,21 +58,21 @@ class PartsDecomposer:
         self._training = training
         self._exchanges = exchanges
         self._components: dict[tuple[object, ...], Component] = {}
-        self._groups: dict[float, list[tuple[tuple[str, bool], int, tuple[int, ...]]]] = {}
+        self._groups: dict[Recompute, tuple[EqualLayers[str], ...]] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
         """Return the components of one step of `candidate`."""
         m = candidate.micro_batch_size
         policy = _BY_OPERATION.get(candidate.recompute, BlockRecompute.NONE)
         layers = []
-        for (name, again), count, below in self._layer_groups(candidate.recompute.layer_share):
-            experts = candidate.expert_backend if self._parts.kind(name).has_experts else None
+        for equal in self._layer_groups(candidate.recompute):
+            experts = candidate.expert_backend if self._parts.kind(equal.kind).has_experts else None
             execution = COMPILED if candidate.execution is Execution.COMPILE else None
             kernels = candidate.kernels if candidate.kernels is Kernels.LIGER else None
             backend = "+".join(filter(None, (candidate.attention_backend, experts, kernels, execution)))
-            recompute = BlockRecompute.FULL if again else policy
-            block = self._share(ComponentKind.LAYER, m, name, backend, recompute, candidate.bta_tile)
-            layers.append(LayerGroup(count, (block,), again, below))
+            recompute = whole_recompute(candidate.recompute) if equal.recomputed else policy
+            block = self._share(ComponentKind.LAYER, m, equal.kind, backend, recompute, candidate.bta_tile)
+            layers.append(LayerGroup(equal, (block,)))
         return Decomposition(
             embedding=None,
             layers=tuple(layers),
@@ -82,11 +85,11 @@ class PartsDecomposer:
             ),
         )
 
-    def _layer_groups(self, recomputed_share: float) -> list[tuple[tuple[str, bool], int, tuple[int, ...]]]:
-        if recomputed_share not in self._groups:
-            recomputed = self._parts.recomputed_layers(recomputed_share)
-            self._groups[recomputed_share] = group_layers(list(zip(self._parts.layers, recomputed, strict=True)))
-        return self._groups[recomputed_share]
+    def _layer_groups(self, recompute: Recompute) -> tuple[EqualLayers[str], ...]:
+        if recompute not in self._groups:
+            chosen = self._parts.recomputed_layers(recompute)
+            self._groups[recompute] = equal_layers(self._parts.layers, recompute, chosen)
+        return self._groups[recompute]
 
     def _share(
         self,
@@ -151,7 +154,7 @@ def part_work(component: Component, parts: ModelParts) -> Work:
 
 def again_work(component: Component, parts: ModelParts, forward: Work) -> Work | None:
     """Return the work that the backward pass runs again; null if it runs nothing again."""
-    if component.recompute is BlockRecompute.FULL or component.bta_tile is not None:
+    if component.recompute.is_whole or component.bta_tile is not None:
         return forward
     if component.recompute is BlockRecompute.SELECTIVE:
         return Work(component.micro_batch_size * part_of(component, parts).flops_per_sequence, 0.0)

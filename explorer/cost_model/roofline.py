@@ -191,9 +191,9 @@ def _recomputed_work(component: Component, forward: Work, model: ModelSpec) -> W
         return _attention_core(component, model)
     if component.recompute.by_operation:
         return _operations_work(component, forward, model)
-    if component.recompute is BlockRecompute.FULL and component.bta_tile is not None:
+    if component.recompute.is_whole and component.bta_tile is not None:
         return Work(2.0 * forward.flops, 2.0 * forward.bytes)  # once for the layer, once more for each tile
-    if component.recompute is BlockRecompute.FULL or component.bta_tile is not None:
+    if component.recompute.is_whole or component.bta_tile is not None:
         return forward
     return None
 

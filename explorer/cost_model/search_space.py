@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.candidate import Candidate, Recompute, check_number, in_order
 from explorer.spec.context_parallel import Sharing
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import BackendSupport, DeviceReport
@@ -44,7 +44,7 @@ class LegalSpace:
             "num_candidates": len(self.candidates),
             "micro_batch_size": values("micro_batch_size"),
             "bta_tile": values("bta_tile"),
-            "recompute": [p.value for p in Recompute if any(c.recompute is p for c in self.candidates)],
+            "recompute": [policy.value for policy in in_order({c.recompute for c in self.candidates})],
             "attention_backend": values("attention_backend"),
             "expert_backend": values("expert_backend"),
             "context_parallel_size": values("context_parallel_size"),
@@ -181,8 +181,13 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
     policies = request.policies_for(tile)
     if isinstance(model, ModelSpec):
         return policies
+    for policy in policies:
+        try:
+            check_number(policy, model.num_layers)
+        except ValueError as error:
+            raise EmptySpaceError(str(error)) from error
     named = request.recompute is not None
-    return tuple(p for p in policies if p in model.policies and (named or (not p.untiled_only and not p.by_operation)))
+    return tuple(p for p in policies if model.has_policy(p) and (named or (not p.untiled_only and not p.by_operation)))
 
 
 def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:
@@ -204,14 +209,14 @@ def _code(
     """Return the executions to try with a policy, each with its kernels.
 
     Within a graph, the compiler chooses what runs again, and it makes its own kernels from the operations that liger's
-    kernels replace.
+    kernels replace. Compiled layers of a model's own code cannot run again as a group.
     """
     return [
         (execution, own)
         for execution in request.execution_choices
         for own in kernels
         if (execution or request.execution) is Execution.EAGER
-        or (own is not Kernels.LIGER and (execution is None or not recompute.by_operation))
+        or (own is not Kernels.LIGER and (execution is None or not (recompute.by_operation or recompute.group_size)))
     ]
 
 

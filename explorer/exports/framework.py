@@ -30,7 +30,8 @@ class Framework:
     """What a framework can be told. A candidate that asks for no more is expressible.
 
     `targets` are the targets whose measured code the export runs; for others it promises no tokens/s. An empty set of
-    kernels or policies means that nothing can be chosen. `layouts` are those of context parallelism, `schedules` those
+    kernels or policies means that nothing can be chosen. `first_layers` and `layer_groups` are the policies `layers_N`
+    and `groups_N`. `layouts` are those of context parallelism, `schedules` those
     of pipelines; a framework without any cannot be told a mesh.
     """
 
@@ -38,6 +39,8 @@ class Framework:
     attention: frozenset[str] = frozenset({TORCH_CHOICE})
     experts: frozenset[str] = frozenset({"grouped_mm"})
     policies: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
+    first_layers: bool = False
+    layer_groups: bool = False
     sharding: frozenset[Sharding] = frozenset({Sharding.NONE, Sharding.ZERO2, Sharding.ZERO3})
     layouts: frozenset[str] = frozenset()
     schedules: frozenset[Schedule] = frozenset()
@@ -46,6 +49,24 @@ class Framework:
     compiled_layers: bool = False
     liger: bool = False
     targets: frozenset[str] = frozenset()
+
+    def has_policy(self, policy: Recompute) -> bool:
+        """Return whether the framework can be told a recomputation policy."""
+        if policy.is_numbered:
+            return self.first_layers if policy.first_layers is not None else self.layer_groups
+        return policy in self.policies
+
+    def nearest_policy(self, policy: Recompute, num_layers: int) -> Recompute:
+        """Return the policy that recomputes the fewest layers, and at least as many, so that what fitted still fits.
+
+        A policy by operation or by groups becomes `full`. It is `none` for a framework that recomputes nothing.
+        """
+        by_share = sorted((one for one in self.policies if one.layer_share > 0), key=lambda one: one.layer_share)
+        if policy.first_layers is not None:
+            by_share = [one for one in by_share if one.layer_share * num_layers >= policy.first_layers] or by_share[-1:]
+        else:
+            by_share = by_share[-1:]
+        return by_share[0] if by_share else Recompute.NONE
 
     def nearest_sharding(self, level: Sharding) -> Sharding:
         """Return the lowest level that shards at least as much, so that what fitted still fits; else `none`."""
@@ -104,7 +125,7 @@ def find_missing(
     sharding, layout = sharding_of(candidate, request), candidate.context_parallel_layout
     found = {
         "bta_tile": candidate.bta_tile is not None and not framework.tiles,
-        "recompute": candidate.recompute not in framework.policies,
+        "recompute": not framework.has_policy(candidate.recompute),
         "attention": attention is not None and attention not in framework.attention,
         "experts": experts is not None and experts not in framework.experts,
         "loss": has_chunked_loss(candidate, request) and not framework.chunked_loss,

@@ -22,6 +22,7 @@ FRAMEWORK = Framework(
     policies=frozenset(
         {Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75, Recompute.FULL}
     ),
+    first_layers=True,
     compiled_layers=True,
 )
 
@@ -45,12 +46,13 @@ def make_trainer(**others):
 _RECOMPUTE = """
 
 def recompute(layers):
-    \"\"\"Recompute {number} of a model's decoder layers, a ModuleList, evenly spread, in backward.\"\"\"
+    \"\"\"Recompute {number} of a model's decoder layers, a ModuleList, in backward.\"\"\"
     count = {count}
     for i in range(count):
-        index = i * len(layers) // count
+        index = {index}
         layers[index] = checkpoint_wrapper(layers[index])
 """
+_SPREAD = "i * len(layers) // count"
 _COMPILE = """
 
 def compile_layers(layers):
@@ -76,9 +78,12 @@ def render(plan: Plan) -> Export:
     if plan.recompute is not Recompute.NONE:
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         imports.append(f"from {wrapper} import checkpoint_wrapper")
-        count = "len(layers)" if plan.recompute is Recompute.FULL else str(plan.num_recomputed_layers)
-        number = "all" if plan.recompute is Recompute.FULL else str(plan.num_recomputed_layers)
-        functions.append(_RECOMPUTE.format(count=count, number=number))
+        count, number, index = str(plan.num_recomputed_layers), f"{plan.num_recomputed_layers}, evenly spread,", _SPREAD
+        if plan.recompute is Recompute.FULL:
+            count, number, index = "len(layers)", "all", "i"
+        elif plan.recompute.first_layers is not None:
+            number, index = f"the first {count}", "i"
+        functions.append(_RECOMPUTE.format(count=count, number=number, index=index))
     if plan.compiled_layers:
         functions.append(_COMPILE)
     if plan.attention in KERNELS:

@@ -27,6 +27,8 @@ FRAMEWORK = Framework(
             Recompute.FULL,
         }
     ),
+    first_layers=True,
+    layer_groups=True,
     sharding=frozenset(Sharding),
     layouts=frozenset({"zigzag"}),
     schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
@@ -72,16 +74,17 @@ def _mesh_flags(plan: MeshPlan | None) -> list[tuple[str, ...]]:
 
 
 def _recompute_flags(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the flags of a policy; `block` recomputes the first layers of a pipeline stage, of which there is one."""
+    """Return the flags of a policy. `block` recomputes the first layers of each pipeline stage, `uniform` chunks."""
     if plan.recompute is Recompute.NONE:
         return []
     if plan.recompute is Recompute.SELECTIVE:
         return [("--recompute-granularity", "selective"), ("--recompute-modules", "core_attn")]
-    whole = plan.recompute is Recompute.FULL
+    chunk = 1 if plan.recompute is Recompute.FULL else plan.recompute.group_size
+    stages = 1 if plan.mesh is None else plan.mesh.mesh.pipeline * plan.mesh.mesh.virtual_stages
     return [
         ("--recompute-granularity", "full"),
-        ("--recompute-method", "uniform" if whole else "block"),
-        ("--recompute-num-layers", str(1 if whole else plan.num_recomputed_layers)),
+        ("--recompute-method", "block" if chunk is None else "uniform"),
+        ("--recompute-num-layers", str(chunk or -(-plan.num_recomputed_layers // stages))),
     ]
 
 

@@ -95,7 +95,7 @@ def build_plan(framework: Framework, name: str, exploration: Exploration) -> Pla
     sharding = sharding_of(candidate, request)
     recompute = candidate.recompute
     if "recompute" in missing:
-        recompute = Recompute.FULL if Recompute.FULL in framework.policies else Recompute.NONE
+        recompute = framework.nearest_policy(recompute, _count_recomputed(request, report, Recompute.FULL))
     return Plan(
         model_name=request.model_name,
         has_experts=candidate.expert_backend is not None,
@@ -193,6 +193,10 @@ def _lost(
             f"{max(0.0, loss):.0%} of the tokens/s"
         )
     lines += [f"lost: {framework.title} cannot be told {words}" for words in lost.values()]
+    asked = choice.candidate.recompute
+    if asked.is_numbered and "recompute" in choice.missing:
+        nearest = framework.nearest_policy(asked, _count_recomputed(request, report, Recompute.FULL))
+        lines.append(f"recomputation: '{nearest}' is used in place of '{asked}'")
     if choice.fits_full_logits is False:
         lines.append("memory: full logits are not expected to fit beside it; explore again with training.loss: full")
     elif "loss" in choice.missing:
@@ -218,4 +222,4 @@ def _count_recomputed(request: ExplorationRequest, report: DeviceReport | None, 
         return sum(recomputed_layers(request.model, recompute))
     if report is None or report.parts is None or not report.parts.layers:
         return 0
-    return sum(report.parts.recomputed_layers(recompute.layer_share))
+    return sum(report.parts.recomputed_layers(recompute))

@@ -18,6 +18,8 @@ FRAMEWORK = Framework(
     experts=LIBRARY_EXPERTS
     | {"fused", "triton_grouped", "hopper_grouped", "bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped"},
     policies=frozenset(Recompute) - {Recompute.QKV},
+    first_layers=True,
+    layer_groups=True,
     sharding=frozenset(Sharding),
     tiles=True,
     chunked_loss=True,

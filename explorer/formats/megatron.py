@@ -16,6 +16,7 @@ from explorer.formats.document import Location
 from explorer.formats.layers import find_layer_pattern
 from explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED
 from explorer.formats.translation import Section, Translation
+from explorer.spec.candidate import Recompute
 
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False)} | {
     name: (inner, True) for name, inner in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu"))
@@ -78,10 +79,11 @@ def _number(text: str) -> Any:
     return float(text) if re.fullmatch(r"-?(\d{1,18}\.\d*|\.\d+|\d+(\.\d*)?[eE]-?\d{1,2})", text) else text
 
 
-def translate_arguments(arguments: Section, given: Mapping[str, Any]) -> None:
+def translate_arguments(arguments: Section, given: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
     """Set the model, the batch and the training state from Megatron's arguments.
 
-    `given` holds the fields of the model that an override sets, which the arguments may then lack.
+    `given` holds the fields of the model that an override sets, which the arguments may then lack. `beside` holds
+    `fabric`, `recompute` and `execution` of the request, null where it has none.
     """
     arguments.refuse_where_set(REFUSED)
     for key, name in PARALLEL_SIZES.items():
@@ -93,7 +95,7 @@ def translate_arguments(arguments: Section, given: Mapping[str, Any]) -> None:
     _take_ffn(arguments)
     _take_batch(arguments)
     _take_training(arguments)
-    _note_recomputation(arguments)
+    _take_recomputation(arguments, beside)
     arguments.ignore(IGNORED)
     arguments.ignore({key for key in arguments.values if key.startswith(IGNORED_PREFIXES)})
     arguments.refuse_unread("is not an argument that is known here; remove it if it changes neither time nor memory")
@@ -224,21 +226,52 @@ def _choose_sharding(arguments: Section) -> tuple[str, str]:
     return on[0] if on else ("none", "use_distributed_optimizer")
 
 
-def _note_recomputation(arguments: Section) -> None:
-    """Say what a run recomputes today. An exploration considers every policy, as long as the request names none."""
-    granularities = dict.fromkeys(("none", "selective", "full"))
-    named = [key for key in ("recompute_granularity", "recompute_method") if arguments.get(key) is not None]
-    if "recompute_granularity" in named:
-        arguments.choice("recompute_granularity", granularities, "none")
-    if "recompute_method" in named:
-        arguments.choice("recompute_method", dict.fromkeys(("uniform", "block")), "block")
+def _take_recomputation(arguments: Section, beside: Mapping[str, Any]) -> None:
+    """Say what a run recomputes today, and add it to the policies that are explored if it is none of them."""
+    translation = arguments.translation
+    choices = {"recompute_granularity": ("none", "selective", "full"), "recompute_method": ("uniform", "block")}
+    named = {
+        key: arguments.choice(key, {name: name for name in names}, names[0])
+        for key, names in choices.items()
+        if arguments.get(key) is not None
+    }
     layers = arguments.integer("recompute_num_layers")
     selective = arguments.values.get("recompute_activations")
     arguments.ignore({"recompute_activations", "recompute_modules"})
-    words = [str(arguments.values[key]) for key in named] or (["selective"] if selective else [])
-    if words:
-        how = " ".join([*words, *([f"with {layers} layers"] if layers else [])])
-        arguments.translation.notes.append(
-            f"recomputation is open: the arguments have {how:.80}, and every policy is explored; a part of the layers "
-            "means 25, 50 or 75% of them"
+    words = list(named.values()) or (["selective"] if selective else [])
+    if not words:
+        return
+    how = " ".join([*words, *([f"with {layers} layers"] if layers else [])])
+    policy = None
+    if named.get("recompute_granularity") == "full" and layers and not beside["fabric"] and not beside["recompute"]:
+        policy = _numbered_policy(named.get("recompute_method"), layers, translation)
+    if policy is None:
+        translation.notes.append(
+            f"recomputation is open: the arguments have {how:.80}, and every policy without a number is explored"
         )
+        return
+    policies = [
+        one.value
+        for one in Recompute
+        if (one is not Recompute.EXPERTS or translation.get("model", "moe") is not None)
+        and not (one.by_operation and beside["execution"] not in (None, "eager"))
+    ]
+    translation.put(("recompute",), [*policies, policy], arguments.at("recompute_num_layers"))
+    translation.notes.append(
+        f"recomputation is open: the arguments have {how:.80}, and '{policy}' is explored beside every other policy"
+    )
+
+
+def _numbered_policy(method: str | None, layers: int, translation: Translation) -> str | None:
+    """Return the policy of Megatron's method and number of layers; null if a policy without a number means the same.
+
+    `block` recomputes the first layers, each by itself. `uniform` recomputes chunks of layers, each as one. More layers
+    than there are mean all of them.
+    """
+    total = translation.get("model", "num_layers")
+    most = total if isinstance(total, int) else 0
+    if method == "block" and layers < most:
+        return f"layers_{layers}"
+    shards = translation.get("training", "sharding") in ("zero2", "zero3")
+    size = min(layers, most)
+    return f"groups_{size}" if method == "uniform" and size > 1 and not shards else None

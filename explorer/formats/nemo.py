@@ -105,8 +105,10 @@ def is_nemo(document: Mapping[str, Any]) -> bool:
     return isinstance(model, Mapping) and bool(MARKS & model.keys())
 
 
-def translate_nemo(document: Mapping[str, Any], translation: Translation, given: Mapping[str, Any]) -> None:
-    """Set the request of a NeMo YAML; `given` holds the model's fields that an override sets."""
+def translate_nemo(
+    document: Mapping[str, Any], translation: Translation, given: Mapping[str, Any], beside: Mapping[str, Any]
+) -> None:
+    """Set the request of a NeMo YAML; see `translate_arguments` for `given` and `beside`."""
     top = translation.section(document, ())
     model, trainer = top.section("model"), top.section("trainer")
     model.refuse_where_set(REFUSED)
@@ -127,7 +129,7 @@ def translate_nemo(document: Mapping[str, Any], translation: Translation, given:
             "megatron_amp_O2 is off in the file; parameters are measured in the dtype of precision, with float32 "
             "master weights"
         )
-    translate_arguments(_Renamed(translation, values, model.location, names=names), given)
+    translate_arguments(_Renamed(translation, values, model.location, names=names), given, beside)
 
 
 CONVERTED = frozenset(

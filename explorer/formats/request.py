@@ -44,8 +44,9 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     merged = _merge(_one_device_field(translation.document, translation), changes)
     if translation.problems:
         raise FormatError(list(translation.problems)[:MAX_ERRORS])
-    if notices := translation.notices():
-        merged["notices"] = [*merged.get("notices", ()), *notices]
+    said = merged.get("notices", ())
+    if (notices := translation.notices()) and isinstance(said, (list, tuple)):  # else the request refuses what is said
+        merged["notices"] = [*said, *notices]
     sources = {target: source for target, source in translation.sources.items() if _lookup(changes, target) is _ABSENT}
     try:
         request = ExplorationRequest.model_validate(merged)
@@ -117,12 +118,13 @@ def _translate_arguments(
     """Read Megatron's flags under `megatron`, or a NeMo YAML, and return the fields beside them."""
     model = changes.get("model")
     given = model if isinstance(model, Mapping) else {}
+    beside = {key: _choose(changes, document, key) for key in ("fabric", "recompute", "execution")}
     if "megatron" not in document:
-        nemo.translate_nemo(document, translation, given)
+        nemo.translate_nemo(document, translation, given, beside)
         return {key: value for key, value in document.items() if key not in nemo.TOP_KEYS}
     flags = megatron.read_flags(document["megatron"], ("megatron",), translation)
     if flags is not None:
-        megatron.translate_arguments(translation.section(flags, ("megatron",)), given)
+        megatron.translate_arguments(translation.section(flags, ("megatron",)), given, beside)
     return {key: value for key, value in document.items() if key != "megatron"}
 
 

@@ -33,6 +33,18 @@ class MeshAlternative(Frozen):
     predicted: bool = Field(description="Whether a block of it is predicted and not measured.")
 
 
+class PipelinePicture(Frozen):
+    """What ranks of a pipeline do at the beginning of a step, which `seconds` of it are shown.
+
+    A line has a character for each of equally long times: `F` forward, `B` backward, `W` the gradients of weights where
+    the schedule computes them by themselves, and `.` waiting. Every second micro-batch has small letters.
+    """
+
+    seconds: float
+    ranks: tuple[int, ...]
+    lines: tuple[str, ...]
+
+
 class MeshPlan(Frozen):
     """The recommended mesh. The shares are those of all devices' time; the optimizer counts as computation."""
 
@@ -48,3 +60,4 @@ class MeshPlan(Frozen):
     fullest_rank: int = Field(description="The rank of the pipeline whose memory the answer states, from 0.")
     parts: tuple[PlanPart, ...] = ()
     alternatives: tuple[MeshAlternative, ...] = ()
+    picture: PipelinePicture | None = Field(None, description="Of the pipeline; null without one.")

@@ -168,6 +168,7 @@ class RelaxationKind(StrEnum):
     RECOMPUTE = "recompute"
     OPTIONS = "options"
     CONTEXT_PARALLEL = "context_parallel"
+    PARALLELISM = "parallelism"
     NUM_DEVICES = "num_devices"
     SHARDING = "sharding"
     SEVERAL = "several"
@@ -177,7 +178,8 @@ class Relaxation(Frozen):
     """A change to a request for which nothing fits; after it, something is predicted to fit."""
 
     kind: RelaxationKind = Field(
-        description="`options` admits what the request excludes; `several` are changes together."
+        description="`options` admits what the request excludes, `parallelism` is that of a plan, and `several` are "
+        "changes together."
     )
     change: str = Field(description="In words.")
     settings: dict[str, Any] = Field(description="Fields of the request by name, with the values to set.")

@@ -10,7 +10,8 @@ from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Link
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
-from explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
+from explorer.cost_model.pipeline_picture import draw_pipeline
+from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import DividingCandidate, Recommendation
 from explorer.search.candidate_posterior import confidence_score
 from explorer.search.plan_space import PlanSpace
@@ -47,7 +48,7 @@ def recommend_plan(
     found, step = one.found, one.step
     candidate, plain = (_with_sharding(each) for each in (found, base))
     base_step = space.step(base, simulate=True)
-    parts = _parts(space, step)
+    parts = plan_parts(space, step)
     measured = sum(part.share for part in parts if part.source == "measured")
     score = min(confidence_score(confidence), math.floor(100 * measured))
     required = space.required_bytes(step)
@@ -64,6 +65,7 @@ def recommend_plan(
         fullest_rank=step.fullest_rank,
         parts=parts,
         alternatives=_alternatives(ranked, best),
+        picture=_picture(step),
     )
     return Recommendation(
         candidate=candidate,
@@ -103,7 +105,7 @@ def _with_sharding(found: MeshCandidate) -> Candidate:
     return found.candidate.model_copy(update={"sharding": found.mesh.sharding})
 
 
-def _parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
+def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
     """Return the parts of the step, the largest first."""
     found = []
     for part, amount in sorted(step.makeup.items(), key=lambda item: -item[1]):
@@ -114,6 +116,13 @@ def _parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
         elif share > 0:
             found.append(PlanPart(name=LINK_NAMES[part], share=share, source="described"))
     return tuple(found)
+
+
+def _picture(step: MeshStep) -> PipelinePicture | None:
+    if step.run is None:
+        return None
+    drawn = draw_pipeline(step.run)
+    return PipelinePicture(seconds=drawn.seconds, ranks=tuple(drawn.lines), lines=tuple(drawn.lines.values()))
 
 
 def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlternative, ...]:
@@ -153,5 +162,6 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tu
         notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
     target = space.request.budget.confidence_target
     if score < target:
-        notes.append(f"the confidence is below {target}: it ends at the measured share of the step, or with the budget")
+        why = "the budget ended, or the measured share of the step is no larger"
+        notes.append(f"the confidence is below {target}: {why}")
     return tuple(notes)

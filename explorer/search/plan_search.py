@@ -20,11 +20,12 @@ from explorer.cost_model.search_space import EmptySpaceError
 from explorer.cost_model.step import GIB
 from explorer.records.event import EventCode, EventDraft, Progress, recommendation_event, render_message
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
-from explorer.records.recommendation import Answer, Recommendation, VariantAnswer
+from explorer.records.recommendation import Answer, Recommendation, Relaxation, VariantAnswer
 from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
 from explorer.search.event_messages import end_event, size_text
 from explorer.search.history import TrialHistory
 from explorer.search.plan_posterior import confidence_in, sample_throughput
+from explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
 from explorer.search.plan_report import RankedCandidate, recommend_plan
 from explorer.search.plan_space import PlanSpace
 from explorer.search.trial_executor import executor_of
@@ -78,7 +79,10 @@ def explore_plan(
     else:
         search = PlanSearch(space, report, measure, history, clock)
         found = yield from search.run()
-        answer = answer.model_copy(update={"recommendation": found, "reason": None if found else search.reason})
+        reason = None if found else search.reason
+        target = search.completed_target if found else None
+        fields = {"recommendation": found, "reason": reason, "remedies": search.remedies, "completed_target": target}
+        answer = answer.model_copy(update=fields)
     whole = Answer(variants=(answer,))
     yield Progress(events=(end_event(whole),), recommendation=whole.recommendation, answer=whole)
 
@@ -105,7 +109,14 @@ class PlanSearch:
             self._learn(trial.measurement)
         self._last_message = ""
         self._smallest = 0
+        self.remedies: tuple[Relaxation, ...] = ()
         self.reason = "the budget ended before a mesh was measured: raise max_seconds or max_trials"
+
+    @property
+    def completed_target(self) -> int | None:
+        """The confidence target, if neither the budget nor failing trials have ended the search."""
+        is_cut_short = self._is_spent() or self._history.is_hopeless(self._space.request.model.query_groups)
+        return None if is_cut_short else self._space.request.budget.confidence_target
 
     def run(self) -> Generator[Progress, None, Recommendation | None]:
         """Measure until the confidence target or the budget is reached; returns the recommendation."""
@@ -115,7 +126,8 @@ class PlanSearch:
         if not self._is_resumed:
             yield self._begin(len(pool), base)
         if base is None:
-            self.reason = self._explain_memory()
+            self.remedies = find_plan_relaxations(self._space.request, self._report)
+            self.reason = explain_no_mesh_fits(self._smallest, self._space.limit_bytes, self.remedies)
             return None
         ranking = self._rank(pool)
         if self._is_resumed and (known := self._recommend(ranking, base)) is not None:
@@ -314,20 +326,12 @@ class PlanSearch:
         )
         return Progress(events=(space, named), space=summary)
 
-    def _explain_memory(self) -> str:
-        limit = self._space.limit_bytes / GIB
-        return (
-            f"no mesh fits: the smallest is predicted to need {self._smallest / GIB:.2f} GiB of a device, and the "
-            f"limit is {limit:.2f} GiB; allow more tensor or pipeline parallelism, sharding, or more devices"
-        )
-
 
 def _plainness(found: MeshCandidate) -> tuple[int, ...]:
     """Order candidates for the base: least parallelism, least sharding, no recomputation, the smallest micro-batch."""
     mesh, candidate = found.mesh, found.candidate
-    policy = list(type(candidate.recompute)).index(candidate.recompute)
     parallel = mesh.tensor * mesh.pipeline * mesh.expert
-    return parallel, mesh.sharding.level, mesh.virtual_stages, policy, candidate.micro_batch_size
+    return parallel, mesh.sharding.level, mesh.virtual_stages, candidate.recompute.rank[0], candidate.micro_batch_size
 
 
 def _trial_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 from explorer.spec.base import Frozen, RuleError
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.target import OWN_ATTENTION
 from explorer.spec.training import Sharding
+
+_NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 
 
 class Recompute(StrEnum):
@@ -29,6 +32,11 @@ class Recompute(StrEnum):
     `projections` is `qkv` with the same for every FFN: it keeps only the results of attention and of blocks.
 
     Others choose by layer. `partial_*` recomputes that share of the layers as a whole, and `full` every layer.
+
+    Two kinds of policy have a number in their name, as in `layers_12` and `groups_4`. They are no members, so an
+    iteration leaves them out. There is one object for each name, so that `is` compares them as it compares members.
+    `layers_N` recomputes the first N layers, each by itself (Megatron's method `block`). `groups_N` recomputes groups
+    of N consecutive layers, each group as one: it keeps the input of a group (Megatron's method `uniform`).
     """
 
     NONE = "none"
@@ -42,6 +50,54 @@ class Recompute(StrEnum):
     PARTIAL_75 = "partial_75"
     FULL = "full"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Recompute | None:
+        """Return the policy of a name with a number; null for any other name."""
+        if not isinstance(value, str) or not _NUMBERED.fullmatch(value):
+            return None
+        policy = str.__new__(cls, value)
+        policy._name_ = value.upper()
+        policy._value_ = value
+        known: Recompute = cls._value2member_map_.setdefault(value, policy)  # type: ignore[assignment]
+        return known
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Add the names with a number to those that JSON Schema admits."""
+        found = handler(schema)
+        members = handler.resolve_ref_schema(found)
+        if "enum" in members:
+            names = members.pop("enum")
+            members["anyOf"] = [{"enum": names}, {"pattern": f"^{_NUMBERED.pattern}$"}]
+        return found
+
+    @property
+    def first_layers(self) -> int | None:
+        """N of `layers_N`; null for any other policy."""
+        return self._number("layers")
+
+    @property
+    def group_size(self) -> int | None:
+        """N of `groups_N`; null for any other policy."""
+        return self._number("groups")
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the name has a number. Such a policy is explored only if a request names it."""
+        return _NUMBERED.fullmatch(self) is not None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The place in a list of policies: members as they are declared, then `layers_N`, then `groups_N`."""
+        members = list(Recompute)
+        if not self.is_numbered:
+            return members.index(self), 0
+        return len(members) + (self.first_layers is None), self.first_layers or self.group_size or 0
+
+    def _number(self, kind: str) -> int | None:
+        found = _NUMBERED.fullmatch(self)
+        return int(found[2]) if found and found[1] == kind else None
+
     @property
     def by_operation(self) -> bool:
         """Whether the policy chooses operation by operation what to keep, rather than by kernel or layer."""
@@ -54,7 +110,9 @@ class Recompute(StrEnum):
 
     @property
     def layer_share(self) -> float:
-        """The share of the layers that the policy recomputes as a whole."""
+        """The share of the layers that the policy recomputes as a whole; 0 for `layers_N`, which names a number."""
+        if self.group_size is not None:
+            return 1.0
         return {
             Recompute.PARTIAL_25: 0.25,
             Recompute.PARTIAL_50: 0.5,
@@ -129,13 +187,30 @@ class Candidate(Frozen):
         return " ".join(parts)
 
 
+def check_number(recompute: Recompute, num_layers: int) -> None:
+    """Raise ValueError if the number in a policy's name is none that a model with so many layers has."""
+    first, size = recompute.first_layers, recompute.group_size
+    if first is not None and first > num_layers:
+        raise ValueError(f"recompute '{recompute}': the model has {num_layers} layers; the nearest policy is 'full'")
+    if size == 1:
+        raise ValueError(f"recompute '{recompute}': a group has at least two layers; one by one is the policy 'full'")
+    if size is not None and size > num_layers:
+        nearest = f"groups_{num_layers}" if num_layers > 1 else "full"
+        raise ValueError(
+            f"recompute '{recompute}': the model has {num_layers} layers; the nearest policy is '{nearest}'"
+        )
+
+
 def recomputed_layers(model: ModelSpec, recompute: Recompute) -> tuple[bool, ...]:
     """Return, for each layer, whether `recompute` recomputes it as a whole.
 
-    The recomputed layers are spread evenly over each kind of layer, so that a partial policy means the same share of
-    dense and of expert layers. Every partial policy recomputes at least one layer.
+    `layers_N` takes the first layers. Otherwise the recomputed layers are spread evenly over each kind of layer, so
+    that a partial policy means the same share of dense and of expert layers. Every partial policy recomputes at least
+    one layer.
     """
     kinds = model.layer_kinds
+    if recompute.first_layers is not None:
+        return tuple(i < recompute.first_layers for i in range(len(kinds)))
     chosen = [False] * len(kinds)
     for kind, count in zip(LayerKind, _count_recomputed(model, recompute), strict=True):
         indices = [i for i, k in enumerate(kinds) if k is kind]
@@ -145,23 +220,30 @@ def recomputed_layers(model: ModelSpec, recompute: Recompute) -> tuple[bool, ...
 
 
 def _count_recomputed(model: ModelSpec, recompute: Recompute) -> tuple[int, ...]:
-    """Return how many layers of each kind `recompute` recomputes as a whole."""
+    """Return how many layers of each kind a policy without a number recomputes as a whole."""
     share = recompute.layer_share
     counts = [model.count_layers(kind) for kind in LayerKind]
     return tuple(max(1, round(share * count)) if share > 0 and count else 0 for count in counts)
+
+
+def in_order(policies: Collection[Recompute]) -> tuple[Recompute, ...]:
+    """Return the distinct policies, ordered by `Recompute.rank`."""
+    return tuple(sorted(set(policies), key=lambda policy: policy.rank))
 
 
 def distinct_policies(model: ModelSpec | None, allowed: Collection[Recompute]) -> tuple[Recompute, ...]:
     """Return the policies of `allowed` without those that recompute the same layers as another.
 
     In a shallow model some shares round to the same layers. One of them is enough, and `full` goes before a part.
-    Policies that recompute equally many layers of each kind recompute the same ones, so no layer is looked at here: a
+    Shares that recompute equally many layers of each kind recompute the same ones, so no layer is looked at here: a
     request is checked in a time that does not grow with its number of layers.
     """
     if model is None:
-        return tuple(policy for policy in Recompute if policy in allowed)
+        return in_order(allowed)
     distinct: dict[object, Recompute] = {}
     for policy in sorted(allowed, key=lambda p: p is not Recompute.FULL):
-        counts = _count_recomputed(model, policy)
-        distinct.setdefault(counts if any(counts) else policy, policy)
-    return tuple(policy for policy in Recompute if policy in distinct.values())
+        every = policy.first_layers == model.num_layers
+        counts = _count_recomputed(model, Recompute.FULL if every else policy)
+        by_share = every or (not policy.is_numbered and any(counts))
+        distinct.setdefault(counts if by_share else policy, policy)
+    return in_order(distinct.values())

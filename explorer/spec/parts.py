@@ -12,6 +12,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from explorer.spec.base import Frozen
+from explorer.spec.candidate import Recompute
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.target import describe_target
 
@@ -110,9 +111,14 @@ class ModelParts(Frozen):
         """The kind of a name; KeyError if there is none."""
         return {kind.name: kind for kind in self.kinds}[name]
 
-    def recomputed_layers(self, share: float) -> tuple[bool, ...]:
-        """For each layer, whether it is recomputed when that share of the layers is: the first ones, at least one."""
-        number = max(1, round(share * self.num_layers)) if share > 0 else 0
+    def has_policy(self, policy: Recompute) -> bool:
+        """Whether the code can run a policy; `layers_N` needs layers that can be recomputed one by one."""
+        return (policy if policy.first_layers is None else Recompute.PARTIAL_50) in self.policies
+
+    def recomputed_layers(self, policy: Recompute) -> tuple[bool, ...]:
+        """For each layer, whether a policy recomputes it as a whole: the first ones; a share is at least one layer."""
+        share = policy.layer_share
+        number = policy.first_layers or (max(1, round(share * self.num_layers)) if share > 0 else 0)
         return tuple(i < number for i in range(self.num_layers))
 
 

@@ -28,6 +28,7 @@ from explorer.spec.target import TargetName, check_hugging_face_config, check_ta
 from explorer.spec.training import Sharding, TrainingSpec
 
 MAX_NUM_QUERY_GROUPS_VARIANTS = 8
+MAX_POLICIES = 32
 
 
 class RequestFields(Frozen):
@@ -71,7 +72,11 @@ class RequestFields(Frozen):
         | None
     ) = Field(None, description="Settings to compare as separate models; they change the model.")
     bta: BTASpec = BTASpec()
-    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=len(Recompute))] | None = None
+    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
+        None,
+        description="The policies to choose among. Null: all but those with a number, `layers_N` and `groups_N`, which "
+        "are explored only if they are named here.",
+    )
     attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
     flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
@@ -152,6 +157,20 @@ class RequestFields(Frozen):
     @classmethod
     def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
         return None if config is None else check_target_config(config)
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _check_numbered_policies(cls, policies: Any) -> Any:
+        for name in policies if isinstance(policies, list | tuple) else ():
+            if isinstance(name, str) and name.startswith(("layer", "group")):
+                try:
+                    Recompute(name)
+                except ValueError:
+                    raise ValueError(
+                        f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at "
+                        "least 1 and at most the number of layers"
+                    ) from None
+        return policies
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from explorer.spec.base import RuleError
-from explorer.spec.candidate import Recompute
+from explorer.spec.candidate import Recompute, check_number
 from explorer.spec.context_parallel import refuse_layout
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.mesh import check_meshes
@@ -201,6 +201,36 @@ def check_policies(request: ExplorationRequest) -> None:
             )
 
 
+def check_numbered_policies(request: ExplorationRequest) -> None:
+    """A policy names as many layers as there are; groups need whole parameters, and no pipeline cuts them."""
+    for policy in request.recompute or ():
+        if not policy.is_numbered:
+            continue
+        if request.fabric is not None:
+            raise RuleError(
+                f"recompute '{policy}' is not for plans: a pipeline cuts the layers into stages, and each has a number "
+                "of its own; the nearest policies are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
+                "recompute",
+                "fabric",
+            )
+        if request.model is not None:
+            try:
+                check_number(policy, request.model.num_layers)
+            except ValueError as error:
+                raise RuleError(str(error), "recompute", "model.num_layers") from error
+        compiled = Execution.EAGER not in request.admitted_executions
+        if policy.group_size is not None and compiled and request.target_name == TRANSFORMERS:
+            raise RuleError(f"recompute '{policy}' needs execution 'eager' in a transformers model", "recompute")
+        level = request.highest_sharding
+        if policy.group_size is not None and level.level > Sharding.ZERO1.level:
+            raise RuleError(
+                f"recompute '{policy}' needs whole parameters and gradients on each device (sharding none or zero1): "
+                f"with '{level}', layers that run again would gather them once more",
+                "recompute",
+                "training.sharding",
+            )
+
+
 def check_policies_of_mode(request: ExplorationRequest) -> None:
     """Eval mode recomputes nothing, because it has no backward pass."""
     if request.mode == "eval" and not request.recompute_policies:
@@ -310,6 +340,7 @@ PLAN_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_sharding,
     check_attention_backends,
     check_policies,
+    check_numbered_policies,
     check_meshes,
 )
 """The rules of a plan, whose devices are arranged in meshes."""
@@ -329,6 +360,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_micro_batch_sizes,
     check_tiles,
     check_policies,
+    check_numbered_policies,
     check_policies_of_mode,
     check_policies_of_tiles,
     check_combinations,

@@ -8,7 +8,7 @@ import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, SpaceTable
 from explorer.cost_model.collectives import FORWARD_SHARES
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.components import Component, ComponentKind
 from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
 HOST_STD_RUN = 0.1
@@ -103,7 +103,7 @@ def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, Compone
         elif component.kind is ComponentKind.COMMUNICATION:
             shares_K[i] = FORWARD_SHARES[table.request.sharded(component.sharding).training.sharding]
         else:
-            shares_K[i] = 1 / 4 if component.recompute is BlockRecompute.FULL else 1 / 3
+            shares_K[i] = 1 / 4 if component.recompute.is_whole else 1 / 3
     return shares_K
 
 

@@ -52,7 +52,7 @@ class Machine:
         number = len(self._started)
         with (self.folder / f"{number}.out").open("w") as out, (self.folder / f"{number}.err").open("w") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", "api.cli", *map(str, arguments)],
+                [sys.executable, "-P", "-m", "api.cli", *map(str, arguments)],
                 cwd=self.folder,
                 env=self.environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
                 stdin=subprocess.DEVNULL,

@@ -80,7 +80,7 @@ class Served:
         """Shut down as on SIGTERM; return how many seconds that took."""
         start = time.monotonic()
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         return time.monotonic() - start
 
@@ -100,7 +100,7 @@ def serve() -> Iterator[Callable[[ServiceSettings], Served]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         running.append(Served(url, server, thread))
-        assert ready.wait(20)
+        assert ready.wait(60)
         return running[-1]
 
     yield start
@@ -113,7 +113,7 @@ def served(serve: Callable[[ServiceSettings], Served], settings: ServiceSettings
     return serve(settings)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Fail unless `condition` comes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -48,7 +48,7 @@ def test_a_connection_without_a_whole_header_is_closed(hasty: Served, opened: Ex
     with pytest.raises(ConnectionResetError):
         assert not connection.recv(1)
         raise ConnectionResetError  # an orderly end is as good
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_single_bytes_do_not_extend_the_time_for_a_header(hasty: Served, opened: ExitStack) -> None:
@@ -70,7 +70,7 @@ def test_idle_connections_make_room_for_a_new_one(
     url = serve(replace(settings, max_connections=20, header_seconds=60.0)).url
     for _ in range(60):
         connect(url, opened, b"G")
-    assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+    assert httpx.get(f"{url}/healthz", timeout=30).status_code == 200
 
 
 def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:
@@ -79,7 +79,7 @@ def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None
         httpx.get(f"{url}/healthz")
         time.sleep(0.3)
         process.terminate()
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=60)
     (line,) = stderr.splitlines()
     assert line == "warning: a client left before it had sent its request: /v1/explorations"
 

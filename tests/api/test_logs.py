@@ -32,7 +32,7 @@ JSON = {"Accept": "application/json"}
 @contextmanager
 def follow(served: Served, path: str, **headers: str) -> Iterator[tuple[httpx.Response, Iterator[str]]]:
     url = f"{served.url}/v1/explorations/{path}"
-    with httpx.stream("GET", url, headers=headers, timeout=10) as response:
+    with httpx.stream("GET", url, headers=headers, timeout=60) as response:
         yield response, response.iter_lines()
 
 
@@ -219,7 +219,7 @@ def test_watchers_of_one_job_share_its_polls_and_its_pages(
     assert read == []
     queue.finish(lease, JobState.SUCCEEDED)
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert counts == [3] * 8
     assert read == [lease.job_id]
 

@@ -52,7 +52,7 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
         wait_until(lambda: feed.num_watchers == 1)
         work.request_cancel(job.id)
         work.confirm_cancel(claim.lease)
-        reader.join(10)
+        reader.join(60)
     assert texts[0].count("\n") == 5
 
 

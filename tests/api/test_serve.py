@@ -47,12 +47,12 @@ def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_p
     with started("127.0.0.1", f"sqlite:///{tmp_path / 'new' / 'bexp.db'}") as (process, url):
         assert httpx.get(f"{url}/readyz").json() == {"status": "ready"}
         job_id = httpx.post(f"{url}/v1/explorations", json=REQUEST).json()["id"]
-        with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=10) as response:
+        with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("BEXP101")
             process.send_signal(how)
             assert [line for line in lines if not line.startswith("BEXP1")] == []
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0
         assert stderr == ""
 
@@ -69,11 +69,11 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(tmp_path:
         headers = {"Authorization": f"Bearer {secret}"}
         assert httpx.get(f"{local}/v1/explorations", headers=headers).status_code == 200
         process.terminate()
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=60)
     assert stderr.strip() == HOW_TO_ADMIT
     with started("0.0.0.0", database_url) as (process, _):
         process.terminate()
-        assert process.communicate(timeout=10)[1] == ""
+        assert process.communicate(timeout=60)[1] == ""
 
 
 def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,25 +10,13 @@ from benchmarks.context_parallel import compare
 from benchmarks.context_parallel_contenders import draw
 from benchmarks.context_parallel_peers import PEERS
 from bexp.kernels.context_parallel.layouts import LAYOUTS
-
-
-def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launcher, "-m", "benchmarks.context_parallel", "--device", "cpu", "--out", str(out), *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+from tests.forked_ranks import run_ranks
 
 
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    child = run(out, "--seq-lengths", "64", "--rounds", "2")
-    assert child.returncode == 0, child.stderr
-    found = json.loads(out.read_text())
+    run_ranks("tests.benchmarks.context_parallel_ranks", tmp_path)
+    found = json.loads((tmp_path / "first.json").read_text())
+    printed = (tmp_path / "printed").read_text()
     assert found["num_devices"] == 2
     checks = found["checks"]["flash"]
     for layout in ("alone", *LAYOUTS):
@@ -45,10 +31,8 @@ def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     for layout in LAYOUTS:
         assert cell["timed"][layout]["seconds"] > 0
         assert len(cell["timed"][layout]["seconds_by_rank"]) == 2
-        assert f"  {layout}" in child.stdout
-    continued = run(out, "--seq-lengths", "128", "64", "--rounds", "1")
-    assert continued.returncode == 0, continued.stderr
-    kept, new = json.loads(out.read_text())["cells"]
+        assert f"  {layout}" in printed
+    kept, new = json.loads((tmp_path / "continued.json").read_text())["cells"]
     assert kept == cell
     assert (new["seq_length"], new["rounds"]) == (128, 1)
 

@@ -15,10 +15,10 @@ def run(size: int, speed: float | None, *, checkpointing: bool = False) -> dict[
     return {"micro_batch_size": size, "gradient_checkpointing": checkpointing, **reached}
 
 
-def swept(speed: dict[tuple[int, bool], float]) -> list[tuple[int, bool]]:
+def swept(speed: dict[tuple[int, bool], float], batch_size: int | None = None) -> list[tuple[int, bool]]:
     """The runs of a sweep where each run has this speed, and others have no memory."""
     found: list[dict[str, Any]] = []
-    for asked in _sweep(found):
+    for asked in _sweep(found, batch_size):
         size, checkpointing = asked["micro_batch_size"], asked["gradient_checkpointing"]
         found.append(run(size, speed.get((size, checkpointing)), checkpointing=checkpointing))
     return [(one["micro_batch_size"], one["gradient_checkpointing"]) for one in found]
@@ -32,6 +32,11 @@ def test_a_sweep_tries_checkpointing_from_the_largest_size_that_fits_without() -
 def test_a_sweep_ends_when_throughput_has_fallen_twice() -> None:
     speed = {(size, checkpointing): 1 / size for size in (1, 2, 3, 4, 6) for checkpointing in (False, True)}
     assert swept(speed) == [(1, False), (2, False), (3, False), (3, True), (4, True), (6, True)]
+
+
+def test_a_sweep_ends_at_the_batch() -> None:
+    speed = {(size, checkpointing): float(size) for size in (1, 2, 3, 4, 6) for checkpointing in (False, True)}
+    assert swept(speed, 4) == [(1, False), (2, False), (3, False), (4, False), (4, True)]
 
 
 def test_compiled_stock_runs_start_at_the_best_size_without_checkpointing() -> None:

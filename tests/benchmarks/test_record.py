@@ -13,6 +13,7 @@ from explorer.records.measurement import Conditions, Measurement, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
+from tests.explorer.simulator import SimulatedDevice, report
 from tests.workers.replay.samples import recording, request, table_of
 from workers.replay.device import RecordedDevice
 from workers.replay.recording import Recording, RecordingError
@@ -262,10 +263,29 @@ def test_records_on_a_real_device(
     assert recorded.header.process_start_seconds > 0
 
 
+class SimulatedProfiler:
+    """A device whose trials take no time."""
+
+    restarts = 0
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def hardware(self) -> HardwareSpec:
+        return report(experts=False).hardware
+
+    def begin(self, request: ExplorationRequest) -> DeviceReport:
+        self.measure = SimulatedDevice(request)
+        return report(experts=False)
+
+    def close(self) -> None: ...
+
+
 def test_records_several_tables_in_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("benchmarks.record.Profiler", SimulatedProfiler)
     first, second, taken = (tmp_path / f"{name}.yaml" for name in ("first", "second", "taken"))
     first.write_text(CONFIG)
     second.write_text(CONFIG.replace("seq_length: 16", "seq_length: 32"))

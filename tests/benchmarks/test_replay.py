@@ -12,7 +12,7 @@ from benchmarks.replay.__main__ import main
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.drawn_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.runs import OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
+from benchmarks.replay.runs import NUM_SEEDLESS, OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
 from explorer.records.measurement import Outcome
@@ -194,7 +194,7 @@ def test_runs_on_any_tables_and_writes_one_file(tmp_path: Path, capsys: pytest.C
     for seed in (0, 1):
         write(recording(seed), tmp_path / f"table-{seed}.jsonl")
     paths = [str(tmp_path / f"table-{seed}.jsonl") for seed in (0, 1)]
-    names = [name for name in (*SAMPLERS, *STRATEGIES) if name not in {"gp", "exhaustive"}]
+    names = [name for name in (*SAMPLERS, *STRATEGIES) if name not in {"gp", "tpe", "exhaustive"}]
     out = tmp_path / "replay.json"
     arguments = [*paths, "--out", str(out), "--seeds", "2", "--processes", "1", "--full", "--strategies", *names]
     assert main(arguments) == 0
@@ -214,11 +214,28 @@ def test_processes_give_what_one_gives(tmp_path: Path) -> None:
     summaries = []
     for processes in ("1", "2"):
         out = tmp_path / f"{processes}.json"
-        arguments = [str(tmp_path / "table.jsonl"), "--out", str(out), "--seeds", "12", "--processes", processes]
-        assert main([*arguments, "--gp-seeds", "1", "--strategies", "gp", "powers of two", "deepspeed fast"]) == 0
+        arguments = [str(tmp_path / "table.jsonl"), "--out", str(out), "--seeds", "2", "--processes", processes]
+        assert main([*arguments, "--strategies", "random", "powers of two", "deepspeed fast"]) == 0
         found = json.loads(out.read_text())["summary"]["strategies"]
         summaries.append({name: {**figures, "wall_seconds_median": 0} for name, figures in found.items()})
     assert summaries[0] == summaries[1]
+
+
+def test_the_slow_sampler_and_what_draws_nothing_run_on_fewer_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, int]] = []
+
+    def run_all(tables: object, strategies: object, seeds: dict[str, int], *_: object, **__: object) -> list[Run]:
+        given.append(seeds)
+        raise InterruptedError
+
+    monkeypatch.setattr("benchmarks.replay.__main__.run_all", run_all)
+    write(recording(), tmp_path / "table.jsonl")
+    arguments = [str(tmp_path / "table.jsonl"), "--out", str(tmp_path / "out.json"), "--seeds", "12"]
+    with pytest.raises(InterruptedError):
+        main([*arguments, "--gp-seeds", "1", "--strategies", "gp", "random", "exhaustive"])
+    assert given == [{"gp": 1, "random": 12, "exhaustive": NUM_SEEDLESS}]
 
 
 def test_what_is_no_table_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

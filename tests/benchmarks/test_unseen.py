@@ -8,7 +8,7 @@ import pytest
 from benchmarks.replay.runs import Line
 from benchmarks.unseen.__main__ import main
 from benchmarks.unseen.draws import Draws
-from benchmarks.unseen.figures import GATE, misses, summarize
+from benchmarks.unseen.figures import GATE, Limits, misses, summarize
 from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.searches import UnseenRun, run_searches
 from benchmarks.unseen.world import UnseenTruth, draw_truth
@@ -16,9 +16,11 @@ from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from workers.replay.device import VirtualClock
 
-SEEDS = range(400, 406)
-LEAST_WITHIN = 3
-"""Nine of ten answers are within the tolerance, so fewer than three of six are in one of a thousand draws."""
+SEEDS = range(1000, 1016)
+REACHED = Limits(regret_p95=0.02, confident_share_true=0.85, expected_calibration_error=0.2)
+"""What the search reaches on these devices: 1.4%, 94% and 0.16. The gate's own limits need more devices than a test."""
+LEAST_WITHIN = 11
+"""Twelve of the sixteen answers are within the tolerance."""
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +94,12 @@ def test_the_gate_names_each_figure_that_is_worse_than_its_limit() -> None:
     assert badly["share_failing_whole"] == 0.5
 
 
-def test_searches_on_a_fixed_set_stay_within_what_their_number_allows() -> None:
+def test_searches_on_a_fixed_set_stay_at_the_level_that_is_reached() -> None:
     found = summarize(run_searches(SEEDS, processes=1))
+    assert found["calibration"]["num_confident_lines"] >= 20, "too few lines to judge"
+    assert misses(found, REACHED) == []
     assert found["share_within_tolerance"] * len(SEEDS) >= LEAST_WITHIN
-    assert found["regret_of_admitted"]["max"] < 0.05
+    assert found["regret"]["max"] < 0.03
     assert found["share_failing_whole"] == 0.0
 
 

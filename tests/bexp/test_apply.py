@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import bexp
 from bexp.allocator import current_allocator, set_allocator
 from bexp.model_setup import applied_to
 from bexp.recommendation import RecommendationError
+from bexp.transformers.layers import decoder_layers
+from bexp.transformers.settings import SettingsError
 from tests.bexp.recommendations import document
 from tests.bexp.transformers import models
 
@@ -47,6 +50,25 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
     assert bexp.restore(model)
     assert not bexp.restore(model)
     assert models.snapshot(model) == before
+
+
+@pytest.mark.parametrize("recompute", ["layers_1", "groups_2"])
+def test_a_policy_with_a_number_of_layers_is_applied(recompute: str) -> None:
+    model = models.tiny("olmoe")
+    batch = models.batch()
+    wanted = models.step(model, batch)
+    report = bexp.apply(model, document(recompute=recompute))
+    assert f"recomputation: {recompute}" in str(report)
+    models.assert_same(models.step(model, batch), wanted)
+
+
+def test_a_model_that_uses_hidden_states_between_layers_takes_no_groups() -> None:
+    model = models.tiny("llama")
+    first: Any = decoder_layers(model)[0]
+    first.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    bexp.apply(model, {"candidate": {"micro_batch_size": 4}, "settings": {"recompute": "groups_2"}})
+    with pytest.raises(SettingsError, match="hidden states between its layers"):
+        models.step(model, models.batch())
 
 
 def test_a_second_recommendation_replaces_the_first() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,31 +10,39 @@ from pathlib import Path
 import pytest
 
 from bexp.child_process import PACKAGES_FOLDER, module_command, safe_environment
-from tests.acceptance.conftest import TINY
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan
 from workers.process.profiler import Profiler
 
 HOSTILE_PACKAGES = ("api", "workers", "storage", "explorer", "bexp")
 HOSTILE_MODULES = ("torch", "random", "json", "socket", "sitecustomize")
-SOURCES = ("api", "bexp", "explorer", "storage", "workers")
 
 
-@pytest.fixture
-def hostile_folder(tmp_path: Path) -> Path:
-    """A project whose modules have the names of ours and of others; each notes its import, and fails."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    code = f"open({str(tmp_path / 'imported')!r}, 'a').write(__name__ + chr(10))\nraise RuntimeError(__name__)\n"
+def write_hostile_packages(folder: Path) -> Path:
+    """Fill a folder with modules that have the names of ours and of others.
+
+    Each fails when it is imported, and notes that in the file whose path is returned.
+    """
+    imported = folder / "imported"
+    code = f"open({str(imported)!r}, 'a').write(__name__ + chr(10))\nraise RuntimeError(__name__)\n"
     for name in HOSTILE_PACKAGES:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(code)
     for name in HOSTILE_MODULES:
         (folder / f"{name}.py").write_text(code)
+    return imported
+
+
+@pytest.fixture
+def hostile_folder(tmp_path: Path) -> Path:
+    """The folder of a project."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    write_hostile_packages(folder)
     return folder
 
 
 def assert_nothing_imported(folder: Path) -> None:
-    imported = folder.parent / "imported"
+    imported = folder / "imported"
     assert not imported.exists(), imported.read_text()
 
 
@@ -44,53 +51,18 @@ def test_an_unsafe_child_would_import_from_the_folder(hostile_folder: Path) -> N
     command = [sys.executable, "-m", "workers", "doctor"]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES_FOLDER)}
     assert subprocess.run(command, cwd=hostile_folder, env=environment, capture_output=True, check=False).returncode
-    assert (hostile_folder.parent / "imported").exists()
+    assert (hostile_folder / "imported").exists()
 
 
-@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])
-def test_a_profiler_imports_nothing_from_the_working_directory(
-    hostile_folder: Path, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_a_profiler_of_a_group_imports_nothing_from_the_working_directory(
+    hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(hostile_folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(("", str(PACKAGES_FOLDER)))}
-    with Profiler(devices, environment=environment) as profiler:
+    with Profiler(("cpu", "cpu"), environment=environment) as profiler:
         profiler.begin(REQUEST)
         chosen = candidate(1)
         assert profiler.measure(plan(chosen, components_of(chosen)[:1])).outcome == "ok"
-    assert_nothing_imported(hostile_folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("installed", [False, True])
-def test_an_exploration_imports_nothing_from_the_working_directory(
-    hostile_folder: Path, tmp_path: Path, installed: bool
-) -> None:
-    """`bexp explore` with API, worker and profiler, from a checkout and from a folder of copied packages."""
-    root = PACKAGES_FOLDER
-    if installed:
-        root = tmp_path / "installed"
-        for name in SOURCES:
-            shutil.copytree(PACKAGES_FOLDER / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    import yaml
-
-    (hostile_folder / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"budget": {"max_trials": 1}}))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BEXP_")}
-    environment |= {
-        "PYTHONPATH": str(root),
-        "XDG_DATA_HOME": str(tmp_path / "data"),
-        "TMPDIR": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-    }
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", "api.cli", "explore", "tiny.yaml", "--device", "cpu"],
-        cwd=hostile_folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
     assert_nothing_imported(hostile_folder)
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import multiprocessing
+import pickle
 import random
 import subprocess
 import sys
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 import bexp
 from bexp.step_agreement import _judge
 from bexp.step_search import SearchError
+from tests.bexp.step_exploration_ranks import NUM_RANKS
+from tests.forked_ranks import run_ranks
 
 
 class Clock:
@@ -213,46 +213,14 @@ assert not [name for name in sys.modules if name.startswith(('explorer.', 'stora
     assert child.returncode == 0, child.stderr
 
 
-def _rank(rank: int, ports: tuple[int, int], answers: Any) -> None:
-    def join(port: int) -> None:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-
-    join(ports[0])
-    example = Example()
-    model = nn.parallel.DistributedDataParallel(example.model)
-
-    def fail_alone(x: torch.Tensor) -> None:
-        if rank == 1 and len(x) >= 4:
-            raise torch.OutOfMemoryError("only here")
-        model(x).square().sum().backward()
-
-    found = explore(example, step=fail_alone, parameters=model, no_sync=model.no_sync)
-    group: Any = dist.group.WORLD
-    answers[rank, "alone"] = (found, group._get_backend(torch.device("cpu")).options._timeout)
-
-    def fail_in_an_exchange(x: torch.Tensor) -> None:
-        dist.all_reduce(torch.ones(4))
-        if rank == 1 and len(x) >= 2:
-            raise RuntimeError("the middle")
-        dist.all_reduce(torch.ones(4))
-
-    begun = time.monotonic()
-    found = explore(example, step=fail_in_an_exchange, deadline_seconds=2.0)
-    answers[rank, "exchange"] = (found, time.monotonic() - begun)
-    dist.destroy_process_group()
-    join(ports[1])
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    answers[rank, "after"] = float(total)
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def two_processes() -> dict[tuple[int, str], Any]:
-    with multiprocessing.Manager() as manager:
-        answers = manager.dict()
-        spawn(_rank, args=((free_port(), free_port()), answers), nprocs=2)
-        return dict(answers)
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks("tests.bexp.step_exploration_ranks", folder)
+    answers: dict[tuple[int, str], Any] = {}
+    for rank in range(NUM_RANKS):
+        answers |= pickle.loads((folder / f"{rank}.pickle").read_bytes())
+    return answers
 
 
 def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, str], Any]) -> None:
@@ -276,7 +244,7 @@ def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
     assert found.micro_batch_size == 1
     assert not found.group_is_usable
     assert any("make the process group again" in note for note in found.notes)
-    assert seconds < 15
+    assert seconds < 60  # gloo waits 30 minutes
     assert two_processes[0, "after"] == two_processes[1, "after"] == 2.0
 
 
@@ -306,11 +274,3 @@ def test_the_first_failure_counts_unless_memory_is_short(
     )
     assert (found["outcome"], found["reason"], found["usable"]) == (outcome, reason, usable)
     assert found["figures"] == ([] if outcome else [1, 7])
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

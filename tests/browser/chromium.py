@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SECONDS = 15.0
+SECONDS = 60.0
 PATIENT = "(() => { try { const found = %s; return found instanceof Node || found } catch { return null } })()"
 """An element that was found counts as true; what is not there yet does not throw."""
 

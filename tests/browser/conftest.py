@@ -39,7 +39,7 @@ class GatedProfiler(ReplayProfiler):
         self.gate.set()
 
     def measure(self, plan: TrialPlan) -> Measurement:
-        assert self.gate.wait(30)
+        assert self.gate.wait(120)
         return super().measure(plan)
 
 

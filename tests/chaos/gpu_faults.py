@@ -148,6 +148,7 @@ class Bench:
             "bta": BTASpec(enable=False),
             "attention_backends": ("math",),
             "verify": False,
+            "fresh": True,
             "seed": self.rng.randrange(1 << 30),
             "budget": Budget(max_trials=6, confidence_target=99, max_seconds=60.0, trial_timeout_seconds=TRIAL_SECONDS),
         }

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from tests.chaos.processes import LEASE_SECONDS, ROOT
@@ -84,6 +85,10 @@ def percentile(ordered: Sequence[float], share: float) -> float | None:
 
 
 def read_commit() -> str:
-    """Return the commit of the checkout, or BEXP_COMMIT where there is none."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or os.environ.get("BEXP_COMMIT", "unknown")
+    """Return BEXP_COMMIT, or the commit of the checkout, where there is one."""
+    if named := os.environ.get("BEXP_COMMIT"):
+        return named
+    with suppress(OSError):  # there may be no git
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
+    return "unknown"

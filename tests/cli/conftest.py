@@ -80,7 +80,7 @@ class ScriptedWorker:
         self._thread.join()
 
     def _run(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             claim = self._queue.claim("scripted", device_kind="cpu", num_devices=1, fingerprint="f")
             if claim is None:

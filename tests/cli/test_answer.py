@@ -9,7 +9,7 @@ from api.cli.results import usage_rows
 from api.client import Job
 from api.text import bytes_text
 from explorer.records.measurement import Outcome
-from explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
+from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import (
     Alternative,
     Answer,
@@ -225,6 +225,7 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         layers_per_stage=(3, 4, 4, 4, 4, 4, 4, 1),
         fullest_rank=2,
         parts=(PlanPart(name="head(m=4)", share=0.9, source="measured"),),
+        picture=PipelinePicture(seconds=0.25, ranks=(0, 2), lines=("FFff..BB", "..FFBBff")),
         alternatives=(
             MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
         ),
@@ -238,6 +239,7 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         "time 80.0% computation, 12.5% exchange, 7.5% bubble",
         "measured 90.0% of the step; the rest is described or predicted",
         "90.0% head(m=4), measured",
+        "the first 250.0 ms of a step, rank by rank: 0 FFff..BB 2 ..FFBBff F forward, B backward, . waits;",
         "base tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1 recompute=none",
         "other mesh 1.25x over tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1",
     ):

@@ -38,6 +38,14 @@ def await_gone(processes: list[psutil.Process], seconds: float) -> None:
     assert not alive
 
 
+def await_output(child: Child) -> str:
+    deadline = time.monotonic() + 30
+    while not (output := child.log.read_text()).endswith("\n"):
+        assert time.monotonic() < deadline, "the child says nothing"
+        time.sleep(0.02)
+    return output
+
+
 def test_entering_serves_and_leaving_ends_it(sqlite_url: str) -> None:
     others = psutil.Process().children()
     with EmbeddedService(sqlite_url, with_worker=False) as service:
@@ -88,29 +96,27 @@ def test_a_killed_command_leaves_no_process_and_cancels_its_exploration(
         assert children
         command.kill()
         command.wait()
-    await_gone(children, 10)
+    await_gone(children, 30)
     assert get_job(open_url(sqlite_url), job_id).state is JobState.CANCELLED
 
 
 def test_ending_a_child_ends_its_group(tmp_path: Path) -> None:
     script = "sleep 60 & echo $!; trap 'exit 0' TERM; while true; do sleep 0.1; done"
     child = Child("shell", ["bash", "-c", script], tmp_path / "log", environment=dict(os.environ))
-    deadline = time.monotonic() + 5
-    while not child.log.read_text().strip() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    grandchild = psutil.Process(int(child.log.read_text()))
+    grandchild = psutil.Process(int(await_output(child)))
     child.check()
     child.ask_to_end()
     child.end(5.0)
-    await_gone([grandchild], 2)
+    await_gone([grandchild], 10)
     with pytest.raises(ServiceError, match="the embedded shell ended with status 0"):
         child.check()
 
 
 def test_a_child_that_ignores_the_request_is_killed(tmp_path: Path) -> None:
-    child = Child("shell", ["bash", "-c", "trap '' TERM; sleep 60"], tmp_path / "log", environment=dict(os.environ))
+    script = "trap '' TERM; echo trapped; sleep 60"
+    child = Child("shell", ["bash", "-c", script], tmp_path / "log", environment=dict(os.environ))
     process = psutil.Process(child.pid)
-    time.sleep(0.2)
+    await_output(child)
     child.ask_to_end()
     child.end(0.3)
     assert not process.is_running()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 import yaml
 
 from api.client import Client
@@ -20,6 +20,7 @@ from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.run_report import RunReport
 from storage.jobs import JobState
 from storage.queue import Queue
+from storage.tables import jobs
 from tests.cli.conftest import Run
 from tests.cli.samples import ANSWER, TINY, UNDIVIDED
 
@@ -176,23 +177,20 @@ def test_best_says_if_nothing_divides_the_batch(bexp: Run, config: Path, worker:
     assert (divides.code, divides.stdout, divides.stderr) == (1, "", f"bexp: {words}")
 
 
-def test_an_exploration_is_found_by_the_beginning_of_its_id(
-    bexp: Run, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exploration_is_found_by_the_beginning_of_its_id(bexp: Run, config: Path, queue: Queue) -> None:
     ids = [bexp("submit", config).stdout.strip() for _ in range(2)]
-    monkeypatch.setattr("api.cli.job_ids.FEWEST_CHARACTERS", 1)
     assert f"exploration {ids[0]} is cancelled" in bexp("cancel", ids[0][:12]).stderr
     assert f"exploration {ids[1]} is cancelled" in bexp("cancel", "latest").stderr
-    count = 1
-    while count < 2:  # of 17 ids, two begin alike
-        bexp("submit", config)
-        everything = json.loads(bexp("list", "--json", "--limit", "1000").stdout)
-        first, count = Counter(job["id"][0] for job in everything).most_common(1)[0]
-    several = bexp("best", first)
+    alike = ["madeup1", "madeup2"]  # drawn ids are hexadecimal: none begins so
+    with queue.database.begin() as connection:
+        row = dict(connection.execute(sa.select(jobs).where(jobs.c.id == ids[0])).one()._mapping)
+        connection.execute(sa.insert(jobs), [row | {"id": job_id} for job_id in alike])
+    several = bexp("best", "made")
     assert several.code == 2
-    assert (f"several explorations begin with '{first}': " in several.stderr) is (count > 1)
-    monkeypatch.setattr("api.cli.job_ids.FEWEST_CHARACTERS", 2)
-    assert "several" not in bexp("best", first).stderr
+    assert "several explorations begin with 'made': " in several.stderr
+    assert all(job_id in several.stderr for job_id in alike)
+    too_short = bexp("best", "mad")
+    assert (too_short.code, "several" in too_short.stderr) == (2, False)
 
 
 def test_best_shows_what_real_runs_reached(bexp: Run, config: Path, worker: Worker, service: tuple[str, str]) -> None:
@@ -295,10 +293,15 @@ def test_resume_goes_on_with_a_cancelled_exploration_where_a_service_answers(
     assert (again.code, "has succeeded" in again.stderr) == (2, True)
 
 
-def test_a_search_that_ended_below_its_target_is_provisional(bexp: Run, config: Path, worker: Worker) -> None:
+@pytest.mark.parametrize("completed_target", [None, 95])
+def test_a_search_that_ended_below_its_target_is_provisional(
+    bexp: Run, config: Path, worker: Worker, completed_target: int | None
+) -> None:
     config.write_text(config.read_text().replace("confidence_target: 60", "confidence_target: 95"))
-    with worker():
-        done = bexp("submit", config, "--watch")
+    variant = ANSWER.variants[0].model_copy(update={"completed_target": completed_target})
+    with worker(Answer(variants=(variant,))):
+        done = bexp("submit", config, "--watch", "--fresh")
+    assert ("to be surer" in done.stdout) == (completed_target is None), "a larger budget helps if it ended the search"
     assert "Provisional: confidence 87 is below 95" in done.stdout
     warned = bexp("best", done.stderr.split()[1])
     assert (warned.code, warned.stdout) == (0, "4\n")

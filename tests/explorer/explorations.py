@@ -15,7 +15,7 @@ from explorer.search.pruned_space import PrunedSpace, prune_space
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
-from tests.explorer.simulator import report
+from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {
     "name": "moe",
@@ -75,17 +75,24 @@ def run(
     return steps
 
 
-def answer_of(steps: list[Progress]) -> Answer:
+@cache
+def explored() -> tuple[SimulatedDevice, tuple[Progress, ...]]:
+    """`request()` explored on a device that measures it alone, for tests that only read what happened."""
+    device = SimulatedDevice(request())
+    return device, tuple(run(request(), device))
+
+
+def answer_of(steps: Sequence[Progress]) -> Answer:
     answer = steps[-1].answer
     assert answer is not None
     return answer
 
 
-def trials_of(steps: list[Progress]) -> list[Trial]:
+def trials_of(steps: Sequence[Progress]) -> list[Trial]:
     return [step.trial for step in steps if step.trial is not None]
 
 
-def lines(steps: list[Progress], code: EventCode) -> list[str]:
+def lines(steps: Sequence[Progress], code: EventCode) -> list[str]:
     """The messages without the wall-clock seconds of trials, which no two runs share."""
     found = [event.message for step in steps for event in step.events if event.code is code]
     return [re.sub(r" in \d+\.\d s\)", ")", message) for message in found]

@@ -32,6 +32,8 @@ class Package:
     is_source: bool = False
 
 
+DATASETS = ("datasets<4.8", "pyarrow", "dill", "xxhash", "multiprocess", "pandas", "pytz", "python-dateutil", "six")
+
 PACKAGES = {
     "megatron": Package(
         "megatron-core==0.19.0", ("megatron",), ("triton", "omegaconf", "antlr4-python3-runtime==4.9.*", "einops")
@@ -52,12 +54,17 @@ PACKAGES = {
                 "torchdata",
                 "torch_checkpointing",
             ),
-            *("datasets<4.8", "pyarrow", "dill", "xxhash", "multiprocess", "pandas", "pytz", "python-dateutil", "six"),
+            *DATASETS,
             *("aiohttp", "wandb", "tensorboard", "protobuf", "absl-py", "pillow", "triton", "einops"),
         ),
     ),
     "axolotl": Package("axolotl==0.19.0", ("axolotl",), ("pillow",)),
     "lightning": Package("lightning==2.6.6", ("lightning",), ("lightning-utilities", "torchmetrics")),
+    "llamafactory": Package(
+        "llamafactory==0.9.5",
+        ("llamafactory",),
+        ("omegaconf", "antlr4-python3-runtime==4.9.*", "peft", "psutil", *DATASETS),
+    ),
 }
 
 

@@ -175,7 +175,7 @@ def test_a_model_that_is_set_up_is_no_further_from_float64(model_type: str) -> N
         Settings(recompute="full"),
         Settings(recompute="activations"),
         Settings(recompute="projections"),
-        Settings(recompute="first_1", bta_tile=1, loss="chunked"),
+        Settings(recompute="layers_1", bta_tile=1, loss="chunked"),
     ]
     if model_type != "llama":
         choices += [Settings(experts=name) for name in OURS]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import bexp
-from tests.bexp.test_step_exploration import free_port
+from tests.forked_ranks import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

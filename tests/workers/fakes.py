@@ -50,7 +50,7 @@ class FakeProfiler:
         self.before_measure(plan)
         if plan.number in self._hanging:
             self.is_hanging.set()
-            assert self._interrupted.wait(30)
+            assert self._interrupted.wait(90)
             raise ProfilerInterruptedError
         self.measured.append(plan.number)
         outcome = self._outcomes.get(plan.number, Outcome.OK)

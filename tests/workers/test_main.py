@@ -44,7 +44,7 @@ def test_each_device_runs_a_job_at_the_same_time(sqlite_database: Database) -> N
     queue = Queue(sqlite_database)
     for _ in range(2):
         queue.enqueue(make_request())
-    together = threading.Barrier(2, timeout=30)
+    together = threading.Barrier(2, timeout=60)
 
     def meet(plan: object) -> None:
         together.wait()
@@ -89,7 +89,7 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
         thread.start()
         time.sleep(0.3)  # it has found no job by now and waits for a minute
         job, _ = Queue(client).enqueue(make_request())
-        thread.join(30)
+        thread.join(60)
         assert get_job(database, job.id).state is JobState.SUCCEEDED
         assert 2 <= max(counts) <= limits.max_connections == 4
     finally:
@@ -114,7 +114,7 @@ def test_a_worker_can_be_told_its_jobs_on_standard_input(
                 commands.write(part)
                 commands.flush()
                 time.sleep(0.05)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not get_job(sqlite_database, asked).state.is_final and time.monotonic() < deadline:
                 time.sleep(0.02)
             commands.close()

@@ -1,17 +1,15 @@
 """Ranks of a context-parallel group as processes on the CPU, each of which compares its part with the whole.
 
-    python -m tests.bexp.kernels.context_parallel_ranks FOLDER RANK NUM_RANKS
+    python -m tests.bexp.kernels.context_parallel_ranks FOLDER
 
-meets the other ranks in FOLDER and writes there what it found, for a test to judge: relative errors by case.
+writes there what each rank found, for a test to judge: relative errors by case.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,11 +25,11 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS
 from explorer.spec.model import ModelSpec
 from tests.bexp.kernels import references
+from tests.forked_ranks import fork_ranks, run_ranks
 from workers.targets.reference.rotary import Rotary
 
 NUM_RANKS = 4
 SIZES = (1, 2, 4)
-SECONDS = 150.0
 Errors = dict[str, float]
 
 
@@ -84,31 +82,8 @@ def cases() -> list[Case]:
 
 
 def launch(folder: Path) -> list[dict[str, Any]]:
-    """What every rank found, by case; RuntimeError with what a rank printed if one fails or takes too long."""
-    logs = [(folder / f"log-{rank}").open("w+") for rank in range(NUM_RANKS)]
-    command = [sys.executable, "-W", "error", "-m", __name__, str(folder)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(NUM_RANKS)], stdout=log, stderr=log, cwd=Path(__file__).parents[3])
-        for rank, log in enumerate(logs)
-    ]
-    deadline = time.monotonic() + SECONDS
-    try:
-        while any(rank.poll() is None for rank in ranks):
-            if time.monotonic() > deadline or any(rank.poll() for rank in ranks):
-                break
-            time.sleep(0.05)
-        codes = [rank.poll() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    printed = []
-    for log in logs:
-        log.seek(0)
-        printed.append(log.read())
-        log.close()
-    if any(codes) or None in codes:
-        raise RuntimeError(f"ranks ended with {codes}:\n" + "\n".join(printed))
+    """What every rank found, by case."""
+    run_ranks(__name__, folder)
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 
@@ -206,19 +181,19 @@ def refusals(context: ContextParallel) -> dict[str, str]:
     return said
 
 
-def main(folder: Path, rank: int, num_ranks: int) -> None:
+def run(folder: Path, rank: int) -> None:
     """Run everything, in the same order as the other ranks."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
         rank=rank,
-        world_size=num_ranks,
+        world_size=NUM_RANKS,
         timeout=timedelta(seconds=60),
     )
     groups = {}
     for size in SIZES:
-        for first in range(0, num_ranks, size):
+        for first in range(0, NUM_RANKS, size):
             group = dist.new_group(list(range(first, first + size)))
             if first <= rank < first + size:
                 groups[size] = group
@@ -236,4 +211,4 @@ def main(folder: Path, rank: int, num_ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))

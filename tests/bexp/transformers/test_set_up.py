@@ -17,8 +17,9 @@ DENSE = [
     Settings(attention="sdpa:math"),
     Settings(attention="sdpa:flash"),
     Settings(recompute="full"),
-    Settings(recompute="first_1"),
+    Settings(recompute="layers_1"),
     Settings(recompute="partial_50"),
+    Settings(recompute="groups_2"),
     Settings(recompute="activations"),
     Settings(recompute="projections"),
     Settings(bta_tile=1),
@@ -37,7 +38,7 @@ SPARSE = [
     Settings(experts="bexp_hopper_grouped"),
     Settings(experts="bexp_fused", recompute="experts"),
     Settings(experts="bexp_fused", recompute="activations"),
-    Settings(attention="sdpa:math", experts="bexp_fused", recompute="first_1", bta_tile=2, loss="chunked"),
+    Settings(attention="sdpa:math", experts="bexp_fused", recompute="layers_1", bta_tile=2, loss="chunked"),
 ]
 
 
@@ -81,7 +82,8 @@ def test_settings_change_what_runs() -> None:
     for settings, count in [
         (Settings(), 1),
         (Settings(recompute="full"), 2),
-        (Settings(recompute="first_1"), 2),
+        (Settings(recompute="layers_1"), 2),
+        (Settings(recompute="groups_2"), 2),
         (Settings(bta_tile=1), 8),
         (Settings(bta_tile=2), 4),
         (Settings(recompute="experts", experts="grouped_mm"), 1),
@@ -202,7 +204,7 @@ def test_the_expert_kernels_copy_no_weight() -> None:
         ("llama", Settings(experts="grouped_mm"), "has no experts"),
         ("llama", Settings(attention="no_such"), "no_such"),
         ("olmoe", Settings(experts="no_such"), "no_such"),
-        ("llama", Settings(recompute="first_9"), "more layers than the 2"),
+        ("llama", Settings(recompute="layers_9"), "more layers than the 2"),
         ("gemma2", Settings(attention="sdpa:flash"), "sdpa"),
         ("llama", Settings(recompute="experts"), "no experts"),
     ],

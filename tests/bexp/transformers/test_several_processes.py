@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import multiprocessing
+import json
+from pathlib import Path
 
-from torch.multiprocessing.spawn import spawn
-
-from tests.bexp.test_step_exploration import free_port
-from tests.bexp.transformers import ranks
+from tests.bexp.transformers.ranks import NUM_RANKS, WRAPPERS
+from tests.forked_ranks import run_ranks
 
 
-def test_gradients_under_ddp_and_fully_shard_are_those_of_the_plain_model() -> None:
-    with multiprocessing.Manager() as manager:
-        answers = manager.dict()
-        spawn(ranks.train, args=(free_port(), answers), nprocs=2)
-        found = dict(answers)
-    assert set(found) == {(rank, wrap) for rank in (0, 1) for wrap in ("ddp", "fully_shard")}
-    assert max(found.values()) <= 5e-5, found
+def test_gradients_under_ddp_and_fully_shard_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    run_ranks("tests.bexp.transformers.ranks", tmp_path)
+    for rank in range(NUM_RANKS):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.keys() == set(WRAPPERS)
+        assert max(found.values()) <= 5e-5, found

@@ -45,26 +45,32 @@ def walk(
     blocks = {}
     for group in parts.layers:
         kind = LayerKind.MOE if group.blocks[1].kind.value == "moe_ffn" else LayerKind.DENSE
-        blocks[kind, group.recomputed] = tuple(sizes[block] for block in group.blocks)
+        blocks[kind, group.layers.recomputed] = tuple(sizes[block] for block in group.blocks)
     layers = list(zip(req.model.layer_kinds, recomputed_layers(req.model, chosen.recompute), strict=True))
     assert parts.embedding is not None
     level = sizes[parts.embedding][0]
     highest, held = level, []
-    for layer in layers:
+    size = chosen.recompute.group_size or 1
+    for index, layer in enumerate(layers):
         attention, ffn = blocks[layer]
         highest = max(highest, level + attention[1], level + attention[0] + ffn[1])
-        held.append(output if layer[1] else attention[0] + ffn[0])
+        ends_chunk = (index + 1) % size == 0 or index + 1 == len(layers)
+        held.append((output if ends_chunk else 0) if layer[1] else attention[0] + ffn[0])
         level += held[-1]
     head = sizes[parts.head]
     highest = max(highest, level + head[1], level + head[2])
-    for layer in reversed(layers):
+    for index, layer in reversed(list(enumerate(layers))):
         attention, ffn = blocks[layer]
         level -= held.pop()
-        highest = max(highest, level + output + attention[0] + ffn[2], level + output + attention[2])
+        beside = sum(sum(block[0] for block in blocks[other]) for other in layers[index // size * size : index])
+        at = level + output + beside
+        highest = max(highest, at + attention[0] + ffn[2], at + attention[2])
+        if size > 1:
+            highest = max(highest, at + attention[0] + ffn[1], at + attention[1])
     return highest
 
 
-@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("recompute", [*Recompute, *map(Recompute, ("layers_3", "groups_2", "groups_3"))])
 @pytest.mark.parametrize("seed", range(5))
 def test_peak_is_that_of_the_timeline(recompute: Recompute, seed: int) -> None:
     req, chosen = request(), candidate(recompute)

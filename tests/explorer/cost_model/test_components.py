@@ -13,8 +13,8 @@ from explorer.cost_model.components import (
     Decomposer,
     Decomposition,
     LayerGroup,
-    group_layers,
 )
+from explorer.cost_model.layer_groups import group_layers
 from explorer.spec.candidate import Candidate
 from tests.explorer.cost_model.tiny import MOE, model_of, request
 
@@ -82,12 +82,6 @@ def test_some_policies_of_a_block_choose_by_operation() -> None:
     }
 
 
-def test_layers_are_counted_by_sort_with_those_that_lie_below() -> None:
-    a, b = ("a",), ("b",)
-    assert group_layers([b, a, b, b, a]) == [(a, 2, (1, 3)), (b, 3, (1, 2))]
-    assert group_layers([a, a, a]) == [(a, 3, (2,))]
-
-
 def test_a_step_is_embedding_layers_head_and_optimizer() -> None:
     found = split(candidate())
     assert [c.key for c in found.components] == [
@@ -97,7 +91,9 @@ def test_a_step_is_embedding_layers_head_and_optimizer() -> None:
         "head(m=6)",
         "optimizer(groups=1)",
     ]
-    assert [(group.count, group.recomputed, group.below) for group in found.layers] == [(2, False, (1,))]
+    assert [(group.layers.count, group.layers.recomputed, group.layers.below) for group in found.layers] == [
+        (2, False, (1,))
+    ]
     assert found.communication is None
 
 
@@ -127,10 +123,11 @@ def test_the_optimizer_is_the_same_from_zero1_on(sharding: str, stepped: str) ->
 def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:
     found = split(candidate(recompute="partial_50"))
     modes = [
-        (group.recomputed, group.count, {block.recompute.value for block in group.blocks}) for group in found.layers
+        (group.layers.recomputed, group.layers.count, {block.recompute.value for block in group.blocks})
+        for group in found.layers
     ]
     assert modes == [(False, 1, {"none"}), (True, 1, {"full"})]
-    assert [group.below for group in found.layers] == [(0, 1), (0, 0)], "the first layer is the recomputed one"
+    assert [group.layers.below for group in found.layers] == [(0, 1), (0, 0)], "the first layer is the recomputed one"
     assert len(found.components) == 7
 
 
@@ -167,5 +164,5 @@ def test_equal_components_of_two_candidates_are_one() -> None:
 
 def test_components_are_listed_once_in_the_order_of_a_step() -> None:
     block, head = component("dense_ffn"), component("head")
-    groups = (LayerGroup(1, (block,), False, (0, 0)), LayerGroup(1, (block,), True, (1, 0)))
+    groups = tuple(LayerGroup(layers, (block,)) for layers in group_layers(["a", "a"], [False, True]))
     assert Decomposition(None, groups, head, None).components == (block, head)

@@ -82,7 +82,8 @@ def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
     found = PartsDecomposer(parts(), training=True)(candidate())
     assert found.embedding is None
     assert (found.head.kind, found.head.backend) == (ComponentKind.SHELL, "library")
-    assert {group.blocks[0].part: group.count for group in found.layers} == {"dense": 1, "sliding": 2, "experts": 3}
+    counts = {group.blocks[0].part: group.layers.count for group in found.layers}
+    assert counts == {"dense": 1, "sliding": 2, "experts": 3}
     backends = {group.blocks[0].part: group.blocks[0].backend for group in found.layers}
     assert backends == {"dense": "sdpa", "sliding": "sdpa", "experts": "sdpa+grouped_mm"}
     assert len(found.components) == 5
@@ -90,11 +91,12 @@ def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
 
 
 def test_partial_recomputation_takes_the_first_layers() -> None:
-    assert parts().recomputed_layers(0.5) == (True, True, True, False, False, False)
-    assert parts().recomputed_layers(0.01) == (True, *[False] * 5)
-    assert parts().recomputed_layers(0.0) == (False,) * 6
+    assert parts().recomputed_layers(Recompute.PARTIAL_50) == (True, True, True, False, False, False)
+    assert parts().recomputed_layers(Recompute("layers_2")) == (True, True, *[False] * 4)
+    assert parts().recomputed_layers(Recompute.NONE) == (False,) * 6
+    assert parts(layers=("sliding",)).recomputed_layers(Recompute.PARTIAL_25) == (True,)
     found = PartsDecomposer(parts(), training=True)(candidate(recompute="partial_50"))
-    counts = {(group.blocks[0].part, group.recomputed): group.count for group in found.layers}
+    counts = {(group.blocks[0].part, group.layers.recomputed): group.layers.count for group in found.layers}
     assert counts == {
         ("dense", True): 1,
         ("sliding", True): 1,
@@ -102,7 +104,7 @@ def test_partial_recomputation_takes_the_first_layers() -> None:
         ("sliding", False): 1,
         ("experts", False): 2,
     }
-    modes = {group.blocks[0].recompute for group in found.layers if group.recomputed}
+    modes = {group.blocks[0].recompute for group in found.layers if group.layers.recomputed}
     assert modes == {BlockRecompute.FULL}
 
 
@@ -115,8 +117,8 @@ def test_seconds_and_bytes_add_up_over_the_layers_in_order(recompute: Recompute)
     seconds_K, sizes_3K = rng.uniform(0.1, 1.0, count), rng.integers(1000, 90_000, (3, count)).astype(float)
     at = {component: i for i, component in enumerate(table.components)}
     found = table.decompositions[0]
-    order = list(zip(LAYERS, parts().recomputed_layers(recompute.layer_share), strict=True))
-    block = {(g.blocks[0].part, g.recomputed): at[g.blocks[0]] for g in found.layers}
+    order = list(zip(LAYERS, parts().recomputed_layers(recompute), strict=True))
+    block = {(g.blocks[0].part, g.layers.recomputed): at[g.blocks[0]] for g in found.layers}
     shell, output = at[found.head], 4 * 32 * 128
 
     expected = seconds_K[shell] + sum(seconds_K[block[sort]] for sort in order)

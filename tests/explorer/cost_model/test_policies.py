@@ -81,6 +81,36 @@ def test_eval_mode_recomputes_nothing() -> None:
         request(mode="eval", recompute=["activations"])
 
 
+def test_a_policy_with_a_number_is_explored_only_if_it_is_named() -> None:
+    assert not any(c.recompute.is_numbered for c in candidates(request()))
+    named = request(recompute=["groups_4", "layers_3", "none", "layers_9", "full"])
+    assert [policy.value for policy in named.recompute_policies] == ["none", "full", "layers_3", "groups_4"], (
+        "all nine layers are the policy full"
+    )
+    assert {c.recompute for c in candidates(named)} == set(named.recompute_policies)
+    again = ExplorationRequest.model_validate_json(named.model_dump_json())
+    assert again == named
+    assert again.recompute is not None
+    assert again.recompute[1] is Recompute("layers_3")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"recompute": ["layers_10"]}, "the model has 9 layers; the nearest policy is 'full'"),
+        ({"recompute": ["groups_10"]}, "the model has 9 layers; the nearest policy is 'groups_9'"),
+        ({"recompute": ["groups_1"]}, "a group has at least two layers"),
+        ({"recompute": ["layers_0"]}, "'layers_N' or 'groups_N'"),
+        ({"recompute": ["group_2"]}, "'layers_N' or 'groups_N'"),
+        ({"recompute": ["groups_2"], "training": {"sharding": "zero3"}, "num_devices": 2}, "with 'zero3'"),
+        ({"recompute": ["layers_2"], "num_devices": 8, "fabric": "h100-nvl-ib400"}, "not for plans"),
+    ],
+)
+def test_a_number_that_a_model_cannot_have_is_refused_with_the_nearest(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        request(**fields)
+
+
 def test_a_list_may_name_every_policy() -> None:
     assert request(recompute=list(Recompute)).recompute_policies == tuple(Recompute)
 

@@ -139,6 +139,8 @@ def test_torchtitan_counts_sequences_in_a_release_and_tokens_on_the_main_line() 
         (Recompute.SELECTIVE, "--recompute-granularity selective --recompute-modules core_attn"),
         (Recompute.PARTIAL_25, "--recompute-granularity full --recompute-method block --recompute-num-layers 4"),
         (Recompute.FULL, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        (Recompute("layers_5"), "--recompute-granularity full --recompute-method block --recompute-num-layers 5"),
+        (Recompute("groups_4"), "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4"),
     ],
 )
 def test_megatron_recomputes_by_its_own_flags(recompute: Recompute, expected: str) -> None:
@@ -147,6 +149,27 @@ def test_megatron_recomputes_by_its_own_flags(recompute: Recompute, expected: st
     assert "--moe-grouped-gemm --bf16" in found
     assert expected in found
     assert ("--recompute" in found) is bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "every"), [("layers_3", 4), ("layers_5", 2), ("layers_9", None), ("groups_4", None)]
+)
+def test_a_number_of_layers_becomes_a_policy_that_recomputes_as_many(recompute: str, every: int | None) -> None:
+    found = export("transformers", exploration(candidate(recompute=Recompute(recompute))))
+    header = "\n".join(found.header)
+    assert f"cannot be told the recomputation policy '{recompute}'" in header
+    assert f"is used in place of '{recompute}'" in header
+    document = json.loads(found.text)
+    assert document["activation_checkpointing"]
+    assert document["activation_checkpointing_kwargs"].get("every_n_layers") == every
+
+
+def test_lightning_recomputes_the_first_layers() -> None:
+    code = export("lightning", exploration(candidate(recompute=Recompute("layers_3")))).text
+    assert "Recompute the first 3 of" in code
+    assert "index = i\n" in code
+    spread = export("lightning", exploration(candidate(recompute=Recompute.PARTIAL_25))).text
+    assert "index = i * len(layers) // count" in spread
 
 
 def test_lightning_has_functions_for_what_was_chosen_only() -> None:

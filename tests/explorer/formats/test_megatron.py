@@ -103,12 +103,42 @@ def test_sharding_and_context_parallelism() -> None:
     assert parse_request(document).context_parallel_sizes == (2,)
 
 
-def test_recomputation_is_left_open_and_said() -> None:
-    request = parse_request(
-        load_document(FLAGS + "--recompute-granularity full --recompute-method block --recompute-num-layers 3")
+@pytest.mark.parametrize(
+    ("method", "layers", "named"),
+    [("block", 3, "layers_3"), ("block", 4, None), ("uniform", 1, None), ("uniform", 2, "groups_2"),
+     ("uniform", 9, "groups_4")],
+)  # fmt: skip
+def test_a_number_of_recomputed_layers_is_explored_beside_every_policy(
+    method: str, layers: int, named: str | None
+) -> None:
+    flags = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}"
+    request = parse_request(load_document(FLAGS + flags))
+    asked = {"granularity": "full", "method": method, "num_layers": layers}
+    of_nemo = parse_request(nemo(**{f"model__activations_checkpoint_{key}": value for key, value in asked.items()}))
+    assert request.recompute == of_nemo.recompute
+    assert f"full {method} with {layers} layers" in request.notices[0]
+    if named is None:
+        assert request.recompute is None
+        return
+    assert request.recompute is not None
+    assert request.recompute_policies == (*parse_request(load_document(FLAGS)).recompute_policies, named)
+    assert f"'{named}'" in request.notices[0]
+
+
+def test_what_a_request_says_of_recomputation_stands_beside_the_flags() -> None:
+    document = load_document(
+        f"{LLAMA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --use-torch-fsdp2"
     )
-    assert request.recompute is None
-    assert "full block with 3 layers" in request.notices[0]
+    assert parse_request({**document, "num_devices": 2}).recompute is None, "zero3 would gather parameters once more"
+    document = load_document(f"{LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2")
+    assert parse_request({**document, "recompute": ["none", "layers_1"]}).recompute == ("none", "layers_1")
+    compiled = parse_request(document, overrides={"execution": "compile"}).recompute
+    assert compiled is not None
+    assert "layers_2" in compiled
+    assert "activations" not in compiled
+    flags = document["megatron"].replace("--micro-batch-size 2", "")
+    planned = parse_request({"megatron": flags, "num_devices": 8, "fabric": "h100-nvl-ib400"})
+    assert planned.recompute is None
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,12 @@ def test_a_missing_model(document: dict[str, Any]) -> None:
     assert "missing" in message
 
 
+def test_notices_that_are_no_list_are_refused_also_where_a_model_is_translated() -> None:
+    model = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_query_groups": []}
+    with pytest.raises(FormatError):
+        parse_request({"target": "bexp", "model": model, "notices": 9})
+
+
 def test_a_document_that_is_no_mapping() -> None:
     assert refusal([MODEL]) == [((), "must be a mapping of field names to values")]
 

@@ -19,7 +19,7 @@ from explorer.search.explore import explore
 from explorer.search.optuna_sampler import ComponentSampler
 from explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
 from explorer.spec.candidate import Candidate, Recompute
-from tests.explorer.explorations import MODEL, answer_of, lines, pruned, request, run, trials_of
+from tests.explorer.explorations import MODEL, answer_of, explored, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -42,9 +42,7 @@ def test_finds_a_candidate_within_tolerance_in_few_trials() -> None:
 
 
 def test_measures_no_component_twice_and_ends_with_the_whole_model() -> None:
-    req = request()
-    device = SimulatedDevice(req)
-    run(req, device)
+    device, _ = explored()
     measured = [c.key for plan in device.plans for c in plan.components]
     assert len(measured) == len(set(measured))
     kinds = [plan.kind for plan in device.plans]
@@ -81,8 +79,7 @@ def test_resumes_where_it_would_have_gone(stop_after: int) -> None:
 
 
 def test_base_is_torchs_default_untiled_without_recomputation() -> None:
-    req = request()
-    steps = run(req, SimulatedDevice(req))
+    _, steps = explored()
     (line,) = lines(steps, EventCode.BASE)
     assert "plainer" not in line
     found = answer_of(steps).recommendation
@@ -243,9 +240,7 @@ def test_restrictions_leave_an_explanation() -> None:
 
 
 def test_every_component_of_a_plan_belongs_to_its_candidate() -> None:
-    req = request()
-    device = SimulatedDevice(req)
-    run(req, device)
+    device, _ = explored()
     for plan in device.plans:
         for component in plan.components:
             assert isinstance(component, Component)
@@ -254,9 +249,9 @@ def test_every_component_of_a_plan_belongs_to_its_candidate() -> None:
 
 def test_a_whole_model_that_disagrees_lets_more_of_them_be_run() -> None:
     req = request()
-    agreeing, disagreeing = SimulatedDevice(req), SimulatedDevice(req)
+    (agreeing, steps), disagreeing = explored(), SimulatedDevice(req)
     disagreeing.whole_model_factor = 1.4
-    sure, unsure = (answer_of(run(req, device)).recommendation for device in (agreeing, disagreeing))
+    sure, unsure = (answer_of(each).recommendation for each in (steps, run(req, disagreeing)))
     checks = [sum(plan.kind is TrialKind.WHOLE_MODEL for plan in device.plans) for device in (agreeing, disagreeing)]
     assert sure is not None
     assert unsure is not None

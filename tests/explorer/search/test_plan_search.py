@@ -47,6 +47,7 @@ def test_a_plan_ends_with_the_best_mesh_and_what_it_rests_on(steps: list[Progres
     assert answer.recommendation is not None
     best, plan = answer.recommendation, answer.recommendation.plan
     assert plan is not None
+    assert answer.variants[0].completed_target == 95, "the budget did not end the search"
     assert plan.mesh.num_devices == 32
     assert plan.tokens_per_second == pytest.approx(32 * best.tokens_per_second)
     assert plan.compute_share + plan.exchange_share + plan.bubble_share == pytest.approx(1.0)
@@ -105,6 +106,35 @@ def test_a_model_too_large_for_any_mesh_is_told_so() -> None:
     assert answer.recommendation is None
     assert answer.variants[0].reason is not None
     assert "no mesh fits" in answer.variants[0].reason
+    assert "No tensor, pipeline or expert parallelism" in answer.variants[0].reason
+    assert not answer.variants[0].remedies
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "remedies"),
+    [
+        ({}, 1.75, ["num_devices 64"]),
+        ({"parallelism": {"tensor": 1}}, 12.0, ["sharding zero1", "tensor 2", "pipeline 2"]),
+        (
+            {"parallelism": {"tensor": 1}, "recompute": ["none"], "micro_batch_size": 4},
+            6.0,
+            ["recompute full and sharding zero3"],
+        ),
+    ],
+)
+def test_each_remedy_of_a_plan_makes_it_fit(changes: dict[str, Any], gib: float, remedies: list[str]) -> None:
+    asked = request(**changes)
+    answer = run(asked, gib=gib)[-1].answer
+    assert answer is not None
+    (found,) = answer.variants
+    assert [one.change[: len(text)] for one, text in zip(found.remedies, remedies, strict=True)] == remedies
+    assert found.reason is not None
+    assert f"It would fit with {found.remedies[0].change}" in found.reason
+    for one in found.remedies:
+        changed = ExplorationRequest.model_validate({**asked.model_dump(), **one.settings, "budget": {"max_trials": 1}})
+        last = run(changed, gib=gib)[-1].answer
+        assert last is not None
+        assert not last.variants[0].remedies, f"a mesh fits after {one.change}"
 
 
 def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:

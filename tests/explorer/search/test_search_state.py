@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import optuna
@@ -12,7 +13,7 @@ import pytest
 
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
 from explorer.search.optuna_trials import distributions, frozen_trial
-from explorer.search.search_state import LEAST_SHARE, MATTERS, RunnerUp, SearchState
+from explorer.search.search_state import LEAST_SHARE, MATTERS, SearchState
 from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Recompute
 from explorer.surrogate.whole_model_error import WholeModelRun
@@ -120,6 +121,11 @@ def test_a_whole_model_corrects_what_is_composed() -> None:
     assert state.seconds(row) == composed
 
 
+def found_by(state: SearchState) -> tuple[Any, ...] | None:
+    found = state.runner_up()
+    return None if found is None else (found.row, found.probability, found.gain)
+
+
 def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
     assert MATTERS == 0.25
     state = small_state()
@@ -138,14 +144,14 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
         undecided_A=np.array([False, False, False]),
         runs_A=np.ones(3),
     )
-    assert state.runner_up() == RunnerUp(rows[1], 0.0, pytest.approx(0.002))
+    assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002))
     state._whole_models = {int(rows[1]): WholeModelRun(0.0, 0.0)}
-    assert state.runner_up() == RunnerUp(rows[2], 0.3, pytest.approx(0.0009)), "what was run whole is not run again"
+    assert found_by(state) == (rows[2], 0.3, pytest.approx(0.0009)), "what was run whole is not run again"
     state._whole_models = {}
     state.posterior = replace(state.posterior, clear_A=np.array([True, False, False]))
-    assert state.runner_up() == RunnerUp(rows[1], 0.0, pytest.approx(0.002)), "a whole model tells what is not measured"
+    assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002)), "a whole model tells what is not measured"
     state.posterior = replace(state.posterior, clear_A=np.array([False, False, False]))
-    assert state.runner_up() == RunnerUp(rows[1], 1.0, 1.0), "nothing else can be recommended"
+    assert found_by(state) == (rows[1], 1.0, 1.0), "nothing else can be recommended"
     state._whole_models = {int(row): WholeModelRun(0.0, 0.0) for row in rows}
     assert state.runner_up() is None
 

@@ -49,6 +49,6 @@ def test_the_lock_lives_as_long_as_a_process_that_inherited_it(tmp_path: Path) -
     with pytest.raises(DeviceBusyError):
         waiting.acquire(timeout_seconds=0.0)
     child.kill()
-    child.communicate(timeout=10)
+    child.communicate(timeout=60)
     assert waiting.acquire(timeout_seconds=5.0)
     waiting.release()

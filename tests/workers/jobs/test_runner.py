@@ -108,10 +108,10 @@ def test_a_cancelled_job_stops_its_trial_within_five_seconds(queue: Queue) -> No
     profiler = FakeProfiler(hanging=[1])
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(run, queue, claim_next(queue), profiler)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         asked = time.monotonic()
         queue.request_cancel(job.id)
-        assert end.result(timeout=20) is JobEnd.CANCELLED
+        assert end.result(timeout=60) is JobEnd.CANCELLED
     assert time.monotonic() - asked < 5
     assert get_job(queue.database, job.id).state is JobState.CANCELLED
     assert codes(queue, job) == [101, 102, 201, 404]
@@ -123,10 +123,10 @@ def test_a_worker_that_lost_its_lease_stops_and_writes_nothing(queue: Queue) -> 
     profiler = FakeProfiler(hanging=[1])
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(run, queue, claim_next(queue), profiler)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         expire(queue, job)
         second = claim_next(queue, "b")
-        assert end.result(timeout=20) is JobEnd.LOST
+        assert end.result(timeout=60) is JobEnd.LOST
     assert codes(queue, job) == [101, 102, 201, 106]
     resumed = FakeProfiler()
     assert run(queue, second, resumed) is JobEnd.SUCCEEDED
@@ -154,10 +154,10 @@ def test_a_worker_that_shuts_down_puts_its_job_back(queue: Queue) -> None:
     stopping = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(run_job, claim_next(queue), queue, profiler, stopping=stopping, explore=fake_explore)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         stopping.set()
         profiler.interrupt()
-        assert end.result(timeout=20) is JobEnd.RELEASED
+        assert end.result(timeout=60) is JobEnd.RELEASED
     assert get_job(queue.database, job.id).state is JobState.QUEUED
     assert len(claim_next(queue).history) == 2
 
@@ -295,5 +295,5 @@ def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lea
         assert not end.done()
         queue.release = queue.watch = queue.finish  # type: ignore[method-assign]
         stopping.set()
-        assert end.result(timeout=20) is JobEnd.LOST
+        assert end.result(timeout=60) is JobEnd.LOST
     assert get_job(queue.database, job.id).state is JobState.RUNNING

@@ -44,16 +44,16 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         done = pool.submit(worker.run)
         queue = Queue(sqlite_database)
         job, _ = queue.enqueue(make_request())
-        assert seen.wait(20)
+        assert seen.wait(60)
         assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
         assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
         assert list_workers(sqlite_database)[0].info.versions.items() >= installed_software().items()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while get_job(sqlite_database, job.id).state is not JobState.SUCCEEDED and time.monotonic() < deadline:
             time.sleep(0.01)
         assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
         worker.stop()
-        done.result(timeout=20)
+        done.result(timeout=60)
     assert list_workers(sqlite_database) == []
 
 
@@ -64,9 +64,9 @@ def test_a_worker_stops_in_the_middle_of_a_trial(sqlite_database: Database) -> N
     worker = make_worker(sqlite_database, profiler)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(worker.run)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         worker.stop()
-        done.result(timeout=20)
+        done.result(timeout=60)
     assert get_job(sqlite_database, job.id).state is JobState.QUEUED
     assert profiler.calls[-1] == "close"
 
@@ -78,11 +78,11 @@ def test_a_worker_goes_on_after_a_cancelled_job(sqlite_database: Database) -> No
     worker = make_worker(sqlite_database, profiler)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(worker.run, max_jobs=2)
-        assert profiler.is_hanging.wait(20)
+        assert profiler.is_hanging.wait(60)
         queue.request_cancel(cancelled.id)
         profiler._hanging.clear()
         job, _ = queue.enqueue(make_request())
-        done.result(timeout=20)
+        done.result(timeout=60)
     assert get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
@@ -149,6 +149,6 @@ def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database)
             done = pool.submit(make_worker(impatient, FakeProfiler()).run, max_jobs=1)
             time.sleep(0.5)
             assert not done.done()
-        done.result(timeout=30)
+        done.result(timeout=60)
     impatient.dispose()
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED

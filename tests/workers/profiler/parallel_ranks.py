@@ -8,9 +8,9 @@ writes there how far each rank's parameters are from those of a process that has
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FileStore
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
+from tests.forked_ranks import fork_ranks
 from tests.workers.profiler.samples import MODEL, candidate
 from workers.profiler.training.choice import data_parallel
 from workers.profiler.training.data_parallel import DataParallel, SingleProcess
@@ -116,9 +117,4 @@ def train_nothing(model: ModelSpec) -> list[Tensor]:
 
 
 if __name__ == "__main__":
-    child = os.fork()
-    if child == 0:
-        run(Path(sys.argv[1]), 1)
-        os._exit(0)
-    run(Path(sys.argv[1]), 0)
-    sys.exit(os.waitpid(child, 0)[1] != 0)
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
+from tests.forked_ranks import fork_ranks
 from workers.profiler.training.choice import data_parallel
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
@@ -150,12 +151,4 @@ def run(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    children = []
-    for rank in range(1, NUM_RANKS):
-        child = os.fork()
-        if child == 0:
-            run(Path(sys.argv[1]), rank)
-            os._exit(0)
-        children.append(child)
-    run(Path(sys.argv[1]), 0)
-    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.forked_ranks import run_ranks
 from tests.workers.profiler.parallel_ranks import CASES, NUM_RANKS, Case, name_of
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", "-m", "tests.workers.profiler.parallel_ranks", str(folder)],
-        check=True,
-        timeout=120,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    run_ranks("tests.workers.profiler.parallel_ranks", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from explorer.cost_model.step import gathered_bytes, static_parts
+from tests.forked_ranks import run_ranks
 from tests.workers.profiler.sharded_memory_ranks import CASES, Case, name_of, request_of
 
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("ranks")
-    subprocess.run(
-        [sys.executable, "-m", "tests.workers.profiler.sharded_memory_ranks", str(folder)],
-        check=True,
-        timeout=120,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    run_ranks("tests.workers.profiler.sharded_memory_ranks", folder)
     found: dict[str, int] = json.loads((folder / "peaks.json").read_text())
     return found
 

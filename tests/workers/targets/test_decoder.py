@@ -103,7 +103,7 @@ def test_loss_against_the_reference(fields: dict[str, Any]) -> None:
     assert module(tokens, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("recompute", [*Recompute, Recompute("layers_1"), Recompute("groups_2")])
 @pytest.mark.parametrize("tile", [None, 2, 4])
 @pytest.mark.parametrize("name", ["neox", "mixed"])
 def test_no_policy_changes_a_gradient(name: str, recompute: Recompute, tile: int | None) -> None:

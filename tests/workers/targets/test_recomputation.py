@@ -150,7 +150,7 @@ def test_a_compiled_block_refuses_it() -> None:
             attention(small_model(), "flash", recompute).compile_core()
 
 
-@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("recompute", [*Recompute, Recompute("layers_1")])
 @pytest.mark.parametrize("tile", [None, 2])
 def test_the_whole_model_is_built_of_the_components_that_are_measured(recompute: Recompute, tile: int | None) -> None:
     model = small_model(moe=small_moe(first_k_dense=1))
@@ -164,7 +164,7 @@ def test_the_whole_model_is_built_of_the_components_that_are_measured(recompute:
     )
     kinds = {LayerKind.DENSE: ComponentKind.DENSE_FFN, LayerKind.MOE: ComponentKind.MOE_FFN}
     measured: dict[tuple[ComponentKind, bool], tuple[Component, Component]] = {
-        (group.blocks[1].kind, group.recomputed): (group.blocks[0], group.blocks[1])
+        (group.blocks[1].kind, group.layers.recomputed): (group.blocks[0], group.blocks[1])
         for group in Decomposer(model, training=True)(candidate).layers
     }
     decoder = DecoderModel(model, candidate, ExplorationRequest(model=model), CPU)

@@ -49,8 +49,9 @@ class ResidualBlock(nn.Module, ABC):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """`x + branch(x)`."""
-        if self.recompute is BlockRecompute.FULL and self.training:
-            return recomputed(self.residual, x_BSD, early_stop=not self.recompute_to_the_end)
+        if self.recompute.is_whole and self.training:
+            to_the_end = self.recompute_to_the_end or self.recompute is BlockRecompute.TO_THE_END
+            return recomputed(self.residual, x_BSD, early_stop=not to_the_end)
         return self.residual(x_BSD)
 
     def compile_core(self) -> None:

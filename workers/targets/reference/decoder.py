@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.kernels.context_parallel.attention import ContextParallel
-from bexp.kernels.recomputation import recomputed
+from bexp.kernels.recomputation import recomputed, recomputed_group
 from explorer.cost_model.components import Component, ComponentKind, block_recompute
 from explorer.spec.candidate import Candidate, recomputed_layers
 from explorer.spec.model import LayerKind, ModelSpec
@@ -57,10 +57,11 @@ class DecoderModel(nn.Module):
     """The model of `candidate` as a trainer would run it.
 
     It is built of the blocks that the profiler times, by the same factory. A layer that the candidate recomputes keeps
-    its input alone. Its attention blocks share their rotary tables, its expert blocks their routes, drawn as for a
-    component. `model` is the variant that the candidate is for; mode, loss, routing, execution and seed are the
-    request's. With `context_parallel`, of the candidate's size and layout, the model takes this rank's tokens of each
-    sequence, and its loss is their mean: that of all tokens is the mean over the ranks.
+    its input alone, and so does a group of layers that run again as one. Its attention blocks share their rotary
+    tables, its expert blocks their routes, drawn as for a component. `model` is the variant that the candidate is for;
+    mode, loss, routing, execution and seed are the request's. With `context_parallel`, of the candidate's size and
+    layout, the model takes this rank's tokens of each sequence, and its loss is their mean: that of all tokens is the
+    mean over the ranks.
 
     `take_unit` is given each layer, the embedding and the head as soon as they are built, before there are more of
     them; an embedding and a head that are tied are nobody's but the model's.
@@ -111,12 +112,14 @@ class DecoderModel(nn.Module):
         self.embedding = embedding
         if not model.tie_embeddings:
             take_unit(embedding, is_last=False)
+        self._group_size = candidate.recompute.group_size if training else None
+        alone = training and self._group_size is None
         layers = []
         for kind, recompute in zip(model.layer_kinds, recomputed_layers(model, candidate.recompute), strict=True):
             first, second = build(attention), build(ffns[kind])
             assert isinstance(first, ResidualBlock)
             assert isinstance(second, ResidualBlock)
-            layer = DecoderLayer(first, second, parallel=model.parallel_residual, recompute=recompute and training)
+            layer = DecoderLayer(first, second, parallel=model.parallel_residual, recompute=recompute and alone)
             take_unit(layer, is_last=False)
             layers.append(layer)
         self.layers = nn.ModuleList(layers)
@@ -136,8 +139,12 @@ class DecoderModel(nn.Module):
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """The mean cross entropy of a micro-batch, a float32 scalar."""
         x_BSD = self.embedding(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD)
+        if self._group_size is None:
+            for layer in self.layers:
+                x_BSD = layer(x_BSD)
+        else:
+            for start in range(0, len(self.layers), self._group_size):
+                x_BSD = recomputed_group(self.layers[start : start + self._group_size], x_BSD)
         loss: Tensor = self.head(x_BSD, targets_BS)
         return loss
 

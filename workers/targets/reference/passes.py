@@ -41,11 +41,11 @@ class BlockPasses(ModulePasses):
     def without_recomputation(self) -> Iterator[None]:
         """The block without recomputation of the whole of it; its tiles and its single operations keep theirs."""
         block = self.module
-        if not isinstance(block, ResidualBlock) or block.recompute is not BlockRecompute.FULL:
+        if not isinstance(block, ResidualBlock) or not block.recompute.is_whole:
             yield
             return
-        block.recompute = BlockRecompute.NONE
+        asked, block.recompute = block.recompute, BlockRecompute.NONE
         try:
             yield
         finally:
-            block.recompute = BlockRecompute.FULL
+            block.recompute = asked

@@ -19,9 +19,9 @@ LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
 
 
 def describe_parts(
-    resolved: ResolvedModel, *, tiles: str | None, checkpointing: str | None, by_operation: Mapping[str, str | None]
+    resolved: ResolvedModel, *, tiles: str | None, checkpointing: str | None, named: Mapping[str, str | None]
 ) -> ModelParts:
-    """The parts of a model. The arguments say why it cannot be tiled, checkpointed, or recomputed by operation."""
+    """The parts of a model. The arguments say why it has no tiles, checkpoints, or policies by name."""
     figures = resolved.kind_figures
     kinds = [_layer_part(resolved, each) for each in figures]
     parameters = list({id(p): p for p in resolved.model.parameters()}.values())
@@ -30,8 +30,8 @@ def describe_parts(
     policies = [Recompute.NONE]
     if checkpointing is None:
         policies += [policy for policy in Recompute if policy.layer_share > 0]
-    policies += [Recompute(name) for name, reason in by_operation.items() if reason is None]
-    refused = {"tiles": tiles, "checkpointing": checkpointing, **by_operation}
+    policies += [Recompute(name) for name, reason in named.items() if reason is None]
+    refused = {"tiles": tiles, "checkpointing": checkpointing, **named}
     return ModelParts(
         target=TRANSFORMERS,
         target_version=resolved.config.version,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings
 from workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
 from workers.targets.transformers.config import ResolvedConfig
 from workers.targets.transformers.model import BuildSettings, build_model
@@ -46,6 +48,16 @@ def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[
     if again != chosen:
         raise DifferenceError(f"layers {sorted(again)} were recomputed instead of {sorted(chosen)}")
     _require_same_run(model, found, expected)
+
+
+def check_layer_groups(model: Any, batch: Mapping[str, Tensor]) -> None:
+    """Pairs of layers are recomputed as one: same loss and gradients. DifferenceError or SettingsError if not."""
+    expected = run_plain(model, batch)
+    applied = set_up(model, Settings(recompute="groups_2"))
+    try:
+        _require_same_run(model, run_plain(model, batch), expected)
+    finally:
+        applied.undo()
 
 
 def checkpoint_layers(model: Any, layers: Sequence[nn.Module], chosen: set[int]) -> None:

@@ -17,12 +17,12 @@ from workers.targets.transformers.shell import ShellPart
 
 
 class LayerPasses(ModulePasses):
-    """A layer with its captured arguments. `recompute` says whether all of it is recomputed in backward.
+    """A layer with its captured arguments. `recompute` is a policy that recomputes all of it in backward, or null.
 
     Its memory is measured without that recomputation, since the composition adds it.
     """
 
-    def __init__(self, part: LayerPart, build: BuildSettings, settings: Settings, *, recompute: bool) -> None:
+    def __init__(self, part: LayerPart, build: BuildSettings, settings: Settings, *, recompute: str | None) -> None:
         self._layer = part.module
         self._applied = set_up(part.module, settings, strict=True)
         self._recomputed: Applied | None = None
@@ -33,7 +33,8 @@ class LayerPasses(ModulePasses):
             training=build.training,
             chained=_place(part),
         )
-        if recompute:
+        self._policy = recompute
+        if recompute is not None:
             self._recompute()
 
     def without_recomputation(self) -> AbstractContextManager[None]:
@@ -58,7 +59,8 @@ class LayerPasses(ModulePasses):
             self._recompute()
 
     def _recompute(self) -> None:
-        self._recomputed = set_up(self._layer, Settings(recompute="full"), strict=True)
+        assert self._policy is not None, "the layer is recomputed"
+        self._recomputed = set_up(self._layer, Settings(recompute=self._policy), strict=True)
 
 
 class ShellPasses(ModulePasses):

@@ -154,7 +154,7 @@ class SettingsProbe:
             if settings.experts is not None and not expert_modules(part.module):
                 continue
             try:
-                passes = LayerPasses(part, self._builder.settings, settings, recompute=False)
+                passes = LayerPasses(part, self._builder.settings, settings, recompute=None)
                 try:
                     passes.prepare_forward()
                     passes.forward()

@@ -32,7 +32,7 @@ from workers.targets.transformers.parts import (
     shell_figures,
 )
 from workers.targets.transformers.positions import require_positions
-from workers.targets.transformers.self_check import FEATURES, SelfCheck, self_check
+from workers.targets.transformers.self_check import FEATURES, SelfCheck, find_group_problem, self_check
 from workers.targets.transformers.tiny import tiny_config
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -94,6 +94,11 @@ class ResolvedModel:
             return self_check(self.tiny, self.settings.prepare)
         except UnsupportedModelError as error:
             return SelfCheck(failures=dict.fromkeys(FEATURES, f"the tiny model does not build: {error.reason}"))
+
+    @cached_property
+    def group_problem(self) -> str | None:
+        """Why groups of layers cannot be recomputed as one, found on the tiny model; null if they can."""
+        return find_group_problem(self.tiny, self.settings.prepare)
 
     @cached_property
     def kind_figures(self) -> tuple[KindFigures, ...]:

@@ -17,6 +17,7 @@ from workers.targets.transformers.feature_checks import (
     check_batch_tiles,
     check_checkpointing,
     check_experts_interface,
+    check_layer_groups,
 )
 from workers.targets.transformers.kinds import find_layers, kind_names
 from workers.targets.transformers.layers import LayerPart
@@ -72,6 +73,17 @@ def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = Non
             return _Check(tiny, replace(_SETTINGS, prepare=prepare)).result()
     finally:
         torch.set_num_threads(threads)
+
+
+def find_group_problem(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = None) -> str | None:
+    """Return why groups of layers of `tiny` cannot be recomputed as one on the CPU; null if they can."""
+    try:
+        with quiet_library():
+            model = build_model(tiny, replace(_SETTINGS, prepare=prepare), CPU)
+            check_layer_groups(model, make_batch(tiny.config, 2, tiny.seq_length, CPU))
+    except Exception as error:  # noqa: BLE001 - whatever a model's code raises is the reason
+        return one_line(error)
+    return None
 
 
 class _OtherLayerError(DifferenceError):

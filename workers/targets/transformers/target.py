@@ -44,6 +44,8 @@ _BY_OPERATION = {
     BlockRecompute.ACTIVATIONS: "activations",
     BlockRecompute.PROJECTIONS: "projections",
 }
+_WHOLE = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
+"""What recomputes a layer alone as a whole; a group runs to its end."""
 
 _LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
 
@@ -92,9 +94,12 @@ class TransformersTarget:
             self._resolved,
             tiles=probe.refusal(Settings(bta_tile=1)),
             checkpointing=probe.refusal(Settings(recompute="full")),
-            by_operation={
-                name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
-                for name in _BY_OPERATION.values()
+            named={
+                **{
+                    name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
+                    for name in _BY_OPERATION.values()
+                },
+                **{policy.value: self._resolved.group_problem for policy in named if policy.group_size is not None},
             },
         )
         self.rest()
@@ -134,8 +139,7 @@ class TransformersTarget:
             else:
                 assert component.part is not None, "a layer names its kind"
                 part = builder.layer(component.part, component.micro_batch_size)
-                recompute = component.recompute is BlockRecompute.FULL
-                passes = LayerPasses(part, self._build, settings, recompute=recompute)
+                passes = LayerPasses(part, self._build, settings, recompute=_WHOLE.get(component.recompute))
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         try:

@@ -14,6 +14,9 @@ from workers.targets.transformers.model import BuildSettings
 
 MAX_GRADIENT_NORM = 1.0
 """TrainingArguments.max_grad_norm's default."""
+LEARNING_RATE = 5e-5
+"""TrainingArguments.learning_rate's default. AdamW's own, 1e-3, soon moves a router of experts out of its balance, and
+a whole model then takes longer than its layers alone."""
 
 
 class TrainerOptimizer:
@@ -28,9 +31,9 @@ class TrainerOptimizer:
         self._keeps_gradients = keeps_gradients
         fused = all(p.is_cuda or p.device.type == "cpu" for p in parameters)
         self._optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(parameters, fused=fused)
+            torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
             if name == "adamw"
-            else torch.optim.SGD(parameters, momentum=0.9, fused=fused)
+            else torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=fused)
         )
 
     @property

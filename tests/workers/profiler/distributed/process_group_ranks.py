@@ -8,8 +8,8 @@ writes there what each of them found.
 from __future__ import annotations
 
 import json
-import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from explorer.spec.training import Sharding
+from tests.forked_ranks import fork_ranks
 from tests.workers.profiler.samples import candidate, components_of, plan
 from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.failures import UnsupportedTrialError
@@ -72,12 +73,4 @@ def mean_gradient(ranks: RankGroup) -> list[float]:
 
 
 if __name__ == "__main__":
-    children = []
-    for rank in range(1, NUM_RANKS):
-        child = os.fork()
-        if child == 0:
-            run(Path(sys.argv[1]), rank)
-            os._exit(0)
-        children.append(child)
-    run(Path(sys.argv[1]), 0)
-    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))

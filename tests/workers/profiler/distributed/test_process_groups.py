@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.forked_ranks import run_ranks
 from workers.profiler.distributed.launch import launch_config
 
 
 def test_ranks_find_their_rings_and_agree(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "tests.workers.profiler.distributed.process_group_ranks", str(tmp_path)],
-        check=True,
-        timeout=90,
-        cwd=Path(__file__).parents[4],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    run_ranks("tests.workers.profiler.distributed.process_group_ranks", tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for rank, said in enumerate(found):
         assert said["largest"] == [3.0, 0.0]

@@ -8,9 +8,9 @@ writes there what each rank measured, and how far its gradients are from those o
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from explorer.records.measurement import ComponentMeasurement
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.training import Sharding
+from tests.forked_ranks import fork_ranks
 from tests.workers.targets.transformers.targets import CPU, request_for
 from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.instruments import Instruments
@@ -63,7 +64,7 @@ class Rank:
         self.request = request_for(num_devices=NUM_RANKS, sharding_levels=LEVELS, training=training)
         self.target = TransformersTarget(self.request, self.instruments)
         self.target._resolved.__dict__["check"] = SelfCheck()  # other tests run it
-        self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, by_operation={})
+        self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, named={})
         decompose = decomposer_of(self.parts, training=True, exchanges=True)
         self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
         plan = TrialPlan(
@@ -132,7 +133,7 @@ def whole(tensor: Any) -> Tensor:
     return found.detach()
 
 
-def run(folder: Path, rank: int, kinds: list[str]) -> None:
+def run(folder: Path, kinds: list[str], rank: int) -> None:
     torch.set_num_threads(1)
     communication.SECONDS = 0.1  # of products beside the exchange
     one = Rank(folder, rank)
@@ -148,10 +149,4 @@ def run(folder: Path, rank: int, kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    place, *kinds = sys.argv[1:]
-    child = os.fork()
-    if child == 0:
-        run(Path(place), 1, kinds)
-        os._exit(0)
-    run(Path(place), 0, kinds)
-    sys.exit(os.waitpid(child, 0)[1] != 0)
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1]), sys.argv[2:]), NUM_RANKS))

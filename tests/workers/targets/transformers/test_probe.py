@@ -78,7 +78,7 @@ def space(resolved: ResolvedModel, builder: PartsBuilder, asked: ExplorationRequ
         kernels=probe.kernel_supports(),
         losses=probe.loss_supports(),
         default_attention="sdpa",
-        parts=describe_parts(resolved, tiles="none", checkpointing=None, by_operation={}),
+        parts=describe_parts(resolved, tiles="none", checkpointing=None, named={}),
     )
     assert report.parts is not None
     return enumerate_candidates(asked, report, report.parts).candidates

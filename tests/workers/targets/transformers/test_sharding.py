@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ from explorer.cost_model.step import gathered_bytes, static_parts
 from explorer.spec.parts import ModelParts
 from explorer.spec.training import Sharding
 from tests.explorer.cost_model.test_part_costs import parts
+from tests.forked_ranks import run_ranks
 from tests.workers.targets.transformers.sharded_ranks import LEVELS, NUM_RANKS, TRAINING
 from tests.workers.targets.transformers.targets import open_target, request_for
 from workers.profiler.failures import UnsupportedTrialError
@@ -27,13 +24,7 @@ KINDS = [kind for kind in TRAINING if kind != "lora" or find_spec("peft") is not
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    subprocess.run(
-        [sys.executable, "-m", "tests.workers.targets.transformers.sharded_ranks", str(folder), *KINDS],
-        check=True,
-        timeout=200,
-        cwd=Path(__file__).parents[4],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    run_ranks("tests.workers.targets.transformers.sharded_ranks", folder, *KINDS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 

@@ -6,7 +6,12 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from explorer.cost_model.components import ComponentKind
+from explorer.cost_model.part_costs import PartsDecomposer
+from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from explorer.spec.candidate import Candidate
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
 
@@ -27,3 +32,39 @@ def test_memory_is_settled_after_the_parts_are_gone_and_before_there_is_a_whole_
     with target.training_run(candidate, parts, request_for()):
         assert found == [(True, {"release": True})]
         assert target.rest() == 0
+
+
+def test_parts_with_a_number_in_their_policy_are_those_of_the_whole_model() -> None:
+    request = request_for(recompute=["none", "layers_2", "groups_2"])
+    target = open_target(recompute=["none", "layers_2", "groups_2"])
+    report = target.report(HARDWARE)
+    parts = report.parts
+    assert parts is not None
+    space = enumerate_candidates(request, report, parts).candidates
+    assert {one.recompute.value for one in space} == {"none", "layers_2", "groups_2"}
+    ran: dict[str, list[Tensor]] = {}
+    for name in ("none", "layers_2", "groups_2"):
+        chosen = next(one for one in space if one.micro_batch_size == 2 and one.recompute == name)
+        for component in PartsDecomposer(parts, training=True)(chosen).components:
+            if component.kind is ComponentKind.OPTIMIZER:
+                continue
+            with target.component(component, parts, request) as passes:
+                for prepare, run in (
+                    (passes.prepare_forward, passes.forward),
+                    (passes.prepare_backward, passes.backward),
+                ):
+                    prepare()
+                    run()
+        with target.training_run(chosen, parts, request) as whole:
+            whole.begin()
+            whole.step()
+            ran[name] = [parameter.detach().clone() for parameter in whole._model.parameters()]
+    for name in ("layers_2", "groups_2"):
+        assert all(torch.equal(own, plain) for own, plain in zip(ran[name], ran["none"], strict=True)), name
+
+
+def test_a_number_beyond_the_layers_of_a_config_is_refused_with_the_nearest() -> None:
+    report = open_target().report(HARDWARE)
+    assert report.parts is not None
+    with pytest.raises(EmptySpaceError, match="has 3 layers; the nearest policy is 'full'"):
+        enumerate_candidates(request_for(recompute=["layers_4"]), report, report.parts)

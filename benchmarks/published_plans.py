@@ -1,0 +1,232 @@
+"""Plans against what others published of the same meshes, row by row.
+
+    python -m benchmarks.published_plans --out benchmarks/results/h100-published-plans.json --device cuda:0
+
+`published_plans.json` states the mesh, the micro-batch and the throughput of each row, and where it was published. The
+blocks of one device are measured as a plan measures them, and the step is composed as a plan composes it. Nothing is
+fitted to the rows: where a framework compiles its layers, hides an exchange or rounds a policy differently, the notes
+say so, and the difference is part of the error. Whether a row would fit this device is not checked.
+
+Rows of one model share their blocks. Every measured block is written at once, so that a run that was cut off goes on
+where it stopped; a row that failed is tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment, write_results
+from explorer.cost_model.components import Component
+from explorer.cost_model.mesh_layers import MeshCandidate
+from explorer.cost_model.mesh_step import MeshStep
+from explorer.formats.request import parse_request
+from explorer.records.measurement import ComponentMeasurement, Outcome, judge
+from explorer.records.trial import Measure, TrialKind, TrialPlan
+from explorer.search.plan_report import plan_parts
+from explorer.search.plan_space import PlanSpace
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
+from workers.process.profiler import Profiler
+
+PUBLISHED = Path(__file__).with_suffix(".json")
+TIMEOUT_SECONDS = 120.0
+
+
+class RowError(Exception):
+    """A row cannot be predicted here; the message says why."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, compose, print and write one JSON file; fails if a row failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--published", type=Path, default=PUBLISHED)
+    parser.add_argument("--rows", nargs="+", help="names; default: all")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no row is begun after so many")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    table = json.loads(options.published.read_text())
+    unknown = set(options.rows or ()) - {row["name"] for row in table["rows"]}
+    if unknown:
+        parser.error(f"no row has the name {', '.join(sorted(unknown))}")
+    wanted = [row for row in table["rows"] if not options.rows or row["name"] in options.rows]
+    results = read_results(options.out)
+    results |= {"fabric": table["fabric"], "sources": table["sources"], "left_out": table["left_out"]}
+    end = time.monotonic() + 60 * options.minutes
+    with Profiler(options.device) as profiler:
+        for row in wanted:
+            if time.monotonic() > end:
+                print(f"the time is over before {row['name']}", flush=True)
+                break
+            run_row(row, table, profiler, results, lambda: write_results(options.out, results))
+    results["summary"] = summarize(results["rows"])
+    write_results(options.out, results)
+    print(json.dumps(results["summary"]))
+    return int(any("reason" in results["rows"].get(row["name"], {}) for row in wanted))
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Return the results of an earlier run, or those of none."""
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    return {"environment": describe_environment(), "hardware": None, "rows": {}, "components": []}
+
+
+def run_row(
+    row: dict[str, Any], table: dict[str, Any], profiler: Profiler, results: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Predict a row that has no prediction yet; `save` is called after every block."""
+    if "predicted" in results["rows"].get(row["name"], {}):
+        return
+    started = time.perf_counter()
+    request = request_of(row, table)
+    report = profiler.begin(request)
+    results["hardware"] = report.hardware.model_dump(mode="json")
+    stated = {key: row[key] for key in ("model", "source", "notes", "request")}
+    published = {**stated, "published": row["tokens_per_second"]}
+    try:
+        predicted = predict(request, report, profiler.measure, results["components"], save)
+    except RowError as error:
+        results["rows"][row["name"]] = {**published, "reason": str(error)}
+        print(f"{row['name']:30} {error}", flush=True)
+    else:
+        deviation = predicted["predicted"] / row["tokens_per_second"] - 1
+        taken = time.perf_counter() - started
+        results["rows"][row["name"]] = {**published, **predicted, "error": deviation, "seconds": taken}
+        print(
+            f"{row['name']:30} published {row['tokens_per_second']:8.1f}, predicted {predicted['predicted']:8.1f} "
+            f"({deviation:+.1%}) in {taken:.0f} s",
+            flush=True,
+        )
+    finally:
+        profiler.finish_job()
+    save()
+
+
+def request_of(row: dict[str, Any], table: dict[str, Any]) -> ExplorationRequest:
+    """Return a plan that admits the row's mesh alone."""
+    model = {"name": row["model"], **table["models"][row["model"]]}
+    return parse_request({"model": model, "fabric": table["fabric"], **row["request"]})
+
+
+def predict(
+    request: ExplorationRequest,
+    report: DeviceReport,
+    measure: Measure,
+    components: list[dict[str, Any]],
+    save: Callable[[], None],
+) -> dict[str, Any]:
+    """Return the prediction and its parts. What is measured is added to `components`, each with its `subject`.
+
+    Raises:
+        RowError: the row stands for several candidates, or for none, or a block cannot be measured.
+    """
+    space = PlanSpace(request, report)
+    if len(space.candidates) != 1:
+        raise RowError(f"the row stands for {len(space.candidates)} candidates")
+    found, subject = space.candidates[0], subject_of(request)
+    space.learn(
+        ComponentMeasurement.model_validate({name: value for name, value in known.items() if name != "subject"})
+        for known in components
+        if known["subject"] == subject
+    )
+    for component in space.missing(found):
+        measured = measure_block(component, found, request, measure)
+        space.learn([measured])
+        components.append({"subject": subject, **measured.model_dump(mode="json")})
+        save()
+    return describe_step(space, space.step(found, simulate=True), report)
+
+
+def measure_block(
+    component: Component, found: MeshCandidate, request: ExplorationRequest, measure: Measure
+) -> ComponentMeasurement:
+    """Measure a block as a trial of a plan does; one that was disturbed is measured again, once.
+
+    Raises:
+        RowError: it cannot be measured.
+    """
+    assert request.model is not None, "a plan is for a described model"
+    plan = TrialPlan(
+        number=0,
+        kind=TrialKind.COMPONENTS,
+        model=request.model,
+        candidate=found.candidate,
+        components=(component,),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    done = judge(measure(plan))
+    if done.outcome is Outcome.CONTAMINATED:
+        done = judge(measure(plan))
+    if done.outcome is not Outcome.OK:
+        raise RowError(f"{component.key}: {done.outcome}: {done.reason or 'no reason given'}")
+    return done.components[0]
+
+
+def subject_of(request: ExplorationRequest) -> str:
+    """Return what two requests must share for their blocks of the same name to be the same."""
+    assert request.model is not None, "a plan is for a described model"
+    training = request.training.model_copy(update={"sharding": Sharding.NONE})
+    return f"{request.model.model_dump_json(exclude_defaults=True)} {training.model_dump_json(exclude_defaults=True)}"
+
+
+def describe_step(space: PlanSpace, step: MeshStep, report: DeviceReport) -> dict[str, Any]:
+    """Return the predicted throughput and the parts of the step."""
+    kernels = {"attention": report.default_attention, "experts": report.default_experts}
+    return {
+        "predicted": step.tokens_per_second,
+        "kernels": kernels,
+        "step_seconds": step.seconds,
+        "micro_step_seconds": step.micro_step_seconds,
+        "optimizer_seconds": step.optimizer_seconds,
+        "communication_seconds": step.communication_seconds,
+        "num_micro_batches": step.num_micro_batches,
+        "compute_share": step.compute_share,
+        "exchange_share": step.exchange_share,
+        "bubble_share": step.bubble_share,
+        "layers": list(step.layers),
+        "memory_bytes": step.memory.total,
+        "parts": [part.model_dump(mode="json") for part in plan_parts(space, step)],
+    }
+
+
+def summarize(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors over all rows, and how many pairs of meshes are in the published order.
+
+    A pair has the same model, source and number of devices, and another mesh.
+    """
+    done = [row for row in rows.values() if "predicted" in row]
+    errors = sorted(abs(row["error"]) for row in done)
+    pairs = [(a, b) for a, b in combinations(done, 2) if _is_comparable(a, b)]
+    ordered = sum((a["published"] - b["published"]) * (a["predicted"] - b["predicted"]) > 0 for a, b in pairs)
+    return {
+        "rows": len(done),
+        "failed": len(rows) - len(done),
+        "median_error": statistics.median(errors) if errors else None,
+        "max_error": errors[-1] if errors else None,
+        "pairs": len(pairs),
+        "pairs_in_order": ordered,
+    }
+
+
+def _is_comparable(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    def values(row: dict[str, Any], names: Sequence[str]) -> list[Any]:
+        return [row["request"][name] for name in names]
+
+    same = (a["model"], a["source"]) == (b["model"], b["source"])
+    same &= values(a, ["num_devices", "batch_size"]) == values(b, ["num_devices", "batch_size"])
+    return same and values(a, ["parallelism"]) != values(b, ["parallelism"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

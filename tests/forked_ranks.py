@@ -1,0 +1,51 @@
+"""Ranks of a process group that share one import of torch, which takes longer than most of what they are tested for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 200.0) -> None:
+    """Run `module`, which hands its ranks to `fork_ranks`, on `folder`.
+
+    Raises AssertionError, with what the ranks printed, if one of them fails or they take longer than `seconds`.
+    """
+    command = [sys.executable, "-W", "error::FutureWarning", "-m", module, str(folder), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (folder / "printed").open("w+") as printed:
+        process = subprocess.Popen(
+            command, stdout=printed, stderr=printed, cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            printed.seek(0)
+            assert code == 0, f"exit status {code}:\n{printed.read()}"
+
+
+def fork_ranks(run: Callable[[int], None], num_ranks: int) -> int:
+    """Call `run` with each rank, each in a process of its own; return 0, or 1 as soon as one has failed."""
+    for rank in range(num_ranks):
+        if os.fork() == 0:
+            run(rank)  # an exception ends this process with a traceback and status 1
+            os._exit(0)
+    return int(any(os.wait()[1] for _ in range(num_ranks)))
+
+
+def free_port() -> int:
+    """A port on which nobody listens yet."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
