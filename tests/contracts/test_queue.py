@@ -105,7 +105,7 @@ def test_a_job_from_enqueue_to_answer(database: Database) -> None:
     assert done.space == {"size": 7}
     assert done.recommendation == make_recommendation(1)
     assert done.answer == ANSWER
-    assert done.owner is None
+    assert done.worker is None
     assert done.lease_expires_at is None
     assert done.started_at is not None
     assert done.finished_at is not None
