@@ -96,9 +96,9 @@ def run_row(
     published = {**stated, "published": row["tokens_per_second"]}
     try:
         predicted = predict(request, report, profiler.measure, results["components"], save)
-    except RowError as error:
-        results["rows"][row["name"]] = {**published, "reason": str(error)}
-        print(f"{row['name']:30} {error}", flush=True)
+    except RowError as refusal:
+        results["rows"][row["name"]] = {**published, "reason": str(refusal)}
+        print(f"{row['name']:30} {refusal}", flush=True)
     else:
         deviation = predicted["predicted"] / row["tokens_per_second"] - 1
         taken = time.perf_counter() - started

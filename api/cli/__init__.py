@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from importlib import metadata
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
@@ -25,22 +27,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("explore")(explore.explore)
-app.command("submit")(jobs.submit)
-app.command("watch")(jobs.watch)
-app.command("resume")(resume.resume)
-app.command("best")(jobs.best)
-app.command("list")(jobs.list_)
-app.command("report")(report.report)
-app.command("cancel")(jobs.cancel)
-app.command("delete")(deletion.delete)
-app.command("workers")(workers.workers)
-app.command("serve")(service.serve)
-app.command("worker")(service.worker)
-app.command("doctor")(service.doctor)
-app.command("study")(administration.study)
-app.command("prune")(administration.prune)
-app.command("audit")(access.audit)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "explore": explore.explore,
+    "submit": jobs.submit,
+    "watch": jobs.watch,
+    "resume": resume.resume,
+    "best": jobs.best,
+    "list": jobs.list_,
+    "report": report.report,
+    "cancel": jobs.cancel,
+    "delete": deletion.delete,
+    "workers": workers.workers,
+    "serve": service.serve,
+    "worker": service.worker,
+    "doctor": service.doctor,
+    "study": administration.study,
+    "prune": administration.prune,
+    "audit": access.audit,
+}
+for name, command in COMMANDS.items():
+    # typer would keep the line breaks of the source, which do not suit the terminal's width.
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
 app.add_typer(access.token_commands, name="token")
 app.add_typer(access.quota_commands, name="quota")
 app.add_typer(administration.database_commands, name="db")
