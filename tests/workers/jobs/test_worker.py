@@ -43,15 +43,15 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         done = pool.submit(worker.run)
         queue = Queue(sqlite_database)
         job, _ = queue.enqueue(make_request())
-        assert seen.wait(60)
+        assert seen.wait(20)
         assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
         assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 20
         while get_job(sqlite_database, job.id).state is not JobState.SUCCEEDED and time.monotonic() < deadline:
             time.sleep(0.01)
         assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
         worker.stop()
-        done.result(timeout=60)
+        done.result(timeout=20)
     assert list_workers(sqlite_database) == []
 
 
