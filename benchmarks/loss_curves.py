@@ -35,7 +35,7 @@ SEEDS = (0, 1)
 TEXT_BYTES = 16 * 2**20
 VOCAB_SIZE = 256
 SETTINGS: dict[str, dict[str, Any]] = {
-    "llama": {"loss": "chunked", "recompute": "partial_50", "bta_tile": 1},
+    "llama": {"loss": "chunked", "recompute": "partial_50", "bta_tile": 4},
     "olmoe": {"loss": "chunked", "experts": "bexp_fused"},
 }
 

@@ -98,7 +98,7 @@ def fence(lease: Lease) -> Conditions:
     """Return the conditions that the job of `lease` meets as long as the lease is held."""
     return [
         jobs.c.id == lease.job_id,
-        jobs.c.owner == lease.owner,
+        jobs.c.owner == lease.worker,
         jobs.c.attempt == lease.attempt,
         jobs.c.state == JobState.RUNNING.value,
     ]

@@ -92,7 +92,7 @@ class Job:
     started_at: datetime | None
     finished_at: datetime | None
     attempt: int
-    owner: str | None
+    worker: str | None
     lease_expires_at: datetime | None
     software: str | None
     cancel_requested: bool
@@ -177,7 +177,7 @@ def job_from_row(row: sa.Row[Any]) -> Job:
         started_at=row.started_at,
         finished_at=row.finished_at,
         attempt=row.attempt,
-        owner=row.owner,
+        worker=row.owner,
         lease_expires_at=row.lease_expires_at,
         software=row.software,
         cancel_requested=row.cancel_requested,

@@ -14,7 +14,7 @@ class Lease:
     """The right to write to a job. `attempt` grows with every claim, so an old lease writes nothing."""
 
     job_id: str
-    owner: str
+    worker: str
     attempt: int
 
 
@@ -36,10 +36,10 @@ class HeartbeatStatus:
 
 
 class LeaseLostError(RuntimeError):
-    """The job has another owner or has ended, so nothing can be written under this lease."""
+    """Another worker has the job, or it has ended, so nothing can be written under this lease."""
 
     def __init__(self, lease: Lease) -> None:
-        super().__init__(f"worker {lease.owner} no longer owns exploration {lease.job_id} (attempt {lease.attempt})")
+        super().__init__(f"worker {lease.worker} no longer owns exploration {lease.job_id} (attempt {lease.attempt})")
         self.lease = lease
 
 

@@ -1,6 +1,6 @@
 """The job queue: every change of a job goes through here.
 
-A job is queued, claimed under a lease, and ends. Each write of a worker carries its owner and its attempt, so a worker
+A job is queued, claimed under a lease, and ends. Each write of a worker carries its id and its attempt, so a worker
 that lost its lease writes nothing. A visible change and its events are written in one transaction.
 
 No transaction validates or dumps a model: a process that is frozen within a transaction keeps SQLite's write lock.
@@ -84,7 +84,7 @@ class Queue:
 
     def claim(
         self,
-        owner: str,
+        worker: str,
         *,
         device_kind: str,
         num_devices: int,
@@ -94,7 +94,7 @@ class Queue:
         description: str | None = None,
         among: Collection[str] | None = None,
     ) -> Claim | None:
-        """Take the next job that this worker can run; return null if there is none.
+        """Take the next job that `worker` can run; return null if there is none.
 
         Owners take turns, as `storage.turns` says; within an owner, the highest priority and then the oldest is next.
 
@@ -118,7 +118,7 @@ class Queue:
         )
         values = {
             "state": JobState.RUNNING.value,
-            "owner": owner,
+            "owner": worker,
             "attempt": jobs.c.attempt + 1,
             "lease_expires_at": self.database.clock(self.settings.lease),
             "software": _software(targets, software),
@@ -145,9 +145,9 @@ class Queue:
                     continue
                 documents = select_trial_documents(connection, row.id)
                 measured = describe_target(row.target, targets[row.target])
-                draft = claim_event(row.attempt, owner, description, measured, len(documents))
+                draft = claim_event(row.attempt, worker, description, measured, len(documents))
                 insert_events(self.database, connection, row.id, row.last_seq, [draft])
-            claim = self._open_claim(job_from_row(row), owner, documents)
+            claim = self._open_claim(job_from_row(row), worker, documents)
             if claim is not None and not self._answer_from_stored(
                 claim, row.owned_by, offer_of(claim.request, fingerprint, num_devices, targets, software)
             ):
@@ -354,9 +354,9 @@ class Queue:
         note_reasons(self.database, live_within=live_within, grace=grace)
         end_overdue(self.database, max_wait)
 
-    def _open_claim(self, job: Job, owner: str, documents: Sequence[Any]) -> Claim | None:
-        """Return the claim of a job that `owner` has just taken. If the job cannot be read, end it and return null."""
-        lease = Lease(job.id, owner, job.attempt)
+    def _open_claim(self, job: Job, worker: str, documents: Sequence[Any]) -> Claim | None:
+        """Return the claim of a job that `worker` has just taken. If the job cannot be read, end it and return null."""
+        lease = Lease(job.id, worker, job.attempt)
         history: tuple[Trial, ...] = ()
         unreadable = job.unreadable
         try:

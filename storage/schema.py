@@ -13,6 +13,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from filelock import FileLock
 
 from storage.database import SQLITE_WAL_IS_SAFE, Database
@@ -25,6 +26,13 @@ _ADVISORY_LOCK = int.from_bytes(b"bexp-ddl", "big")
 _LOCK_SECONDS = 120.0
 
 
+class NewerSchemaError(sa.exc.SQLAlchemyError):
+    """A later version of this program has upgraded the database."""
+
+    def __init__(self) -> None:
+        super().__init__("a later version of bexp has upgraded it; use that version")
+
+
 def include_name(name: str | None, kind: str, parents: object) -> bool:
     """Return whether a name belongs to this schema: Alembic's filter, which leaves Optuna's tables out."""
     return kind != "table" or (name is not None and name.startswith(PREFIX) and name != VERSION_TABLE)
@@ -34,6 +42,9 @@ def upgrade(database: Database) -> None:
     """Bring our tables up to date; several processes may call it at once.
 
     A schema that is current is only read, so that a process can start while another one holds the write lock.
+
+    Raises:
+        NewerSchemaError: the schema is of a later version of this program.
     """
     if is_current(database):
         return
@@ -45,7 +56,10 @@ def upgrade(database: Database) -> None:
             if database.is_postgresql:  # to change a large table takes longer than a usual statement may
                 connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            try:
+                command.upgrade(config, "head")
+            except CommandError as error:  # the revision of the database is not one of ours
+                raise NewerSchemaError from error
 
 
 def is_current(database: Database) -> bool:

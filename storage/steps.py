@@ -22,10 +22,10 @@ def step_values(step: Progress) -> dict[str, Any]:
     return values
 
 
-def claim_event(attempt: int, owner: str, description: str | None, target: str, num_trials: int) -> EventDraft:
+def claim_event(attempt: int, worker: str, description: str | None, target: str, num_trials: int) -> EventDraft:
     """Return the event that says who has taken a job, and how much of it is stored already."""
-    where = f"worker {owner}" + (f" ({description})" if description else "")
-    data: dict[str, Any] = {"worker": owner, "attempt": attempt, "target": target}
+    where = f"worker {worker}" + (f" ({description})" if description else "")
+    data: dict[str, Any] = {"worker": worker, "attempt": attempt, "target": target}
     if attempt == 1:
         return EventDraft(
             code=EventCode.STARTED, message=f"Exploration started by {where}, measuring {target}", data=data

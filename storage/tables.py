@@ -70,7 +70,7 @@ jobs = sa.Table(
     sa.Column("queued_at", UTCDateTime, nullable=False, doc="When it was last put in the queue."),
     sa.Column("started_at", UTCDateTime),
     sa.Column("finished_at", UTCDateTime),
-    sa.Column("attempt", sa.Integer, nullable=False, doc="Claims so far; with owner, the fence of every write."),
+    sa.Column("attempt", sa.Integer, nullable=False, doc="Claims so far; with the worker, the fence of every write."),
     sa.Column(
         *("num_releases", sa.Integer),
         nullable=False,
@@ -78,7 +78,7 @@ jobs = sa.Table(
     ),
     sa.Column("num_faults", sa.Integer, nullable=False, server_default="0", doc="Since the last stored trial."),
     sa.Column("not_before", UTCDateTime, doc="A job that was put back is not claimed earlier."),
-    sa.Column("owner", sa.String(128)),
+    sa.Column("owner", sa.String(128), doc="The worker that holds the lease; `owned_by` is the owner."),
     sa.Column("lease_expires_at", UTCDateTime),
     sa.Column("cancel_requested", sa.Boolean, nullable=False),
     sa.Column("fingerprint", sa.String(64), doc="Of the hardware that the first claim pinned."),
@@ -103,7 +103,7 @@ jobs = sa.Table(
         "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
     ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
-    sa.Column("owned_by", sa.String(64), nullable=False, server_default="local", doc="`owner` is its worker."),
+    sa.Column("owned_by", sa.String(64), nullable=False, server_default="local", doc="The owner."),
     sa.Column("priority", sa.Integer, nullable=False, server_default="0", doc="Among the jobs of its owner."),
     sa.Column("claimed_at", UTCDateTime, doc="The last claim; null if the time since then is not to be booked."),
     sa.Index(None, "created_at", "id"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -21,7 +22,7 @@ from storage.jobs import get_job
 from storage.listing import JobFilter, list_jobs
 from storage.owners import ALL_SCOPES, LOCAL_OWNER
 from storage.queue import Queue
-from storage.schema import VERSION_TABLE, include_name, is_current, upgrade
+from storage.schema import VERSION_TABLE, NewerSchemaError, include_name, is_current, upgrade
 from storage.tables import metadata
 from storage.tokens import digest_of, verify_token
 from storage.trials import StoredTrial, read_trials
@@ -194,6 +195,13 @@ def test_autogenerate_would_see_a_missing_column(database: Database) -> None:
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"include_name": include_name})
         assert [change[0] for change in compare_metadata(context, metadata)] == ["add_column"]
+
+
+def test_a_schema_of_a_later_version_is_refused(database: Database) -> None:
+    with database.begin() as connection:
+        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+    with pytest.raises(NewerSchemaError, match="a later version of bexp has upgraded it"):
+        upgrade(database)
 
 
 def test_an_older_schema_is_not_current(database: Database) -> None:

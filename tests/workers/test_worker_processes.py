@@ -163,7 +163,7 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     assert worker.wait(60) == 0
     assert psutil.wait_procs(busy, timeout=60)[1] == []
     put_back = get_job(sqlite_database, job.id)
-    assert (put_back.state, put_back.owner) == (JobState.QUEUED, None)
+    assert (put_back.state, put_back.worker) == (JobState.QUEUED, None)
     assert read_trials(sqlite_database, job.id) != []
     assert list_workers(sqlite_database) == []
 

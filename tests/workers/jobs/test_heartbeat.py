@@ -34,10 +34,11 @@ def keeping(queue: Queue, lease: Lease) -> Iterator[tuple[LeaseHeartbeat, thread
 
 
 def test_a_kept_lease_outlives_its_length(sqlite_database: Database) -> None:
-    queue = Queue(sqlite_database, QueueSettings(lease=timedelta(seconds=0.5)))
+    length = timedelta(seconds=2)  # a busy host may hold up a heartbeat for a second
+    queue = Queue(sqlite_database, QueueSettings(lease=length))
     held = claim(queue)
     with keeping(queue, held.lease) as (keeper, interrupted):
-        time.sleep(1.0)
+        time.sleep(length.total_seconds() + 0.2)
         assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint="f") is None
         assert not interrupted.is_set()
     assert keeper.reason is None
