@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.docs import (
     attention,
+    campaigns,
     context_parallel,
     fields,
     goals,
@@ -71,6 +72,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "bta-math": partial(of_result, attention.bta, "h200-bta-math"),
     "recomputation": partial(of_result, attention.recomputation, "h200-recomputation"),
     "attention-choice": partial(of_result, attention.attention_choice, "h200-attention-choice"),
+    "campaigns": campaigns.campaigns,
     "mutation": partial(of_result, mutation.mutation, "mutation"),
     "request-fields": fields.request_fields,
 }
