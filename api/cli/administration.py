@@ -100,7 +100,8 @@ def prune(
             say(f"{_explorations(len(found))} would be deleted")
             return
         prune_jobs(database, found)
-        say(f"deleted {_explorations(len(found))}")
+        if older_than is not None or keep is not None:
+            say(f"deleted {_explorations(len(found))}")
         if num_records := prune_audit(database, kept):
             say(f"records of the audit deleted: {num_records}")
         if components or older_than is not None:
