@@ -15,8 +15,8 @@ from workers.targets.transformers.model import BuildSettings
 MAX_GRADIENT_NORM = 1.0
 """TrainingArguments.max_grad_norm's default."""
 LEARNING_RATE = 5e-5
-"""TrainingArguments.learning_rate's default. AdamW's own, 1e-3, soon moves a router of experts out of its balance, and
-a whole model then takes longer than its layers alone."""
+"""TrainingArguments.learning_rate's default. At AdamW's own, 1e-3, a router of experts soon loses its balance on random
+texts, which layers that are measured alone keep."""
 
 
 class TrainerOptimizer:
