@@ -51,7 +51,7 @@ class Problem(BaseModel):
     errors: list[FieldError] | None = None
 
 
-class ProblemException(Exception):  # noqa: N818  (it is a response, not a fault)
+class ProblemException(Exception):  # noqa: N818 - it is a response, not a fault
     """Refuses a request with a problem document."""
 
     def __init__(

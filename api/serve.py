@@ -35,7 +35,7 @@ def serve(
     port: int,
     *,
     on_ready: Callable[[str], None] = lambda url: None,
-    notify: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),  # noqa: T201
+    notify: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),  # noqa: T201 - the default for a command, where standard error is the log
     upgrade_schema: bool = True,
     access_log: bool = False,
 ) -> None:

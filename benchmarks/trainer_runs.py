@@ -102,7 +102,7 @@ def _sweep(found: list[dict[str, Any]], batch_size: int | None = None) -> Iterat
 def run_trainer(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """One run in a process of its own: what was asked for, and what it reached or why it failed."""
     import transformers  # noqa: F401, PLC0415 - once, for all processes that are forked from this one
-    from transformers import Trainer  # noqa: F401, PLC0415
+    from transformers import Trainer  # noqa: F401, PLC0415 - after the process has set the allocator
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -132,8 +132,8 @@ def _child(config: dict[str, Any], run: dict[str, Any], sender: Any) -> None:
 
 
 def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    import torch  # noqa: PLC0415
-    from transformers import Trainer, TrainingArguments  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - after the process has set the allocator
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415 - after the process has set the allocator
 
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
@@ -197,8 +197,8 @@ def batch_seconds(steps: Sequence[Sequence[float]], micro_batch_size: int, batch
 
 def build(config: dict[str, Any], device: str) -> Any:
     """The model with random weights in bfloat16, as `from_pretrained(..., dtype=torch.bfloat16)` leaves one."""
-    import torch  # noqa: PLC0415
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - after the process has set the allocator
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - after the process has set the allocator
 
     settings = {key: value for key, value in config.items() if key != "model_type"}
     resolved = AutoConfig.for_model(config["model_type"], **settings)
@@ -219,7 +219,7 @@ class Texts:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Token ids and labels, shape (S,)."""
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - after the process has set the allocator
 
         generator = torch.Generator().manual_seed(index)
         ids_S = torch.randint(10, self._vocab_size, (self._seq_length,), generator=generator)
@@ -247,7 +247,7 @@ class Clock:
 
     def callback(self) -> Any:
         """What the Trainer calls after each micro-step and each step."""
-        from transformers import TrainerCallback  # noqa: PLC0415
+        from transformers import TrainerCallback  # noqa: PLC0415 - after the process has set the allocator
 
         clock = self
 
@@ -271,7 +271,7 @@ class Clock:
 
     def _end_step(self) -> bool:
         """Note the step's seconds, and return whether the run has taken long enough."""
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - after the process has set the allocator
 
         end = self._mark()
         if self._device.type == "cuda":

@@ -16,7 +16,7 @@ def main(name: str, text_file: str, best: str) -> None:
     told = bexp.Recommendation.read(best)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=told.dtype)
     # This comes before CUDA starts, because the allocator is part of the recommendation.
-    print(bexp.apply(model, told))  # noqa: T201
+    print(bexp.apply(model, told))  # noqa: T201 - the script speaks to who runs it
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokens = tokenizer(Path(text_file).read_text(encoding="utf-8"))["input_ids"]
@@ -27,7 +27,7 @@ def main(name: str, text_file: str, best: str) -> None:
     arguments = TrainingArguments("out", num_train_epochs=1, **bexp.training_arguments(told))
     callback = bexp.TrainerCallback(told)
     Trainer(model, arguments, train_dataset=dataset, callbacks=[callback]).train()
-    print(callback.comparison())  # noqa: T201
+    print(callback.comparison())  # noqa: T201 - the script speaks to who runs it
 
 
 if __name__ == "__main__":

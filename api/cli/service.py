@@ -122,4 +122,4 @@ def doctor(as_json: options.AsJson = False) -> None:
 def _become_workers(*arguments: str) -> NoReturn:
     """Replace this process by the worker, so that the worker gets the signals and sets the exit code."""
     command = module_command("workers", *arguments)
-    os.execve(sys.executable, command, child_environment(environment().database_url))  # noqa: S606
+    os.execve(sys.executable, command, child_environment(environment().database_url))  # noqa: S606 - the interpreter that runs, with arguments of our own

@@ -54,8 +54,8 @@ class MutantFinder:
 
     def __init__(self, root: Path, path: str) -> None:
         import libcst  # noqa: PLC0415 - only a mutation run needs it
-        from libcst.metadata import MetadataWrapper, PositionProvider  # noqa: PLC0415
-        from mutmut.mutation.mutators import mutation_operators  # noqa: PLC0415
+        from libcst.metadata import MetadataWrapper, PositionProvider  # noqa: PLC0415 - an optional tool, for this function alone
+        from mutmut.mutation.mutators import mutation_operators  # noqa: PLC0415 - an optional tool, for this function alone
 
         self.excluded: Counter[str] = Counter()
         self._cst: Any = libcst

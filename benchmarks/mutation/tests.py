@@ -65,7 +65,7 @@ class Watch:
 
 
 def run_tests(tree: Path, tests: Sequence[str], watch: Watch, *options: str) -> int:
-    import pytest  # noqa: PLC0415
+    import pytest  # noqa: PLC0415 - in the process that is forked
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plain = ("-p", "no:cacheprovider", "-p", "pytest_timeout", "--noconftest", "--rootdir", str(tree), *options)
@@ -74,7 +74,7 @@ def run_tests(tree: Path, tests: Sequence[str], watch: Watch, *options: str) -> 
 
 def record_reached(tree: Path, name: str) -> dict[str, Any]:
     """Run this test file whole; tests that fail are left out."""
-    import coverage  # noqa: PLC0415
+    import coverage  # noqa: PLC0415 - in the process that is forked
 
     tracer = coverage.Coverage(data_file=None, include=[f"{tree}/{folder}/*" for folder in FOLDERS], config_file=False)
     watch = Watch(tracer)

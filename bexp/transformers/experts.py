@@ -152,8 +152,8 @@ def _triton_grouped(
     x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
 ) -> Tensor:
     from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - with what needs Triton
-    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415
-    from bexp.kernels.experts.triton_gemm import grouped_gemm  # noqa: PLC0415
+    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415 - it needs Triton, or is for this back end alone
+    from bexp.kernels.experts.triton_gemm import grouped_gemm  # noqa: PLC0415 - it needs Triton, or is for this back end alone
 
     rows = sorted_rows(routes, w_in.shape[0], count=False)
     return grouped_ffn(x, weights, w_in, w_out, activation, rows, grouped_gemm)
@@ -163,8 +163,8 @@ def _hopper_grouped(
     x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
 ) -> Tensor:
     from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - with what needs Triton
-    from bexp.kernels.experts.hopper.gemm import grouped_gemm  # noqa: PLC0415
-    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415
+    from bexp.kernels.experts.hopper.gemm import grouped_gemm  # noqa: PLC0415 - it needs Triton, or is for this back end alone
+    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415 - it needs Triton, or is for this back end alone
 
     rows = sorted_rows(routes, w_in.shape[0], count=False)
     return grouped_ffn(x, weights, w_in, w_out, activation, rows, grouped_gemm)
@@ -175,8 +175,8 @@ def _reference(
 ) -> Tensor:
     """Compute the same with one product for each expert, for devices without our kernels."""
     from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - kept light
-    from bexp.kernels.experts.loop import grouped_gemm  # noqa: PLC0415
-    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415
+    from bexp.kernels.experts.loop import grouped_gemm  # noqa: PLC0415 - it needs Triton, or is for this back end alone
+    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415 - it needs Triton, or is for this back end alone
 
     rows = sorted_rows(routes, w_in.shape[0], count=True)
     return grouped_ffn(x, weights.to(x.dtype), w_in, w_out, activation, rows, grouped_gemm)

@@ -122,7 +122,7 @@ def test_gradients_weights_buffers_and_random_numbers_are_left_alone() -> None:
 
     gradient, weight = example.model.weight.grad, example.model.weight.detach().clone()
     states = (torch.get_rng_state(), random.getstate())
-    make = lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)  # noqa: E731
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)  # noqa: E731 - a name for one of two
     found = explore(example, step=step, optimizer=make, sizes=(1, 2))
     assert found.optimizer_seconds > 0
     assert example.model.weight.grad is gradient

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 from tests.chaos.campaign import Plan, run_campaign
-from tests.chaos.result import result_as, sum_results
+from tests.chaos.result import result_as, sum_results, write_document
 from tests.chaos.side_by_side import run_campaigns
 
 
@@ -47,12 +46,7 @@ def main() -> int:
         passed += ["--cancels", str(options.cancels), *(["--postgres"] if options.postgres else [])]
         results, lost = run_campaigns(options.campaigns, seed, options.minutes, passed)
     document = result_as(results[0]) if options.raw else sum_results(results, lost)
-    text = json.dumps(document, indent=1) + "\n"
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
-        options.output.write_text(text)
-    return 1 if document["violations"] else 0
+    return write_document(document, options.output)
 
 
 if __name__ == "__main__":

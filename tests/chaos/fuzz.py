@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from storage.schema import upgrade
 from storage.tables import jobs
 from tests.chaos.fuzz_inputs import UNKNOWN_ID, Request, draw, seeds
 from tests.chaos.processes import ROOT
-from tests.chaos.result import percentile, read_commit
+from tests.chaos.result import percentile, read_commit, write_document
 from tests.contracts.samples import make_progress, make_report, make_request
 
 MOST_CPU_SECONDS = 1.0
@@ -286,12 +285,7 @@ def main() -> int:
         work = [(share, seed + index, folder, 60 * options.minutes) for index in range(options.processes)]
         with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
             document = add_up(pool.map(_run, work, chunksize=1))
-    text = json.dumps(document, indent=1) + "\n"
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
-        options.output.write_text(text)
-    return 1 if document["violations"] else 0
+    return write_document(document, options.output)
 
 
 if __name__ == "__main__":

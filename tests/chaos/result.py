@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from tests.chaos.processes import LEASE_SECONDS, ROOT
 
@@ -92,3 +96,13 @@ def read_commit() -> str:
         done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() or "unknown"
     return "unknown"
+
+
+def write_document(document: Mapping[str, Any], output: Path | None) -> int:
+    """Write a result as JSON, to standard output without a path; return the exit status, 1 after a violation."""
+    text = json.dumps(document, indent=1) + "\n"
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text)
+    return 1 if document["violations"] else 0

@@ -128,7 +128,7 @@ def _checked_version() -> str:
 
 
 def _build_config(model_type: str, raw: Mapping[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
 
     if model_type not in CONFIG_MAPPING:
         meant = did_you_mean(model_type, CONFIG_MAPPING.keys())
@@ -142,7 +142,7 @@ def _build_config(model_type: str, raw: Mapping[str, Any]) -> Any:
 
 
 def _model_class(config: Any, model_type: str) -> type:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415 - transformers is optional
 
     try:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

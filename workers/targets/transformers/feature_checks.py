@@ -122,7 +122,7 @@ def check_experts_interface(
     experts = find_experts(model)
     if not experts:
         raise DifferenceError("no experts that take the library's experts interface")
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - transformers is optional
 
     calls = 0
     grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]

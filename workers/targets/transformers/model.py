@@ -106,7 +106,7 @@ def build_model(
     training run. With a `construction` its layers lie where that says. The caller's random state is kept.
     UnsupportedModelError if the class fails to build, or refuses an implementation.
     """
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - transformers is optional
 
     from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
 

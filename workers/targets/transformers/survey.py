@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def model_types() -> list[str]:
     """Every type of the installed library's causal language model mapping, in order."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415 - transformers is optional
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 

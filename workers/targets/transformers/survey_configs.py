@@ -22,7 +22,7 @@ def survey_config(model_type: str) -> dict[str, Any]:
 
     UnsupportedModelError if the defaults cannot be made.
     """
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
 
     raw: dict[str, Any] = {"model_type": model_type, **_MISSING_DEFAULTS.get(model_type, {})}
     try:
