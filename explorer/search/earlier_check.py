@@ -25,6 +25,8 @@ MOST_CHECKED = 2
 """Components that are measured again."""
 MOST_DEVIATIONS = 3.0
 """The earlier runs are dropped if a component differs by more standard deviations than this."""
+MOST_DIFFERENCE = math.log(1.1)
+"""They are dropped, too, if one differs by more than 10%: where noise alone makes that much, agreement says nothing."""
 RUN_QUANTILE = 0.75
 """The noise between two runs is taken from this quantile of its posterior, which is wide if little was measured."""
 
@@ -42,8 +44,13 @@ class CheckedComponent:
         return math.log(max(run.first.device_seconds, SHORTEST_SECONDS)) - self.log_seconds
 
     def agrees(self, run: ComponentObservations) -> bool:
-        """Whether a new run is as near to the earlier ones as noise allows."""
-        return self.difference(run) ** 2 <= MOST_DEVIATIONS**2 * self.variance
+        """Whether a new run is as near to the earlier ones as it may be."""
+        return abs(self.difference(run)) <= self.allowed
+
+    @property
+    def allowed(self) -> float:
+        """The largest difference that counts as agreement."""
+        return min(MOST_DEVIATIONS * math.sqrt(self.variance), MOST_DIFFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,8 @@ class EarlierCheck:
             return None
         worst = max(apart, key=lambda one: one.difference(runs[one.component]) ** 2 / one.variance)
         difference = math.expm1(worst.difference(runs[worst.component]))
-        return f"{worst.component.key} took {difference:+.1%} against the earlier time, ±{_allowed(worst):.1%} is noise"
+        allowed = math.expm1(worst.allowed)
+        return f"{worst.component.key} took {difference:+.1%} against the earlier time, ±{allowed:.1%} may be noise"
 
     def largest_difference(self, runs: Mapping[Component, ComponentObservations]) -> float:
         """Return the largest share by which a new run differs."""
@@ -192,10 +200,6 @@ def _expected(component: Component, runs: ComponentObservations, surrogate: Surr
     number = len(runs.runs)
     variance = between + (between + runs.variance_within) / number
     return CheckedComponent(component, runs.log_seconds, variance)
-
-
-def _allowed(one: CheckedComponent) -> float:
-    return math.expm1(MOST_DEVIATIONS * math.sqrt(one.variance))
 
 
 def _count(number: int, noun: str) -> str:
