@@ -101,7 +101,7 @@ def test_a_killed_command_leaves_no_process_and_cancels_its_exploration(
 
 
 def test_ending_a_child_ends_its_group(tmp_path: Path) -> None:
-    script = "sleep 60 & echo $!; trap 'exit 0' TERM; while true; do sleep 0.1; done"
+    script = "trap 'exit 0' TERM; sleep 60 & echo $!; while true; do sleep 0.1; done"
     child = Child("shell", ["bash", "-c", script], tmp_path / "log", environment=dict(os.environ))
     grandchild = psutil.Process(int(await_output(child)))
     child.check()
