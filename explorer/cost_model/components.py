@@ -33,6 +33,7 @@ class ComponentKind(StrEnum):
     LAYER = "layer"
     OPTIMIZER = "optimizer"
     COMMUNICATION = "communication"
+    EXCHANGE = "exchange"
 
 
 class BlockRecompute(StrEnum):
@@ -93,6 +94,35 @@ def whole_recompute(recompute: Recompute) -> BlockRecompute:
     return BlockRecompute.FULL if recompute.group_size is None else BlockRecompute.TO_THE_END
 
 
+class Operation(StrEnum):
+    """What devices of a mesh do to exchange something.
+
+    In `all_to_all` the first device gets twice the bytes of any other. In `send` each device sends to the next.
+    """
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"
+
+
+class ExchangeSpec(Frozen):
+    """An operation of groups of `size` devices, `stride` apart, which run it at the same time.
+
+    `num_bytes` are those that a device has after it has gathered, or before it scatters; those that it sends; or, in
+    `all_to_all`, those that the first device receives, with its own.
+    """
+
+    operation: Operation
+    size: Annotated[int, Field(ge=2)]
+    stride: Annotated[int, Field(ge=1)]
+    num_bytes: Annotated[int, Field(ge=1)]
+
+
+def _is_null(value: object) -> bool:
+    return value is None
+
+
 def _is_one(size: int) -> bool:
     """Most components are stored without the sizes of a mesh."""
     return size == 1
@@ -125,6 +155,7 @@ class Component(Frozen):
     sharding: Sharding | None = None
     tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    exchange: ExchangeSpec | None = Field(None, exclude_if=_is_null)
 
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:
@@ -146,7 +177,7 @@ class Component(Frozen):
     @property
     def is_joint(self) -> bool:
         """Whether it needs several processes, which share sequences or exchange gradients and parameters."""
-        return self.communicates or self.kind is ComponentKind.COMMUNICATION
+        return self.communicates or self.kind in {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE}
 
     @property
     def key(self) -> str:
@@ -171,6 +202,9 @@ class Component(Frozen):
             parts.append(f"ep={self.expert_parallel_size}")
         if self.sharding is not None:
             parts.append(str(self.sharding))
+        if self.exchange is not None:
+            told = self.exchange
+            parts.append(f"{told.operation},{told.size}x{told.stride},{told.num_bytes}")
         return f"{self.kind}({','.join(parts)})"
 
 

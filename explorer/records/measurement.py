@@ -79,6 +79,9 @@ class WholeModelMeasurement(Frozen):
     then the time of the second, with the traffic that every micro-step has. `communication_seconds` is what the first
     and the last take beyond it; this occurs once a step, however many micro-steps there are. It is null if nothing was
     exchanged.
+
+    Devices that form a mesh run a step of `num_micro_batches`, which is null for all others. `micro_step_seconds` is
+    then what all of them took, exchanges and bubbles included, divided by their number.
     """
 
     micro_step_seconds: Seconds
@@ -89,11 +92,18 @@ class WholeModelMeasurement(Frozen):
     repeats: Annotated[int, Field(ge=1)]
     communication_seconds: Seconds | None = None
     conditions: Conditions | None = None
+    num_micro_batches: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def contamination(self) -> str | None:
         """Why this timing cannot be trusted; null if it can."""
         return self.conditions.contamination if self.conditions is not None else None
+
+    @property
+    def mesh_step_seconds(self) -> float:
+        """The step of devices that form a mesh, as it was run."""
+        assert self.num_micro_batches is not None, "a mesh has run it"
+        return self.num_micro_batches * self.micro_step_seconds + self.optimizer_seconds
 
 
 class PhaseSeconds(Frozen):

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from explorer.cost_model.collectives import is_exchange_timed
 from explorer.cost_model.components import Component
 from explorer.records.measurement import Measurement
+from explorer.records.plan import MeshRun
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
@@ -39,6 +40,15 @@ class TrialPlan(Frozen):
         1,
         description="Processes that run it together, a device each: a multiple of every context_parallel_size needed.",
     )
+
+    mesh_run: MeshRun | None = Field(None, description="Of a whole model whose devices form a mesh.")
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The groups of processes that exchange something in it: their size, and how far apart their members are."""
+        found = [] if self.mesh_run is None else list(self.mesh_run.groups)
+        found += [(c.exchange.size, c.exchange.stride) for c in self.components if c.exchange is not None]
+        return tuple(dict.fromkeys(found))
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
@@ -71,7 +81,7 @@ def count_processes(
     devices that share a sequence in one of them. A whole model takes one group that shares sequences, or all devices if
     the profiler has that many.
     """
-    if is_exchange_timed(request, hardware):
+    if request.has_mesh or is_exchange_timed(request, hardware):
         return request.num_devices
     if kind is TrialKind.COMPONENTS:
         return max((c.context_parallel_size for c in components if c.communicates), default=1)
@@ -99,6 +109,7 @@ class Trial(Frozen):
     tokens_per_second: float | None = None
     suggest_seconds: Annotated[float, Field(ge=0)] = 0.0
     seconds: Annotated[float, Field(ge=0)] = Field(0.0, description="Wall time of the measurement, messages included.")
+    mesh_run: MeshRun | None = Field(None, description="Of a whole model whose devices form a mesh.")
 
     @property
     def candidate(self) -> Candidate:

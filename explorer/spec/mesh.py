@@ -57,8 +57,8 @@ class ParallelismSpec(Frozen):
     ) | None = None
 
     @property
-    def needs_plan(self) -> str | None:
-        """The first field that only a plan can have; null if there is none."""
+    def needs_mesh(self) -> str | None:
+        """The first size that may be other than 1, so that devices form meshes; null if there is none."""
         return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
 
 

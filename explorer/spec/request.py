@@ -13,7 +13,7 @@ from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from explorer.spec.request_fields import RequestFields
-from explorer.spec.request_rules import PLAN_RULES, RULES, find_sharing_problem
+from explorer.spec.request_rules import MESH_RULES, RULES, find_sharing_problem
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 
@@ -36,7 +36,7 @@ class ExplorationRequest(RequestFields):
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
-        for rule in PLAN_RULES if self.is_plan else RULES:
+        for rule in MESH_RULES if self.has_mesh else RULES:
             rule(self)
         return self
 
@@ -44,6 +44,16 @@ class ExplorationRequest(RequestFields):
     def is_plan(self) -> bool:
         """Whether it is a plan: its devices are described, and one device measures the parts of each."""
         return self.fabric is not None
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether its devices form meshes and the worker has all of them."""
+        return self.fabric is None and self.num_devices > 1 and self.parallelism.needs_mesh is not None
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether its devices form meshes, described or real."""
+        return self.is_plan or self.is_mesh
 
     @property
     def plan_micro_batch_sizes(self) -> tuple[int, ...]:
@@ -204,6 +214,8 @@ class ExplorationRequest(RequestFields):
         """
         if self.is_plan:
             return 1
+        if self.is_mesh:
+            return self.num_devices
         sizes = self.context_parallel_sizes
         if len(self.sharding_choices) > 1:
             return self.num_devices

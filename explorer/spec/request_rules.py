@@ -287,14 +287,9 @@ def check_query_groups(request: ExplorationRequest) -> None:
 
 
 def check_parallelism(request: ExplorationRequest) -> None:
-    """Sizes of tensor, pipeline and expert parallelism belong to plans."""
-    field = request.parallelism.needs_plan
-    if field is not None:
-        raise RuleError(
-            f"{field} other than 1 needs a fabric, such as 'h100-nvl-ib400': only plans have it so far",
-            f"parallelism.{field}",
-            "fabric",
-        )
+    """A single device has no mesh."""
+    if request.parallelism.needs_mesh is not None:
+        check_meshes(request)
 
 
 def check_plans_are_served(request: ExplorationRequest) -> None:
@@ -331,7 +326,7 @@ def check_plan(request: ExplorationRequest) -> None:
     request.fabric.check(request.num_devices)
 
 
-PLAN_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
+MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
     check_plan,

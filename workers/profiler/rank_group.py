@@ -33,6 +33,9 @@ class RankGroup(Reducer, Protocol):
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
         """The ring of `size` ranks with which this rank shares its sequences."""
 
+    def strided(self, size: int, stride: int) -> dist.ProcessGroup | None:
+        """The group of this rank among those of `size` ranks that are `stride` apart; null for a single rank."""
+
     def barrier(self, component: Component) -> Barrier | None:
         """The barrier of the ranks that run the component together; null if each runs it without the others."""
 
@@ -51,6 +54,11 @@ class SingleRank:
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
         """A single rank has no ring."""
         raise AssertionError("a single rank shares no sequences")
+
+    def strided(self, size: int, stride: int) -> dist.ProcessGroup | None:
+        """A single rank has no other."""
+        assert size == 1, "a single rank"
+        return None
 
     def barrier(self, component: Component) -> Barrier | None:
         """A single rank waits for no other."""

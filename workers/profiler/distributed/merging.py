@@ -76,10 +76,12 @@ def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:
 
 def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
     """Take micro-step and communication of the slowest rank: the others' communication includes their wait for it."""
-    slowest = max(found, key=lambda whole: whole.micro_step_seconds)
+    on_mesh = found[0].num_micro_batches is not None  # whose ranks wait for each other, and update unlike shares
+    slowest = max(found, key=lambda whole: whole.mesh_step_seconds if on_mesh else whole.micro_step_seconds)
+    optimizer = [slowest] if on_mesh else found
     return slowest.model_copy(
         update={
-            "optimizer_seconds": max(whole.optimizer_seconds for whole in found),
+            "optimizer_seconds": max(whole.optimizer_seconds for whole in optimizer),
             "standard_error_seconds": max(whole.standard_error_seconds for whole in found),
             "peak_bytes": max(whole.peak_bytes for whole in found),
             "reserved_bytes": max(whole.reserved_bytes for whole in found),

@@ -17,6 +17,9 @@ from workers.profiler.rank_group import SINGLE_RANK, Barrier, RankGroup, check_s
 OPERATION_TIMEOUT = timedelta(hours=6)
 """This is longer than any trial's deadline, because the deadline should end a rank that waits for another."""
 
+Strided = tuple[int, int, int]
+"""How many ranks take part, the size of a group, and how far apart its members are."""
+
 
 class ProcessGroups:
     """The process groups of all ranks. GPUs exchange data through NCCL, and hosts exchange numbers through gloo.
@@ -41,6 +44,7 @@ class ProcessGroups:
         self._rings: dict[int, dist.ProcessGroup] = {}
         self._group_sizes: set[int] = set()
         self._ring_sizes: set[int] = set()
+        self._strided: dict[Strided, dist.ProcessGroup | None] = {}
         self._make_groups(size)  # before the hardware is measured, which then sees the memory of the connections
 
     def prepare(self, plan: TrialPlan) -> None:
@@ -49,7 +53,8 @@ class ProcessGroups:
         if not 1 < n <= self.size:
             return
         sizes = [size for size in plan.context_parallel_sizes if size not in self._ring_sizes]
-        if n in self._group_sizes and not sizes:
+        strided = [(n, *group) for group in plan.groups if (n, *group) not in self._strided]
+        if n in self._group_sizes and not sizes and not strided:
             return
         if self._device.type == "cuda":
             # Connections need memory that the allocator may have cached.
@@ -59,6 +64,8 @@ class ProcessGroups:
             self._make_groups(n)
         for size in sizes:
             self._make_rings(size)
+        for key in strided:
+            self._make_strided(key)
 
     def takes_part(self, plan: TrialPlan) -> bool:
         """Whether this rank runs the trial, as the first ranks do. All ranks answer a trial that needs more ranks."""
@@ -70,7 +77,7 @@ class ProcessGroups:
         n = plan.num_processes
         if n == 1:
             return SINGLE_RANK
-        return DistributedRankGroup(self.rank, n, self._host_groups[n], self._members[n], self._rings, self._device)
+        return DistributedRankGroup(self.rank, n, self._host_groups[n], self._members[n], self._rings, self._device, self._strided)
 
     def _make_groups(self, n: int) -> None:
         """Make the groups of the first `n` ranks. All ranks must call this."""
@@ -96,6 +103,20 @@ class ProcessGroups:
         if size in self._rings:
             self._connect(self._rings[size])
 
+    def _make_strided(self, key: Strided) -> None:
+        """Make the groups of `size` of the first `n` ranks that are `stride` apart; a group may lack its last ranks."""
+        n, size, stride = key
+        self._strided[key] = None
+        for first in range(0, n, size * stride):
+            for rank in range(first, min(n, first + stride)):
+                ranks = list(range(rank, min(n, first + size * stride), stride))
+                group = dist.new_group(ranks, timeout=OPERATION_TIMEOUT)
+                if self.rank in ranks and len(ranks) > 1:
+                    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+                    self._strided[key] = group
+        if (own := self._strided[key]) is not None:
+            self._connect(own)
+
     def _connect(self, group: dist.ProcessGroup) -> None:
         """Make NCCL's connections, for collectives and to the neighbours, so that no trial's time includes them."""
         if self._device.type == "cuda" and group.size() > 1:
@@ -116,8 +137,10 @@ class DistributedRankGroup:
         members: dist.ProcessGroup,
         rings: dict[int, dist.ProcessGroup],
         device: torch.device,
+        strided: dict[Strided, dist.ProcessGroup | None],
     ) -> None:
         self.rank, self.size = rank, size
+        self._strided = strided
         self.members: dist.ProcessGroup | None = members
         self._host_group = host_group
         self._rings = rings
@@ -133,9 +156,13 @@ class DistributedRankGroup:
         """The ring of this rank. Ranks 0 to size - 1 form the first ring, the next ranks the second."""
         return ContextParallel(self._rings[size], layout)
 
+    def strided(self, size: int, stride: int) -> dist.ProcessGroup | None:
+        """The group of this rank; null if it is alone."""
+        return None if size == 1 else self._strided[self.size, size, stride]
+
     def barrier(self, component: Component) -> Barrier | None:
         """The barrier of the ring, or of all ranks if all communicate; null if the component does not."""
-        if component.kind is ComponentKind.COMMUNICATION:
+        if component.kind in {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE}:
             group = self.members
         elif component.communicates:
             group = self._rings[component.context_parallel_size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ class ResidualBlock(nn.Module, ABC):
         super().__init__()
         self.recompute = recompute
         self.bta_tile = bta_tile
+        self.norm: nn.Module
+        self.reduce: nn.Module | None = None
+        """Sums the branches of ranks that share the block; null for a whole block."""
         self._compiled_core: Callable[[Tensor], Tensor] | None = None
         self._compiled_sum: Callable[[Tensor], Tensor] | None = None
         self.train(training)
@@ -41,7 +44,7 @@ class ResidualBlock(nn.Module, ABC):
 
     def branch(self, x_BSD: Tensor) -> Tensor:
         """The residual branch, tiled."""
-        return self._tiled(self._compiled_core or self.core, x_BSD)
+        return self._tiled(self._compiled_core or self._branch, x_BSD)
 
     def residual(self, x_BSD: Tensor) -> Tensor:
         """`x + branch(x)`, tiled, never recomputed as a whole."""
@@ -63,8 +66,12 @@ class ResidualBlock(nn.Module, ABC):
         self._compiled_core = compiled(self.core)
         self._compiled_sum = compiled(self._sum)
 
+    def _branch(self, x_BSD: Tensor) -> Tensor:
+        out = self.core(x_BSD)
+        return out if self.reduce is None else cast(Tensor, self.reduce(out))
+
     def _sum(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD + self.core(x_BSD)
+        return x_BSD + self._branch(x_BSD)
 
     def _tiled(self, function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
         if self.recompute.by_operation and self.bta_tile is None and self.training and torch.is_grad_enabled():

@@ -53,6 +53,27 @@ class DecoderLayer(nn.Module):
         return out
 
 
+def layer_components(candidate: Candidate) -> tuple[Component, dict[LayerKind, Component]]:
+    """Return the attention of a layer that is not recomputed as a whole, and the FFN of each kind of layer."""
+
+    def block(kind: ComponentKind, backend: str | None, bta_tile: int | None = None) -> Component:
+        spread = kind is ComponentKind.ATTENTION
+        return Component(
+            kind=kind,
+            micro_batch_size=candidate.micro_batch_size,
+            bta_tile=bta_tile,
+            recompute=block_recompute(candidate.recompute, kind, bta_tile),
+            backend=backend,
+            context_parallel_size=candidate.context_parallel_size,
+            context_parallel_layout=candidate.context_parallel_layout if spread else None,
+        )
+
+    return block(ComponentKind.ATTENTION, candidate.attention_backend, candidate.bta_tile), {
+        LayerKind.DENSE: block(ComponentKind.DENSE_FFN, None),
+        LayerKind.MOE: block(ComponentKind.MOE_FFN, candidate.expert_backend),
+    }
+
+
 class DecoderModel(nn.Module):
     """The model of `candidate` as a trainer would run it.
 
@@ -89,24 +110,7 @@ class DecoderModel(nn.Module):
                 model, component, request, device, generator=generator, w_tied=w_tied, context_parallel=ranks
             )
 
-        def block(kind: ComponentKind, backend: str | None, bta_tile: int | None = None) -> Component:
-            again = block_recompute(candidate.recompute, kind, bta_tile)
-            spread = kind is ComponentKind.ATTENTION
-            return Component(
-                kind=kind,
-                micro_batch_size=m,
-                bta_tile=bta_tile,
-                recompute=again,
-                backend=backend,
-                context_parallel_size=size,
-                context_parallel_layout=candidate.context_parallel_layout if spread else None,
-            )
-
-        attention = block(ComponentKind.ATTENTION, candidate.attention_backend, candidate.bta_tile)
-        ffns = {
-            LayerKind.DENSE: block(ComponentKind.DENSE_FFN, None),
-            LayerKind.MOE: block(ComponentKind.MOE_FFN, candidate.expert_backend),
-        }
+        attention, ffns = layer_components(candidate)
         embedding = build(Component(kind=ComponentKind.EMBEDDING, micro_batch_size=m, context_parallel_size=size))
         assert isinstance(embedding, Embedding)
         self.embedding = embedding
@@ -130,10 +134,10 @@ class DecoderModel(nn.Module):
         if not model.tie_embeddings:
             take_unit(head, is_last=True)
         self.train(training)
-        self._share_rotary()
+        share_rotary(self)
         if model.moe is not None and device.type != "meta":
-            self._share_routes(
-                device_routes(model, request.routing, m * model.seq_length // size, request.seed, device)
+            share_routes(
+                self, device_routes(model, request.routing, m * model.seq_length // size, request.seed, device)
             )
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
@@ -148,15 +152,19 @@ class DecoderModel(nn.Module):
         loss: Tensor = self.head(x_BSD, targets_BS)
         return loss
 
-    def _share_rotary(self) -> None:
-        blocks = [module for module in self.modules() if isinstance(module, AttentionBlock)]
-        for block in blocks:
-            block.rotary = blocks[0].rotary
 
-    def _share_routes(self, routes_TK: Tensor) -> None:
-        for module in self.modules():
-            if isinstance(module, MoEFFN):
-                module.set_routes(routes_TK)
+def share_rotary(model: nn.Module) -> None:
+    """Make all attention blocks use the tables of the first."""
+    blocks = [module for module in model.modules() if isinstance(module, AttentionBlock)]
+    for block in blocks:
+        block.rotary = blocks[0].rotary
+
+
+def share_routes(model: nn.Module, routes_TK: Tensor) -> None:
+    """Set the routes of all expert blocks."""
+    for module in model.modules():
+        if isinstance(module, MoEFFN):
+            module.set_routes(routes_TK)
 
 
 def parameter_shapes(model: ModelSpec) -> tuple[torch.Size, ...]:

@@ -14,11 +14,15 @@ from workers.targets.reference.compilation import compiled
 from workers.targets.reference.norm import build_norm
 from workers.targets.reference.weights import Weights
 
+Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+"""Hidden states, projection, its bias and targets to the mean cross entropy."""
+
 
 class Head(nn.Module):
     """Hidden states (B, S, D) and targets (B, S) to the mean cross entropy, a float32 scalar.
 
     `w_tied` is the embedding's weight, for a model that ties the two. A head that is built by itself makes its own.
+    `shared_loss` takes the place of the loss if ranks share the vocabulary.
     """
 
     def __init__(
@@ -39,11 +43,14 @@ class Head(nn.Module):
         self.b_vocab = weights.normal(model.vocab_size) if model.lm_head_bias else None
         self._compiled_norm: Callable[[Tensor], Tensor] | None = None
         self._full_loss = full_cross_entropy
+        self.shared_loss: Loss | None = None
         self.train(training)
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """The loss."""
         h_TD, targets_T = (self._compiled_norm or self._normalise)(x_BSD), targets_BS.flatten()
+        if self.shared_loss is not None:
+            return self.shared_loss(h_TD, self.w_vocab, self.b_vocab, targets_T)
         if self.loss.kind == "full":
             return self._full_loss(h_TD, self.w_vocab, self.b_vocab, targets_T)
         return chunked_cross_entropy(h_TD, self.w_vocab, self.b_vocab, targets_T, self.loss.chunk_tokens)

@@ -69,7 +69,7 @@ class MoEFFN(ResidualBlock):
         if self.shared is not None:
             shared = self.shared(h_TD)
             out = out + (shared if self.w_shared_gate is None else self._gate(h_TD) * shared)
-        return out.view_as(x_BSD)
+        return out.view(x_BSD.shape[0], -1, x_BSD.shape[2])
 
     def compile_core(self) -> None:
         """Compile the branch; a back end that cannot be traced stays eager inside."""

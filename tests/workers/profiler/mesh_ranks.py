@@ -1,0 +1,231 @@
+"""Four ranks that run whole models on meshes, on the CPU.
+
+    python -m tests.workers.profiler.mesh_ranks FOLDER
+
+writes there how far each rank's loss and gradients are from those of one device with the same weights and data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from explorer.records.plan import MeshRun
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.model import DType, ModelSpec, MoESpec
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import LossSpec, Sharding, TrainingSpec
+from tests.forked_ranks import fork_ranks
+from workers.profiler.distributed.process_groups import ProcessGroups
+from workers.profiler.failures import UnsupportedTrialError
+from workers.profiler.instruments import Instruments
+from workers.profiler.training.mesh import MeshTrainingRun
+from workers.targets.reference.decoder import DecoderModel
+from workers.targets.reference.factory import random_tokens
+from workers.targets.reference.optimizer import own
+
+NUM_RANKS = 4
+NUM_MICRO_BATCHES = 4
+CPU = torch.device("cpu")
+DENSE = ModelSpec(
+    name="tiny",
+    num_layers=5,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    num_query_groups=2,
+    qk_norm="head",
+    vocab_size=37,
+    seq_length=8,
+    dtype=DType.FLOAT32,
+)
+EXPERTS = DENSE.model_copy(
+    update={
+        "moe": MoESpec(
+            num_experts=4,
+            top_k=2,
+            expert_ffn_hidden_size=8,
+            first_k_dense=1,
+            shared_expert_ffn_hidden_size=8,
+            shared_expert_gate=True,
+        )
+    }
+)
+TIED = DENSE.model_copy(
+    update={
+        "tie_embeddings": True,
+        "position": "learned",
+        "max_position_embeddings": 8,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "qk_norm": "none",
+    }
+)
+ONE = {"pipeline": 2, "schedule": Schedule.ONE_F_ONE_B}
+TWO = {"pipeline": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
+CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
+    "tensor": (Mesh(tensor=2), (5,), DENSE, Recompute.NONE),
+    "tensor of experts, recomputed": (Mesh(tensor=2), (5,), EXPERTS, Recompute.FULL),
+    "tensor, tied": (Mesh(tensor=2), (5,), TIED, Recompute.SELECTIVE),
+    "1f1b": (Mesh(**ONE), (3, 2), EXPERTS, Recompute.NONE),
+    "1f1b, tied": (Mesh(**ONE), (2, 3), TIED, Recompute.FULL),
+    "interleaved": (Mesh(**TWO), (1, 2, 1, 1), DENSE, Recompute.NONE),
+    "tensor with zero1": (Mesh(tensor=2, data=2, sharding=Sharding.ZERO1), (5,), TIED, Recompute.NONE),
+    "tensor with zero3": (Mesh(tensor=2, data=2, sharding=Sharding.ZERO3), (5,), EXPERTS, Recompute.NONE),
+    "tensor with replicas": (Mesh(tensor=2, data=2), (5,), DENSE, Recompute.NONE),
+    "1f1b with replicas": (Mesh(**ONE, data=2), (3, 2), DENSE, Recompute.NONE),
+    "1f1b with zero2": (Mesh(**ONE, data=2, sharding=Sharding.ZERO2), (3, 2), TIED, Recompute.NONE),
+    "interleaved with tensor": (Mesh(**TWO, tensor=2), (1, 2, 1, 1), TIED, Recompute.NONE),
+}
+
+
+def shard(name: str, whole: Tensor, mesh: Mesh, rank: int, model: ModelSpec) -> Tensor:
+    """What a tensor-parallel rank has of a parameter."""
+    size, tail = mesh.tensor, name.rsplit(".", 1)[-1]
+    if size == 1:
+        return whole
+    if tail in {"w_qkv", "b_qkv"}:
+        heads, groups = model.num_attention_heads, model.query_groups
+        parts = whole.split([n * model.head_size for n in (heads, groups, groups)])
+        return torch.cat([part.chunk(size)[rank] for part in parts])
+    if tail in {"w_in", "b_in"}:
+        dim = 2 if whole.dim() == 3 else 0
+        halves = whole.chunk(2, dim) if model.gated_mlp else [whole]
+        return torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
+    if tail == "w_out":
+        return whole.chunk(size, 1)[rank]
+    if tail in {"w_tokens", "w_vocab", "b_vocab"}:
+        rows = -(-len(whole) // size)
+        padded = torch.cat((whole, whole.new_zeros((rows * size - len(whole), *whole.shape[1:]))))
+        return padded.split(rows)[rank]
+    return whole
+
+
+def name_in_model(name: str, first: int) -> str:
+    """The name of a stage's parameter in the whole model."""
+    head, _, rest = name.partition(".")
+    if head == "layers":
+        number, _, rest = rest.partition(".")
+        rest = f"{int(number) + first}.{rest}"
+        place = "mlp.b_out" if ".ffn." in rest else "b_out"
+        rest = rest.replace("reduce.bias", place)
+    return f"{head}.{rest}".replace("norm.norm", "norm")
+
+
+def differ(run: MeshTrainingRun, cuts: list[int], device: DecoderModel, case: Mesh, rank: int) -> tuple[float, float]:
+    """Copy the model's weights into the stages, compute gradients, and compare them and the loss."""
+    model = CURRENT["model"]
+    tensor, replica = rank % case.tensor, rank // case.tensor % case.data
+    found = dict(device.named_parameters())
+    pairs = []
+    for i, stage in enumerate(run.stages):
+        first = cuts[run.rank + i * case.pipeline]
+        for name, parameter in stage.named_parameters():
+            other = name_in_model(name, first)
+            if other not in found:  # the last stage's copy of a tied matrix
+                assert other == "head.w_vocab"
+                other = "embedding.w_tokens"
+            pairs.append((parameter, other))
+
+    def share(parameter: Tensor, name: str, whole: Tensor) -> Tensor:
+        part = shard(name, whole, case, tensor, model)
+        if own(parameter).shape == part.shape:
+            return part
+        rows = -(-len(part) // case.data)  # fully_shard cuts the rows
+        return part[replica * rows : (replica + 1) * rows]
+
+    with torch.no_grad():
+        for parameter, name in pairs:
+            own(parameter).copy_(share(parameter, name, found[name]))
+    losses = []
+    for other_replica in range(case.data):
+        generator = torch.Generator().manual_seed(1 + other_replica)
+        shape = (NUM_MICRO_BATCHES, model.seq_length)
+        tokens, targets = (random_tokens(model, shape, CPU, generator) for _ in range(2))
+        for i in range(NUM_MICRO_BATCHES):
+            loss = device(tokens[i : i + 1], targets[i : i + 1])
+            (loss / (NUM_MICRO_BATCHES * case.data)).backward()
+            losses.append(loss.item())
+    gradients: dict[Tensor, Tensor] = {}
+    for _ in range(2):  # the second step is like all that follow
+        run.optimizer.zero_grad()
+        run.compute_gradients()
+    gradients = {p: g for p, g in zip(run.optimizer.parameters, run.optimizer.gradients, strict=True) if g is not None}
+    worst = 0.0
+    for parameter, name in pairs:
+        expected = found[name].grad
+        assert expected is not None
+        part = share(parameter, name, expected)
+        assert part.numel() == gradients[parameter].numel()
+        worst = max(worst, float((gradients[parameter] - part).norm() / (expected.norm() + 1e-8)))
+    own_losses = losses[replica * NUM_MICRO_BATCHES :][:NUM_MICRO_BATCHES]
+    apart = max((abs(a.item() - b) for a, b in zip(run.losses, own_losses, strict=False)), default=0.0)
+    if run.losses:
+        assert len(run.losses) == NUM_MICRO_BATCHES
+    return apart, worst
+
+
+CURRENT: dict[str, ModelSpec] = {}
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    instruments = Instruments(CPU, NUM_RANKS)
+    store = FileStore(str(folder / "store"), NUM_RANKS)
+    groups = ProcessGroups(store, rank, NUM_RANKS, CPU)
+    said: dict[str, tuple[float, float]] = {}
+    training = TrainingSpec(loss=LossSpec(kind="chunked", chunk_tokens=128))
+    for name, (mesh, layers, model, policy) in CASES.items():
+        CURRENT["model"] = model
+        candidate = Candidate(
+            micro_batch_size=1,
+            recompute=policy,
+            attention_backend="math",
+            expert_backend="loop" if model.moe is not None else None,
+            num_query_groups=model.query_groups,
+        )
+        run = MeshRun(mesh=mesh, layers_per_stage=layers, num_micro_batches=NUM_MICRO_BATCHES)
+        plan = TrialPlan(
+            number=0,
+            kind=TrialKind.WHOLE_MODEL,
+            model=model,
+            candidate=candidate,
+            timeout_seconds=60,
+            num_processes=mesh.num_devices,
+            mesh_run=run,
+        )
+        groups.prepare(plan)
+        if not groups.takes_part(plan):
+            continue
+        instruments.join(groups.rank_group(plan))
+        request = ExplorationRequest(model=model, training=training)
+        training_run = MeshTrainingRun(instruments, model, candidate, run, request)
+        cuts = [sum(layers[:i]) for i in range(len(layers))]
+        generator = torch.Generator().manual_seed(7)
+        device = DecoderModel(model, candidate, request, CPU, generator=generator)
+        said[name] = differ(training_run, cuts, device, mesh, rank)
+        assert training_run.begin() > 0
+        training_run.finish()
+    try:
+        full = DENSE.model_copy(update={"qk_norm": "full"})
+        MeshTrainingRun(instruments, full, candidate, MeshRun(mesh=Mesh(tensor=2, data=2), layers_per_stage=(5,),
+                        num_micro_batches=1), request)  # fmt: skip
+    except UnsupportedTrialError:
+        said["refused"] = (0.0, 0.0)
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    raise SystemExit(fork_ranks(partial(run_rank, folder=Path(sys.argv[1])), NUM_RANKS))

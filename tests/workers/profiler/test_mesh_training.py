@@ -1,0 +1,31 @@
+"""A whole model on a mesh of ranks has the loss and the gradients of one device, however it is spread."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.forked_ranks import run_ranks
+from tests.workers.profiler.mesh_ranks import CASES, NUM_RANKS
+
+Said = dict[str, tuple[float, float]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
+    folder = tmp_path_factory.mktemp("mesh")
+    run_ranks("tests.workers.profiler.mesh_ranks", folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_of_a_mesh_have_the_loss_and_gradients_of_one_device(found: list[Said], case: str) -> None:
+    for said in found[: CASES[case][0].num_devices]:
+        apart, worst = said[case]
+        assert apart < 1e-5
+        assert worst < 1e-4
+
+
+def test_a_norm_over_all_heads_is_refused_by_ranks_that_share_them(found: list[Said]) -> None:
+    assert all("refused" in said for said in found)

@@ -1,0 +1,265 @@
+"""Blocks that several ranks share, with tensor and sequence parallelism.
+
+Each rank has the blocks of one device of a mesh (see `explorer.cost_model.shards`), which are also timed by themselves.
+Between blocks a rank has 1 / size of each sequence. A block gathers its sequences behind its norm, and its partial
+results are summed and scattered (Korthikanti et al., 2022, arXiv:2205.05198). Embedding and head have a part of the
+vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from explorer.spec.model import ModelSpec
+from workers.profiler.failures import UnsupportedTrialError
+from workers.targets.reference.attention_block import AttentionBlock
+from workers.targets.reference.block import ResidualBlock
+from workers.targets.reference.embedding import Embedding
+from workers.targets.reference.ffn_block import DenseFFN
+from workers.targets.reference.head import Head
+
+# torch 2.13 has new names, and warns about the old ones.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
+"""Names of parameters that every rank has whole: norms, what follows a sum, routers, learned positions."""
+
+
+class TensorParallel:
+    """The ranks that share the blocks of a device mesh's stage, seen from one of them."""
+
+    def __init__(self, group: dist.ProcessGroup, model: ModelSpec) -> None:
+        """`model` is the whole model.
+
+        Raises:
+            UnsupportedTrialError: a norm spans all heads, so that no rank can compute it from its own.
+        """
+        if model.qk_norm == "full":
+            raise UnsupportedTrialError("queries and keys are normalised over all heads, of which a rank has a part")
+        self.group = group
+        self.size, self.rank = group.size(), group.rank()
+        self._vocab_size = model.vocab_size
+        self._share = -(-model.vocab_size // self.size)
+
+    def spread(self, block: ResidualBlock) -> None:
+        """Make a block take and return this rank's part of the sequences."""
+        block.norm = _Gathered(block.norm, self)
+        owner: nn.Module | None = None
+        if isinstance(block, AttentionBlock):
+            owner = block
+        elif isinstance(block, DenseFFN):
+            owner = block.mlp
+        bias = None if owner is None else owner.b_out
+        if owner is not None:
+            owner.b_out = None
+        block.reduce = _Reduced(self, bias)
+
+    def embed(self, embedding: Embedding) -> nn.Module:
+        """Return an embedding of this rank's part of the vocabulary, for all tokens."""
+        return _VocabularyEmbedding(embedding, self)
+
+    def lose(self, head: Head) -> None:
+        """Make a head with this rank's part of the vocabulary return the loss of all tokens."""
+        head.norm = _Gathered(head.norm, self)
+        chunk = head.loss.chunk_tokens if head.loss.kind == "chunked" else None
+
+        def loss(h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor) -> Tensor:
+            first, end = self.vocabulary
+            size = chunk or h_TD.shape[0]
+            found: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+                h_TD, weight_VD, bias_V, targets_T - first, end - first, size, self.group
+            )
+            return found
+
+        head.shared_loss = loss
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """The first token of this rank, and the end; the last rank may have fewer than others, and padding."""
+        first = min(self._vocab_size, self.rank * self._share)
+        return first, min(self._vocab_size, first + self._share)
+
+    def sum_gradients(self, module: nn.Module, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Sum the gradients of what every rank has whole: each has computed those of its heads or its tokens."""
+        found = [gradients[parameter] for parameter in whole_parameters(module) if parameter in gradients]
+        if not found:
+            return
+        flat = torch._utils._flatten_dense_tensors(found)
+        dist.all_reduce(flat, group=self.group)
+        torch._foreach_copy_(found, list(torch._utils._unflatten_dense_tensors(flat, found)))
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """Return whole sequences; the gradients are summed and scattered."""
+        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def reduce(self, x_BSD: Tensor) -> Tensor:
+        """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
+        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def gathered(self, x_BSD: Tensor) -> Tensor:
+        """Gather without a graph."""
+        out_NBSD = x_BSD.new_empty((self.size, *x_BSD.shape))
+        _gather(out_NBSD.view(-1), x_BSD.contiguous().view(-1), group=self.group)
+        return out_NBSD.transpose(0, 1).flatten(1, 2)
+
+    def reduced(self, x_BSD: Tensor) -> Tensor:
+        """Sum and scatter without a graph."""
+        parts_NBSD = x_BSD.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        out_BSD = torch.empty_like(parts_NBSD[0])
+        _scatter(out_BSD.view(-1), parts_NBSD.view(-1), group=self.group)
+        return out_BSD
+
+
+def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that every rank has whole."""
+    for name, parameter in module.named_parameters():
+        if name.rsplit(".", 1)[-1] in WHOLE:
+            yield parameter
+
+
+class _Gathered(nn.Module):
+    """A norm of this rank's tokens, gathered to whole sequences."""
+
+    def __init__(self, norm: nn.Module, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.norm, self._ranks = norm, ranks
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self._ranks.gather(self.norm(x_BSD))
+
+
+class _Reduced(nn.Module):
+    """The sum of partial results; the bias is added to it once."""
+
+    def __init__(self, ranks: TensorParallel, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.bias, self._ranks = bias, ranks
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        out = self._ranks.reduce(x_BSD)
+        return out if self.bias is None else out + self.bias
+
+
+class _VocabularyEmbedding(nn.Module):
+    def __init__(self, embedding: Embedding, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.w_tokens, self.w_positions = embedding.w_tokens, embedding.w_positions
+        self._ranks = ranks
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        first, end = self._ranks.vocabulary
+        is_own_BS = (tokens_BS >= first) & (tokens_BS < end)
+        x_BSD = F.embedding(torch.where(is_own_BS, tokens_BS - first, 0), self.w_tokens)
+        x_BSD = self._ranks.reduce(x_BSD * is_own_BS.unsqueeze(-1))
+        if self.w_positions is None:
+            return x_BSD
+        begin = self._ranks.rank * x_BSD.shape[1]
+        return x_BSD + self.w_positions[begin : begin + x_BSD.shape[1]]
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, ranks: TensorParallel) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gathered(x_BSD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.reduced(grad), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, ranks: TensorParallel) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.reduced(x_BSD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gathered(grad), None
+
+
+class _VocabularyLoss(Function):
+    """The mean cross entropy of logits whose vocabulary is spread over ranks, chunk by chunk of the tokens.
+
+    As in `bexp.kernels.loss`, gradients are computed while a chunk's logits exist, and scaled in backward. Those of the
+    hidden states are this rank's part of a sum. `targets_T` count from this rank's first token, so that other ranks'
+    are negative or too large; logits from `num_valid` on are padding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        num_valid: int,
+        chunk_tokens: int,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        grad_h, grad_weight = torch.empty_like(h_TD), torch.zeros_like(weight_VD)
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=h_TD.device)
+        for start in range(0, h_TD.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = F.linear(h_TD[part], weight_VD, bias_V)
+            losses, probabilities = _shared_losses(logits, targets_T[part], num_valid, group)
+            total += losses
+            grad_logits = logits.copy_(probabilities)
+            torch.mm(grad_logits, weight_VD, out=grad_h[part])
+            grad_weight.addmm_(grad_logits.t(), h_TD[part])
+            if grad_bias is not None:
+                grad_bias += probabilities.sum(dim=0)
+            del logits, grad_logits, probabilities
+        ctx.num_tokens, ctx.dtype = h_TD.shape[0], None if bias_V is None else bias_V.dtype
+        ctx.gradients = (grad_h, grad_weight, grad_bias)
+        return total / h_TD.shape[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_h, grad_weight, grad_bias = ctx.gradients
+        ctx.gradients = None
+        scale = grad / ctx.num_tokens
+        for gradient in (grad_h, grad_weight, grad_bias):
+            if gradient is not None:
+                gradient.mul_(scale)
+        return grad_h, grad_weight, None if grad_bias is None else grad_bias.to(ctx.dtype), *(None,) * 4
+
+
+def _shared_losses(
+    logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return a chunk's summed loss over all ranks' vocabularies, and the gradient of this rank's logits in float32.
+
+    Logits in float32 are overwritten.
+    """
+    scores_TV = logits_TV.float()
+    scores_TV[:, num_valid:] = -torch.inf
+    highest_T = scores_TV.amax(dim=1)
+    dist.all_reduce(highest_T, dist.ReduceOp.MAX, group=group)
+    scores_TV.sub_(highest_T.unsqueeze(1))
+    is_own_T = (targets_T >= 0) & (targets_T < num_valid)
+    index_T1 = torch.where(is_own_T, targets_T, 0).unsqueeze(1)
+    own_T = scores_TV.gather(1, index_T1).squeeze(1).masked_fill(~is_own_T, 0.0)
+    exponents_TV = scores_TV.exp_()
+    sums_2T = torch.stack((exponents_TV.sum(dim=1), own_T))
+    dist.all_reduce(sums_2T, group=group)
+    denominators_T, scores_T = sums_2T
+    gradient_TV = exponents_TV.div_(denominators_T.unsqueeze(1))
+    gradient_TV.scatter_add_(1, index_T1, -is_own_T.to(gradient_TV.dtype).unsqueeze(1))
+    return (denominators_T.log() - scores_T).sum(), gradient_TV
