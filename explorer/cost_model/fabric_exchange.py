@@ -7,6 +7,7 @@ as Megatron-Core and torchtitan number them. A group of `size` devices lies `str
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +22,8 @@ class Link(StrEnum):
 
     INTRA_NODE = "intra_node"
     INTER_NODE = "inter_node"
+    DEVICES = "devices"
+    """Whatever links the devices of a worker, on which exchanges were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,23 @@ class Group:
     stride: int
 
 
-class Fabric:
+class Exchanges(ABC):
+    """The seconds of exchanges."""
+
+    @abstractmethod
+    def gather(self, size_bytes: float, group: Group) -> Transfer:
+        """Return an all-gather, or a reduce-scatter, after which a device has had `size_bytes` in all."""
+
+    @abstractmethod
+    def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
+        """Return an exchange in which the busiest device sends or receives `size_bytes`, an equal part for each."""
+
+    @abstractmethod
+    def send(self, size_bytes: float, ranks: Group) -> Transfer:
+        """Return what a rank of a pipeline sends to the next; the slowest pair of ranks counts."""
+
+
+class Fabric(Exchanges):
     """The exchanges of a described machine."""
 
     def __init__(self, spec: FabricSpec) -> None:

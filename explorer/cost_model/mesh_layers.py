@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute
-from explorer.cost_model.fabric_exchange import Fabric, Group, Transfer
+from explorer.cost_model.fabric_exchange import Exchanges, Group, Transfer
 from explorer.cost_model.parameters import (
     count_attention,
     count_dense_ffn,
@@ -78,11 +78,10 @@ class MeshBlocks:
 class MeshDecomposer:
     """Splits the candidates of a plan into blocks; equal components of different meshes are measured once."""
 
-    def __init__(self, model: ModelSpec, request: ExplorationRequest) -> None:
-        assert request.fabric is not None, "a plan has a fabric"
+    def __init__(self, model: ModelSpec, request: ExplorationRequest, exchanges: Exchanges) -> None:
         self._model = model
         self._request = request
-        self.fabric = Fabric(request.fabric)
+        self.fabric = exchanges
         self._known: dict[tuple[object, ...], MeshBlocks] = {}
         self._shards: dict[int, ModelSpec] = {}
 

@@ -20,6 +20,7 @@ from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from explorer.cost_model.pipeline_balance import balance_layers
 from explorer.cost_model.step import MemoryParts
+from explorer.records.plan import MeshRun
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -75,21 +76,22 @@ class MeshComposer:
         self._optimizer = optimizer
         self._costs: Costs | None = None
         self._known: dict[tuple[object, ...], LayerCosts] = {}
-        self._balanced: dict[tuple[int, int], tuple[tuple[int, ...], list[Counter[Sort]]]] = {}
+        self._balanced: dict[tuple[object, ...], tuple[tuple[int, ...], list[Counter[Sort]]]] = {}
         self._optimizer_parameters = count_parameters(decompose.shard(optimizer.tensor_parallel_size))
 
     def components(self, found: MeshCandidate) -> tuple[Component, ...]:
         """Return what a candidate's step is made of; the optimizer is the same for all of them."""
         return (*self._decompose(found).components, self._optimizer)
 
-    def step(self, found: MeshCandidate, costs: Costs, *, simulate: bool) -> MeshStep:
-        """Return the step of a candidate.
+    def step(self, found: MeshCandidate, costs: Costs, *, simulate: bool, run: MeshRun | None = None) -> MeshStep:
+        """Return the step of a candidate; with `run`, with its layers of each stage, and its number of
+        micro-batches.
 
         Without `simulate` the pipeline's time and memory are those of its closed forms, with the slowest rank's pace.
         """
         mesh, candidate = found.mesh, found.candidate
         layers = self._layers(found, costs)
-        counts, stage_sorts = self._balance(mesh, layers)
+        counts, stage_sorts = self._balance(mesh, layers, None if run is None else run.layers_per_stage)
         hidden = self._decompose.hidden_bytes(candidate)
         sent = self._fabric.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
         shard = self._decompose.shard(mesh.tensor)
@@ -99,7 +101,10 @@ class MeshComposer:
         parts = [layers.parts(sorts, stage, mesh.num_stages) for stage, sorts in enumerate(stage_sorts)]
         stages = [_stage(each, sent) for each in parts]
         exchanges = sum(count * part.exchange for each in parts for part, count in each)
-        number = self._request.batch_size // (mesh.data * candidate.micro_batch_size)
+        batch = self._request.batch_size
+        if run is not None:
+            batch = run.num_micro_batches * mesh.data * candidate.micro_batch_size
+        number = batch // (mesh.data * candidate.micro_batch_size)
         ranks = range(mesh.pipeline)
         # The rank with the most parameters exchanges and updates longest.
         held = [HeldParameters.of_rank(_each(each_stage, r, mesh)) for r in ranks]
@@ -107,9 +112,9 @@ class MeshComposer:
         always, once, link = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
         update = self._optimizer_seconds(mesh, held[last], costs)
         stages = [_slower(stage, always / mesh.virtual_stages) for stage in stages]
-        seconds, run = self._run(stages, mesh, number, simulate=simulate)
+        seconds, simulated = self._run(stages, mesh, number, simulate=simulate)
         step = seconds + once + update
-        memory, fullest = self._memory(mesh, stages, held, run, number)
+        memory, fullest = self._memory(mesh, stages, held, simulated, number)
         loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
         slowest = max(ranks, key=lambda r: loads[r])
         exchanged = number * exchanges + mesh.pipeline * (number * always + once)
@@ -117,7 +122,7 @@ class MeshComposer:
         every = mesh.pipeline * step
         return MeshStep(
             seconds=step,
-            tokens_per_second=self._request.batch_size * self._model.seq_length / (mesh.num_devices * step),
+            tokens_per_second=batch * self._model.seq_length / (mesh.num_devices * step),
             micro_step_seconds=loads[slowest] / number,
             optimizer_seconds=update,
             communication_seconds=once + number * always,
@@ -130,7 +135,7 @@ class MeshComposer:
             layers=counts,
             makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), update, seconds, step),
             exact=simulate or mesh.pipeline == 1,
-            run=run,
+            run=simulated,
         )
 
     def _run(
@@ -162,11 +167,13 @@ class MeshComposer:
             self._known[key] = LayerCosts(blocks, by_sort, embedding, head)
         return self._known[key]
 
-    def _balance(self, mesh: Mesh, layers: LayerCosts) -> tuple[tuple[int, ...], list[Counter[Sort]]]:
+    def _balance(
+        self, mesh: Mesh, layers: LayerCosts, given: tuple[int, ...] | None
+    ) -> tuple[tuple[int, ...], list[Counter[Sort]]]:
         """Return how many layers each stage has, and how many of each sort."""
-        key = (id(layers), mesh.num_stages)
+        key = (id(layers), given or mesh.num_stages)
         if key not in self._balanced:
-            counts = balance_layers(
+            counts = given or balance_layers(
                 [layers.by_sort[sort].seconds for sort in layers.blocks.layers],
                 mesh.num_stages,
                 first=layers.embedding.seconds,

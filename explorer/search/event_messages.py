@@ -123,15 +123,16 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
 
 
 def whole_model_event(
-    trial: Trial, check: WholeModelCheck | None, probability_better: float | None = None
+    trial: Trial, check: WholeModelCheck | None, probability_better: float | None = None, *, mesh: str | None = None
 ) -> EventDraft:
     """Return the event of a whole-model run of the recommended candidate or of its runner-up.
 
     `check` is null if the run failed. `probability_better` is null for the recommended candidate. For the runner-up it
-    is the probability, before the run, that it is better than the recommended candidate.
+    is the probability, before the run, that it is better than the recommended candidate. `mesh` describes the devices,
+    if they form one.
     """
     measurement = trial.measurement
-    what = f"Whole model with {trial.candidate.describe()}"
+    what = f"Whole model with {'' if mesh is None else mesh + ' '}{trial.candidate.describe()}"
     data: dict[str, Any] = {
         "trial": trial.number,
         "candidate": trial.candidate.model_dump(mode="json"),

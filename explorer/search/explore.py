@@ -56,7 +56,7 @@ def explore(
         answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
         yield Progress(events=(end_event(answer),), answer=answer)
         return
-    if request.is_plan:
+    if request.has_mesh:
         yield from explore_plan(request, report, measure, history=history, clock=clock)
         return
     models, executor = explored_models(request, report), executor_of(measure)

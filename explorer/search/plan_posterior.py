@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,33 @@ from explorer.cost_model.mesh_step import MeshStep
 NUM_SAMPLES = 512
 DESCRIBED_ERROR = 0.25
 """Expected relative error of exchanges over a link that is described."""
+MEASURED_ERROR = 0.05
+"""The same over devices whose exchanges were measured by themselves."""
+LINK_ERRORS = {Link.INTRA_NODE: DESCRIBED_ERROR, Link.INTER_NODE: DESCRIBED_ERROR, Link.DEVICES: MEASURED_ERROR}
 COMPOSITION_ERROR = 0.01
 """Expected relative error of a candidate's composed step, beside those of its parts."""
 
 Floats = npt.NDArray[np.float64]
 
 
-def sample_throughput(steps: Sequence[MeshStep], error: Callable[[Component], float], seed: int) -> Floats:
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The seconds to expect of a step over those that it composes to, and the relative error of that.
+
+    `is_own` says that a whole model of this very candidate tells it, so that the errors of its parts do not matter.
+    """
+
+    factor: float = 1.0
+    error: float = COMPOSITION_ERROR
+    is_own: bool = False
+
+
+def sample_throughput(
+    steps: Sequence[MeshStep],
+    error: Callable[[Component], float],
+    seed: int,
+    expected: Sequence[Expected] | None = None,
+) -> Floats:
     """Return samples of the tokens/s of each step, shape (samples, steps).
 
     The errors of a component or a link are common to all steps that contain it. A step's seconds are taken as linear in
@@ -33,12 +54,16 @@ def sample_throughput(steps: Sequence[MeshStep], error: Callable[[Component], fl
     for i, step in enumerate(steps):
         for part, share in step.makeup.items():
             shares_SP[i, place[part]] = share
-    errors_P = np.array([DESCRIBED_ERROR if isinstance(part, Link) else error(part) for part in parts])
+    errors_P = np.array([LINK_ERRORS[part] if isinstance(part, Link) else error(part) for part in parts])
     factors_NP = np.exp(errors_P * np.stack([_noise(part, seed) for part in parts], axis=1))
     rng = np.random.default_rng(seed)
-    composed_NS = np.exp(COMPOSITION_ERROR * rng.standard_normal((NUM_SAMPLES, len(steps))))
-    rates_S = np.array([step.tokens_per_second for step in steps])
-    return np.asarray(rates_S / (factors_NP @ shares_SP.T * composed_NS))
+    known = [Expected() for _ in steps] if expected is None else expected
+    errors_S = np.array([one.error for one in known])
+    composed_NS = np.exp(errors_S * rng.standard_normal((NUM_SAMPLES, len(steps))))
+    rates_S = np.array([step.tokens_per_second / one.factor for step, one in zip(steps, known, strict=True)])
+    own_S = np.array([one.is_own for one in known])
+    parts_NS = np.where(own_S, 1.0, factors_NP @ shares_SP.T)
+    return np.asarray(rates_S / (parts_NS * composed_NS))
 
 
 def confidence_in(best: int, samples_NS: Floats, tolerance: float) -> float:

@@ -14,13 +14,18 @@ from explorer.cost_model.pipeline_picture import draw_pipeline
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import DividingCandidate, Recommendation
 from explorer.search.candidate_posterior import confidence_score
+from explorer.search.mesh_check import MeshChecks
 from explorer.search.plan_space import PlanSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule
 
 MOST_ALTERNATIVES = 5
-LINK_NAMES = {Link.INTRA_NODE: "exchange within a node", Link.INTER_NODE: "exchange between nodes"}
+LINK_NAMES = {
+    Link.INTRA_NODE: "exchange within a node",
+    Link.INTER_NODE: "exchange between nodes",
+    Link.DEVICES: "exchange between devices",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ def recommend_plan(
     best: int,
     base: MeshCandidate,
     confidence: float,
+    checks: MeshChecks,
 ) -> Recommendation:
     """Return everything that is known about the best candidate.
 
@@ -48,6 +54,9 @@ def recommend_plan(
     found, step = one.found, one.step
     candidate, plain = (_with_sharding(each) for each in (found, base))
     base_step = space.step(base, simulate=True)
+    scale, check = 1.0 / checks.expected(found).factor, checks.of(found)
+    tokens_per_second = scale * step.tokens_per_second
+    base_tokens_per_second = base_step.tokens_per_second / checks.expected(base).factor
     parts = plan_parts(space, step)
     measured = sum(part.share for part in parts if part.source == "measured")
     score = min(confidence_score(confidence), math.floor(100 * measured))
@@ -56,7 +65,7 @@ def recommend_plan(
         mesh=found.mesh,
         base_mesh=base.mesh,
         num_micro_batches=step.num_micro_batches,
-        tokens_per_second=step.tokens_per_second * found.mesh.num_devices,
+        tokens_per_second=tokens_per_second * found.mesh.num_devices,
         compute_share=min(1.0, step.compute_share),
         exchange_share=min(1.0, step.exchange_share),
         bubble_share=min(1.0, step.bubble_share),
@@ -64,16 +73,16 @@ def recommend_plan(
         layers_per_stage=step.layers,
         fullest_rank=step.fullest_rank,
         parts=parts,
-        alternatives=_alternatives(ranked, best),
+        alternatives=_alternatives(ranked, best, checks),
         picture=_picture(step),
     )
     return Recommendation(
         candidate=candidate,
         base=plain,
-        tokens_per_second=step.tokens_per_second,
-        performance=step.tokens_per_second / base_step.tokens_per_second,
+        tokens_per_second=tokens_per_second,
+        performance=tokens_per_second / base_tokens_per_second,
         confidence=score,
-        step_seconds=step.seconds,
+        step_seconds=step.seconds / scale,
         micro_step_seconds=step.micro_step_seconds,
         optimizer_seconds=step.optimizer_seconds,
         communication_seconds=step.communication_seconds,
@@ -83,19 +92,21 @@ def recommend_plan(
         required_bytes=required,
         memory_limit_bytes=space.limit_bytes,
         memory=step.memory,
-        notes=_notes(space, report, found.mesh, score),
+        notes=_notes(space, report, found.mesh, score, has_run=check is not None),
         dividing=DividingCandidate(
             candidate=candidate,
             grad_accum_steps=step.num_micro_batches,
-            tokens_per_second=step.tokens_per_second,
+            tokens_per_second=tokens_per_second,
             loss=0.0,
             confidence=score,
-            step_seconds=step.seconds,
+            step_seconds=step.seconds / scale,
             peak_bytes=step.memory.total,
             required_bytes=required,
         ),
         headroom=request.headroom,
         composed_tokens_per_second=step.tokens_per_second,
+        whole_model=check,
+        runner_up=checks.runner_up_of(found),
         plan=plan,
     )
 
@@ -114,7 +125,8 @@ def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
             source = "measured" if part in space.measured else "predicted"
             found.append(PlanPart.model_validate({"name": part.key, "share": share, "source": source}))
         elif share > 0:
-            found.append(PlanPart(name=LINK_NAMES[part], share=share, source="described"))
+            source = "measured" if part is Link.DEVICES else "described"
+            found.append(PlanPart.model_validate({"name": LINK_NAMES[part], "share": share, "source": source}))
     return tuple(found)
 
 
@@ -125,10 +137,14 @@ def _picture(step: MeshStep) -> PipelinePicture | None:
     return PipelinePicture(seconds=drawn.seconds, ranks=tuple(drawn.lines), lines=tuple(drawn.lines.values()))
 
 
-def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlternative, ...]:
+def _alternatives(ranked: Sequence[RankedCandidate], best: int, checks: MeshChecks) -> tuple[MeshAlternative, ...]:
     """Return the best candidate of each of the next meshes."""
     chosen: dict[Mesh, RankedCandidate] = {}
     own = ranked[best]
+
+    def rate(one: RankedCandidate) -> float:
+        return one.step.tokens_per_second / checks.expected(one.found).factor
+
     for one in ranked:
         if one.found.mesh != own.found.mesh and len(chosen) < MOST_ALTERNATIVES:
             chosen.setdefault(one.found.mesh, one)
@@ -136,20 +152,24 @@ def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlt
         MeshAlternative(
             mesh=mesh,
             candidate=one.found.candidate,
-            tokens_per_second=one.step.tokens_per_second,
-            gain=own.step.tokens_per_second / one.step.tokens_per_second,
+            tokens_per_second=rate(one),
+            gain=rate(own) / rate(one),
             predicted=not one.known,
         )
         for mesh, one in chosen.items()
     )
 
 
-def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tuple[str, ...]:
+def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int, *, has_run: bool) -> tuple[str, ...]:
     number, device = space.request.num_devices, report.hardware.device_name
-    notes = [
-        f"a plan for {number:,} devices, whose blocks were measured on one {device}; what devices exchange follows "
-        "from the fabric of the request, and no whole model has run"
-    ]
+    if space.request.is_mesh:
+        checked = "it was run whole on them" if has_run else "it was not run whole"
+        notes = [f"blocks and exchanges were measured on {number} x {device}; {checked}"]
+    else:
+        notes = [
+            f"a plan for {number:,} devices, whose blocks were measured on one {device}; what devices exchange "
+            "follows from the fabric of the request, and no whole model has run"
+        ]
     if mesh.tensor > 1:
         notes.append(
             "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"

@@ -1,7 +1,8 @@
-"""The search of a plan: which mesh, and how each device runs its share, for a machine that is described.
+"""The search for a mesh, and how each of its devices runs its share, for a machine that is described or there.
 
 The space is searched in stages. Formulas rank the meshes, then the candidates of the best meshes, and those that remain
-are measured block by block, the most promising first. Meshes share most of their blocks.
+are measured block by block, the most promising first. Meshes share most of their blocks. If the worker has the devices,
+what they exchange is measured first, and the best candidates run as whole models in the end.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from explorer.cost_model.search_space import EmptySpaceError
 from explorer.cost_model.step import GIB
 from explorer.records.event import EventCode, EventDraft, Progress, recommendation_event, render_message
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
+from explorer.records.plan import MeshRun
 from explorer.records.recommendation import Answer, Recommendation, Relaxation, VariantAnswer
 from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from explorer.search.event_messages import end_event, size_text
+from explorer.search.event_messages import end_event, size_text, whole_model_event
 from explorer.search.history import TrialHistory
+from explorer.search.mesh_check import MeshChecks
 from explorer.search.plan_posterior import confidence_in, sample_throughput
 from explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
 from explorer.search.plan_report import RankedCandidate, recommend_plan
@@ -107,6 +110,8 @@ class PlanSearch:
         self._is_resumed = bool(history)
         for trial in history:
             self._learn(trial.measurement)
+        self._checks = MeshChecks(space)
+        self._checks.learn(history)
         self._last_message = ""
         self._smallest = 0
         self.remedies: tuple[Relaxation, ...] = ()
@@ -121,6 +126,9 @@ class PlanSearch:
     def run(self) -> Generator[Progress, None, Recommendation | None]:
         """Measure until the confidence target or the budget is reached; returns the recommendation."""
         started = self._clock()
+        exchanges = [c for c in self._space.exchanges if c not in self._space.measured]
+        if exchanges and self._space.candidates:
+            yield self._measure_exchanges(exchanges)
         pool = self._screen()
         base = min(pool, key=_plainness, default=None)
         if not self._is_resumed:
@@ -141,7 +149,24 @@ class PlanSearch:
                 break
             pool = [*self._screen(), base]  # with what is known now
             ranking = self._rank(pool)
+        if self._space.request.is_mesh:
+            ranking = yield from self._run_whole_models(ranking, pool, base)
         return self._recommend(ranking, base)
+
+    def _run_whole_models(
+        self, ranking: Ranking, pool: Sequence[MeshCandidate], base: MeshCandidate
+    ) -> Generator[Progress, None, Ranking]:
+        """Run the recommended candidate whole, and others that may be better."""
+        while ranking.best is not None:
+            known = [i for i, one in enumerate(ranking.ranked) if one.known and one.step.exact]
+            found = [ranking.ranked[i].found for i in known]
+            best = ranking.ranked[ranking.best].found
+            wanted = self._checks.next(found, best, [ranking.chances[i] for i in known])
+            if wanted is None or (wanted != best and self._is_spent()):
+                break
+            chance = None if wanted == best else ranking.chances[known[found.index(wanted)]]
+            ranking = yield from self._run_whole(wanted, chance, pool, base)
+        return ranking
 
     def _measure_likely(
         self, ranking: Ranking, pool: Sequence[MeshCandidate], base: MeshCandidate
@@ -198,10 +223,12 @@ class PlanSearch:
         """Rank the pool by what is known now; the pipelines of the fastest are simulated."""
         space = self._space
         estimated = [(each, space.step(each)) for each in pool if space.is_open(each)]
+        refuted, expected = self._checks.refuted, self._checks.expected
         ranked = [RankedCandidate(each, step, not space.missing(each)) for each, step in estimated]
+        ranked = [one for one in ranked if one.found not in refuted]
         while True:
             ranked = [one for one in ranked if self._least_bytes(one.found, one.step) <= space.limit_bytes]
-            ranked.sort(key=lambda one: -one.step.tokens_per_second)
+            ranked.sort(key=lambda one: -one.step.tokens_per_second / expected(one.found).factor)
             unsure = [i for i, one in enumerate(ranked[:SIMULATED]) if not one.step.exact]
             if not unsure:
                 break
@@ -211,7 +238,8 @@ class PlanSearch:
         best = next((i for i, one in enumerate(ranked) if one.known and one.step.exact), None)
         if not ranked:
             return Ranking((), None, 0.0, ())
-        samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed)
+        told = [expected(one.found) for one in ranked]
+        samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed, told)
         chances = np.bincount(samples.argmax(axis=1), minlength=len(ranked)) / len(samples)
         confidence = 0.0 if best is None else confidence_in(best, samples, space.request.tolerance)
         return Ranking(tuple(ranked), best, confidence, tuple(chances.tolist()))
@@ -247,14 +275,7 @@ class PlanSearch:
         space = self._space
         missing = space.missing(found)
         before = space.step(found)
-        plan = TrialPlan(
-            number=self._history.next_number,
-            kind=TrialKind.COMPONENTS,
-            model=space.request.model,
-            candidate=found.candidate,
-            components=missing,
-            timeout_seconds=space.request.budget.trial_timeout_seconds,
-        )
+        plan = self._plan(found, missing)
         started = self._clock()
         measurement = judge(self._executor(plan))
         measured = self._clock()
@@ -274,15 +295,74 @@ class PlanSearch:
             seconds=measured - started,
         )
         self._history.add(trial)
-        events = [_trial_event(trial, found, len(missing))]
+        yield self._progress(trial, [_trial_event(trial, found, len(missing))], ranking, base)
+        return ranking
+
+    def _run_whole(
+        self, found: MeshCandidate, chance: float | None, pool: Sequence[MeshCandidate], base: MeshCandidate
+    ) -> Generator[Progress, None, Ranking]:
+        """Run a whole model; returns the ranking with what it says."""
+        space = self._space
+        run = self._checks.run_of(found, space.step(found, simulate=True))
+        composed = space.step(found, simulate=True, run=run)
+        plan = self._plan(found, (), run)
+        started = self._clock()
+        measurement = judge(self._executor(plan))
+        seconds = self._clock() - started
+        trial = Trial(
+            number=plan.number,
+            kind=plan.kind,
+            measurement=measurement,
+            predicted_peak_bytes=composed.memory.total,
+            predicted_tokens_per_second=composed.tokens_per_second,
+            seconds=seconds,
+            mesh_run=run,
+        )
+        self._checks.learn((trial,))
+        check = self._checks.of(found)
+        if check is not None:
+            figures = {
+                "tokens_per_second": check.tokens_per_second,
+                "measured_peak_bytes": check.measurement.peak_bytes,
+            }
+            trial = trial.model_copy(update=figures)
+        self._history.add(trial)
+        ranking = self._rank(pool)
+        event = whole_model_event(trial, check, chance, mesh=found.mesh.describe())
+        yield self._progress(trial, [event], ranking, base)
+        return ranking
+
+    def _measure_exchanges(self, wanted: Sequence[Component]) -> Progress:
+        """Measure what the devices exchange; what fails keeps its assumed rate."""
+        plan = self._plan(min(self._space.candidates, key=_plainness), tuple(wanted))
+        started = self._clock()
+        measurement = judge(self._executor(plan))
+        self._learn(measurement)
+        trial = Trial(number=plan.number, kind=plan.kind, measurement=measurement, seconds=self._clock() - started)
+        self._history.add(trial)
+        return Progress(events=(_exchange_event(trial, len(wanted)),), trial=trial)
+
+    def _plan(self, found: MeshCandidate, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialPlan:
+        request = self._space.request
+        return TrialPlan(
+            number=self._history.next_number,
+            kind=TrialKind.COMPONENTS if run is None else TrialKind.WHOLE_MODEL,
+            model=request.model,
+            candidate=found.candidate,
+            components=components,
+            timeout_seconds=request.budget.trial_timeout_seconds,
+            num_processes=request.num_devices if request.is_mesh else 1,
+            mesh_run=run,
+        )
+
+    def _progress(self, trial: Trial, events: list[EventDraft], ranking: Ranking, base: MeshCandidate) -> Progress:
         recommended = self._recommend(ranking, base)
         if recommended is not None:
             event = recommendation_event(recommended)
             if render_message(event) != self._last_message:
                 self._last_message = render_message(event)
                 events.append(event)
-        yield Progress(events=tuple(events), trial=trial, recommendation=recommended)
-        return ranking
+        return Progress(events=tuple(events), trial=trial, recommendation=recommended)
 
     def _learn(self, measurement: Measurement) -> None:
         self._space.learn(measurement.components)
@@ -303,16 +383,19 @@ class PlanSearch:
                 failure = next(iter(self._space.failed.values()))
                 self.reason = f"no mesh could be measured whole; a block failed with {failure}"
             return None
-        return recommend_plan(self._space, self._report, ranking.ranked, ranking.best, base, ranking.confidence)
+        return recommend_plan(
+            self._space, self._report, ranking.ranked, ranking.best, base, ranking.confidence, self._checks
+        )
 
     def _begin(self, number: int, base: MeshCandidate | None) -> Progress:
         request, limit = self._space.request, self._space.limit_bytes / GIB
+        devices = "devices" if request.is_mesh else "described devices"
         summary = self._space.summarize()
         space = EventDraft(
             code=EventCode.SPACE,
             message=(
                 f"{request.model.name}: {count_parameters(request.model):,} parameters on {request.num_devices:,} "
-                f"described devices, {summary['num_meshes']} meshes, {summary['num_candidates']} candidates; the best "
+                f"{devices}, {summary['num_meshes']} meshes, {summary['num_candidates']} candidates; the best "
                 f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
             ),
             data={**summary, "memory_limit_bytes": self._space.limit_bytes},
@@ -332,6 +415,30 @@ def _plainness(found: MeshCandidate) -> tuple[int, ...]:
     mesh, candidate = found.mesh, found.candidate
     parallel = mesh.tensor * mesh.pipeline * mesh.expert
     return parallel, mesh.sharding.level, mesh.virtual_stages, candidate.recompute.rank[0], candidate.micro_batch_size
+
+
+def _exchange_event(trial: Trial, number: int) -> EventDraft:
+    measurement = trial.measurement
+    data = {"trial": trial.number, "outcome": measurement.outcome.value}
+    if measurement.outcome is not Outcome.OK:
+        reason = measurement.reason or "no reason given"
+        message = f"What devices exchange could not be measured, and is assumed: {measurement.outcome}: {reason}"
+        return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": reason})
+    rates = [
+        f"{each.component.exchange.operation} {each.component.exchange.num_bytes / each.device_seconds / 1e9:.1f}"
+        for each in measurement.components
+        if each.component.exchange is not None and each.device_seconds
+        if each.component.exchange.num_bytes == max(_exchanged_bytes(measurement))
+    ]
+    message = (
+        f"Trial {trial.number}: what devices exchange, {number} measurements in {trial.seconds:.1f} s; "
+        f"GB/s of the largest: {', '.join(rates)}"
+    )
+    return EventDraft(code=EventCode.TRIAL, message=message, data=data)
+
+
+def _exchanged_bytes(measurement: Measurement) -> list[int]:
+    return [each.component.exchange.num_bytes for each in measurement.components if each.component.exchange]
 
 
 def _trial_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:

@@ -10,6 +10,8 @@ from typing import Any
 
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.fabric_exchange import Exchanges, Fabric
+from explorer.cost_model.measured_exchange import MeasuredExchanges, exchange_components
 from explorer.cost_model.mesh_costs import BlockCost
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
 from explorer.cost_model.mesh_step import MeshComposer, MeshStep
@@ -18,6 +20,7 @@ from explorer.cost_model.search_space import usable_backends
 from explorer.cost_model.shards import shard_of
 from explorer.cost_model.step import memory_limit, required_bytes
 from explorer.records.measurement import ComponentMeasurement
+from explorer.records.plan import MeshRun
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule, legal_meshes
@@ -84,18 +87,35 @@ class PlanSpace:
         self.hardware = report.hardware
         self.limit_bytes = memory_limit(request, report.hardware)
         self.candidates = plan_candidates(request, report)
-        sizes = tuple({found.mesh.tensor for found in self.candidates})
-        self._decompose = MeshDecomposer(request.model, request)
-        optimizer, bandwidth = optimizer_component(sizes), report.hardware.memory_bandwidth_bytes_per_second
-        self.composer = MeshComposer(request.model, request, self._decompose, optimizer, bandwidth)
+        self.exchanges = exchange_components(request, self._meshes) if request.is_mesh else ()
         self.measured: dict[Component, ComponentMeasurement] = {}
         self.failed: dict[Component, str] = {}
         self._predicted: dict[Component, BlockCost] = {}
         self._costs = _CostTable(self)
+        self.composer = self._compose()
+
+    def _compose(self) -> MeshComposer:
+        """Return a composer with the exchanges that are described, or measured until now."""
+        request, sizes = self.request, tuple({mesh.tensor for mesh in self._meshes})
+        exchanges: Exchanges
+        if request.fabric is not None:
+            exchanges = Fabric(request.fabric)
+        else:
+            exchanges = MeasuredExchanges(self.measured.values(), self.hardware.device_kind)
+        decompose = MeshDecomposer(request.model, request, exchanges)
+        bandwidth = self.hardware.memory_bandwidth_bytes_per_second
+        return MeshComposer(request.model, request, decompose, optimizer_component(sizes), bandwidth)
+
+    @property
+    def _meshes(self) -> set[Mesh]:
+        return {found.mesh for found in self.candidates}
 
     def learn(self, found: Iterable[ComponentMeasurement]) -> None:
         """Take in what a trial measured."""
-        self.measured |= {each.component: each for each in found if each.contamination is None}
+        new = {each.component: each for each in found if each.contamination is None}
+        self.measured |= new
+        if any(component.exchange is not None for component in new):
+            self.composer = self._compose()
         self._costs = _CostTable(self)
 
     def missing(self, found: MeshCandidate) -> tuple[Component, ...]:
@@ -106,9 +126,9 @@ class PlanSpace:
         """Return whether no component of a candidate has failed."""
         return not any(component in self.failed for component in self.composer.components(found))
 
-    def step(self, found: MeshCandidate, *, simulate: bool = False) -> MeshStep:
-        """Compose the step of a candidate from what is known now."""
-        return self.composer.step(found, self._costs, simulate=simulate)
+    def step(self, found: MeshCandidate, *, simulate: bool = False, run: MeshRun | None = None) -> MeshStep:
+        """Compose the step of a candidate from what is known now; `run` is that of a whole model."""
+        return self.composer.step(found, self._costs, simulate=simulate, run=run)
 
     def predicted_step(self, found: MeshCandidate) -> MeshStep:
         """Compose the step of a candidate from formulas alone."""
@@ -147,7 +167,7 @@ class PlanSpace:
 
     def summarize(self) -> dict[str, Any]:
         """Return the values of each dimension, as stored with the job."""
-        meshes = {found.mesh for found in self.candidates}
+        meshes = self._meshes
 
         def values(name: str, of: Iterable[Mesh | Candidate]) -> list[Any]:
             return sorted({getattr(one, name) for one in of}, key=lambda value: (value is not None, value))
@@ -173,6 +193,8 @@ class _CostTable(dict[Component, BlockCost]):
         self._space = space
         self._corrections: dict[ComponentKind, list[_Correction]] = {}
         for component, found in space.measured.items():
+            if component.exchange is not None:
+                continue
             expected = space.predicted(component)
             taken = max(found.device_seconds, found.host_seconds)
             slower = taken / max(expected.device_seconds, expected.host_seconds)

@@ -39,7 +39,7 @@ class Schedule(StrEnum):
 class ParallelismSpec(Frozen):
     """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
 
-    `tensor`, `pipeline`, `virtual_stages`, `schedule` and `expert` belong to plans, which are requests with a `fabric`.
+    With a `fabric` the devices are described, and the request is a plan. Without one, the worker has all of them.
     `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
     that they are null in a stored one.
     """
@@ -115,7 +115,7 @@ def named_sizes(asked: Sizes) -> tuple[int, ...] | None:
 
 
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
-    """Return the meshes that a plan admits, without regard to memory, those of fewer devices a replica first.
+    """Return the meshes that a request admits, without regard to memory, those of fewer devices a replica first.
 
     Raises:
         RuleError: as of `check_meshes`.
@@ -124,8 +124,18 @@ def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
     return tuple(sorted(found, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
 
 
+def check_sizes(request: ExplorationRequest) -> None:
+    """Check each named size by itself.
+
+    Raises:
+        RuleError: the model or the devices do not admit one; it names the nearest sizes that they do.
+    """
+    for name in PLAN_SIZES:
+        _candidates(name, getattr(request.parallelism, name), request)
+
+
 def check_meshes(request: ExplorationRequest) -> None:
-    """Check that a plan admits a mesh; the time does not grow with the number of meshes.
+    """Check that a request admits a mesh; the time does not grow with the number of meshes.
 
     Raises:
         RuleError: a named size can be part of no mesh, or nothing is left; it names the nearest sizes that can.
@@ -178,6 +188,11 @@ def _meshes_of(
                 )
 
 
+def schedules_of(request: ExplorationRequest) -> tuple[Schedule, ...]:
+    """Return the schedules that a pipeline of the request may have; devices that are there run two of them."""
+    return tuple(Schedule) if request.is_plan else (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+
+
 def _schedules(
     request: ExplorationRequest, pipeline: int, data: int, virtual_sizes: tuple[int, ...]
 ) -> Iterator[tuple[Schedule | None, int]]:
@@ -186,7 +201,7 @@ def _schedules(
             yield None, 1
         return
     asked = request.parallelism.schedule
-    allowed = tuple(Schedule) if asked == "explore" else (asked,) if isinstance(asked, Schedule) else asked
+    allowed = schedules_of(request) if asked == "explore" else (asked,) if isinstance(asked, Schedule) else asked
     for schedule in allowed:
         if schedule is not Schedule.INTERLEAVED:
             if 1 in virtual_sizes:
@@ -238,8 +253,11 @@ def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | Non
     model = request.model
     if name == "virtual_stages":
         return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
-    if name == "expert" and size > 1 and model.moe is None:
-        return "needs a model with experts"
+    if name == "expert" and size > 1:
+        if model.moe is None:
+            return "needs a model with experts"
+        if not request.is_plan:
+            return "needs a fabric: only plans have expert parallelism so far"
     experts = 1 if model.moe is None else model.moe.num_experts
     if name == "expert" and size > experts:
         return f"exceeds num_experts ({experts})"

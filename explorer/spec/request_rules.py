@@ -13,7 +13,7 @@ from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute, check_number
 from explorer.spec.context_parallel import refuse_layout
 from explorer.spec.execution import Execution, Kernels
-from explorer.spec.mesh import check_meshes
+from explorer.spec.mesh import check_meshes, check_sizes, schedules_of
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 
@@ -206,12 +206,12 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
     for policy in request.recompute or ():
         if not policy.is_numbered:
             continue
-        if request.fabric is not None:
+        if request.has_mesh:
             raise RuleError(
-                f"recompute '{policy}' is not for plans: a pipeline cuts the layers into stages, and each has a number "
-                "of its own; the nearest policies are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
+                f"recompute '{policy}' is not for meshes: a pipeline cuts the layers into stages, and each has a "
+                "number of its own; the nearest policies are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
                 "recompute",
-                "fabric",
+                "parallelism",
             )
         if request.model is not None:
             try:
@@ -288,48 +288,56 @@ def check_query_groups(request: ExplorationRequest) -> None:
 
 def check_parallelism(request: ExplorationRequest) -> None:
     """A single device has no mesh."""
-    if request.parallelism.needs_mesh is not None:
-        check_meshes(request)
+    if request.parallelism.needs_mesh is None:
+        return
+    if request.model is None:
+        raise RuleError(f"a mesh of devices needs target '{BEXP}'", "parallelism", "target")
+    check_sizes(request)
 
 
-def check_plans_are_served(request: ExplorationRequest) -> None:
-    """No worker measures plans yet."""
-    raise RuleError("plans are not served yet", "fabric")
-
-
-def check_plan(request: ExplorationRequest) -> None:
-    """A plan is for the training of a model that is described, and uses nothing that its shards do not have."""
-    assert request.fabric is not None, "a plan has a fabric"
+def check_mesh(request: ExplorationRequest) -> None:
+    """A mesh is for the training of a model that is described, and uses nothing that its shards do not have."""
+    reason_field = "fabric" if request.is_plan else "parallelism"
     if request.target_name != BEXP or request.model is None:
-        raise RuleError(f"a plan, which is a request with a fabric, needs target '{BEXP}'", "fabric", "target")
+        whose = "a plan, which is a request with a fabric," if request.is_plan else "a mesh of devices"
+        raise RuleError(f"{whose} needs target '{BEXP}'", reason_field, "target")
     refused = (
-        (request.mode != "train", "mode", "a plan is for training"),
+        (request.mode != "train", "mode", "a mesh is for training"),
         (
             request.context_parallel.sizes != (1,),
             "context_parallel.sizes",
-            "plans have whole sequences on a device",
+            "a mesh has whole sequences on a device",
         ),
-        (request.execution is not Execution.EAGER, "execution", "plans measure eager execution"),
-        (request.num_query_groups is not None, "num_query_groups", "a plan is for one model"),
-        (bool(request.bta.enable or request.bta.tiles), "bta", "plans do not tile attention"),
-        (request.sampler != "bexp", "sampler", "plans have a search of their own"),
-        (request.prefer != "speed", "prefer", "plans recommend the fastest"),
+        (request.execution is not Execution.EAGER, "execution", "shards are measured in eager execution"),
+        (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
+        (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
+        (request.sampler != "bexp", "sampler", "meshes have a search of their own"),
+        (request.prefer != "speed", "prefer", "of meshes the fastest is recommended"),
         (
             request.base_micro_batch_size is not None,
             "base_micro_batch_size",
-            "the base of a plan is the smallest mesh that fits",
+            "the base is the smallest mesh that fits",
         ),
     )
     for wrong, field, reason in refused:
         if wrong:
-            raise RuleError(reason, field, "fabric")
-    request.fabric.check(request.num_devices)
+            raise RuleError(reason, field, reason_field)
+    if request.fabric is not None:
+        request.fabric.check(request.num_devices)
+        return
+    asked = request.parallelism.schedule
+    named = () if asked == "explore" else (asked,) if isinstance(asked, str) else asked
+    unknown = [schedule for schedule in named if schedule not in schedules_of(request)]
+    if unknown:
+        raise RuleError(
+            f"schedule '{unknown[0]}' needs a fabric: only plans have it so far", "parallelism.schedule", "fabric"
+        )
 
 
 MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
-    check_plan,
+    check_mesh,
     check_training_of_target,
     check_experts,
     check_sharding,
@@ -338,7 +346,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_numbered_policies,
     check_meshes,
 )
-"""The rules of a plan, whose devices are arranged in meshes."""
+"""The rules of a request whose devices form meshes."""
 
 RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,

@@ -35,8 +35,9 @@ from workers.profiler.phases import PhaseClock
 from workers.profiler.rank_group import RankGroup, single_rank
 from workers.profiler.trials.communication import measure_communication
 from workers.profiler.trials.component import measure_component
+from workers.profiler.trials.exchange import measure_exchange
 from workers.profiler.trials.optimizer import measure_optimizer
-from workers.profiler.trials.whole_model import run_whole_model
+from workers.profiler.trials.whole_model import run_mesh_model, run_whole_model
 from workers.targets.choice import open_target
 from workers.targets.target import Target, WholeTarget
 
@@ -155,6 +156,9 @@ class Session:
         if isinstance(target, WholeTarget):
             return target.measure_whole_model(plan.candidate, clock)
         target.check(plan.candidate, plan.model)
+        if plan.mesh_run is not None:
+            assert isinstance(plan.model, ModelSpec), "meshes are for reference layers"
+            return run_mesh_model(self._instruments, plan.model, plan.candidate, plan.mesh_run, request, clock)
         sharded = request.sharded(plan.candidate.sharding)
         return run_whole_model(self._instruments, target, plan.model, plan.candidate, sharded, clock)
 
@@ -184,6 +188,8 @@ class Session:
             model, request = shard_of(component, model, request)
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)
+        if component.kind is ComponentKind.EXCHANGE:
+            return measure_exchange(self._instruments, component, request.seed, clock)
         if component.kind is ComponentKind.COMMUNICATION:
             return measure_communication(self._instruments, target, model, component, request, clock)
         return measure_component(self._instruments, target, model, component, request, clock)

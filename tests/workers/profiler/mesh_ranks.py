@@ -109,7 +109,7 @@ def shard(name: str, whole: Tensor, mesh: Mesh, rank: int, model: ModelSpec) -> 
     if tail in {"w_tokens", "w_vocab", "b_vocab"}:
         rows = -(-len(whole) // size)
         padded = torch.cat((whole, whole.new_zeros((rows * size - len(whole), *whole.shape[1:]))))
-        return padded.split(rows)[rank]
+        return padded[rank * rows : (rank + 1) * rows]
     return whole
 
 
@@ -215,6 +215,9 @@ def run_rank(rank: int, folder: Path) -> None:
         cuts = [sum(layers[:i]) for i in range(len(layers))]
         generator = torch.Generator().manual_seed(7)
         device = DecoderModel(model, candidate, request, CPU, generator=generator)
+        with torch.no_grad():
+            for parameter in device.parameters():  # so that losses differ from those of equal chances
+                parameter.mul_(4.0).add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
         said[name] = differ(training_run, cuts, device, mesh, rank)
         assert training_run.begin() > 0
         training_run.finish()

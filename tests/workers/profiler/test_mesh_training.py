@@ -23,8 +23,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
 def test_ranks_of_a_mesh_have_the_loss_and_gradients_of_one_device(found: list[Said], case: str) -> None:
     for said in found[: CASES[case][0].num_devices]:
         apart, worst = said[case]
-        assert apart < 1e-5
-        assert worst < 1e-4
+        assert apart < 2e-5
+        assert worst < 2e-4
 
 
 def test_a_norm_over_all_heads_is_refused_by_ranks_that_share_them(found: list[Said]) -> None:

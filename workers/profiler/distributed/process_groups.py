@@ -77,7 +77,9 @@ class ProcessGroups:
         n = plan.num_processes
         if n == 1:
             return SINGLE_RANK
-        return DistributedRankGroup(self.rank, n, self._host_groups[n], self._members[n], self._rings, self._device, self._strided)
+        return DistributedRankGroup(
+            self.rank, n, self._host_groups[n], self._members[n], self._rings, self._device, self._strided
+        )
 
     def _make_groups(self, n: int) -> None:
         """Make the groups of the first `n` ranks. All ranks must call this."""

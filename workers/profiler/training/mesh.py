@@ -210,5 +210,3 @@ class MeshTrainingRun:
         if mesh.schedule is Schedule.ONE_F_ONE_B:
             return Schedule1F1B(stages[0], self._number, mean, scale_grads=False)
         return ScheduleInterleaved1F1B(list(stages), self._number, mean, scale_grads=False)
-
-

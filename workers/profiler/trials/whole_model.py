@@ -6,15 +6,20 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from bexp.measure.device_monitor import Watch
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timestamps import Mark
 from bexp.measure.timing import collector_paused, standard_error
 from explorer.records.measurement import WholeModelMeasurement
+from explorer.records.plan import MeshRun
 from explorer.spec.candidate import Candidate
+from explorer.spec.model import ModelSpec
 from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -22,6 +27,7 @@ from workers.profiler.conditions import watched_conditions
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
+from workers.profiler.training.mesh import MeshTrainingRun
 from workers.targets.target import Target, TrainingRun
 
 MIN_STEPS = 3
@@ -31,7 +37,7 @@ LONG_STEP_SECONDS = 5.0
 """A longer step is run only once, because warm-up and variation are a small part of it."""
 
 
-def _step_seconds(instruments: Instruments, training: TrainingRun) -> float:
+def _step_seconds(instruments: Instruments, training: _Stepped) -> float:
     started = time.perf_counter()
     training.step()
     instruments.synchronize()
@@ -85,12 +91,64 @@ def run_whole_model(
         def build() -> TrainingRun:
             return stack.enter_context(target.training_run(candidate, model, request))
 
-        return _run(instruments, build, request, clock)
+        return _summarize(_run(instruments, build, clock), request)
 
 
-def _run(
-    instruments: Instruments, build: Callable[[], TrainingRun], request: ExplorationRequest, clock: PhaseClock
+def run_mesh_model(
+    instruments: Instruments,
+    model: ModelSpec,
+    candidate: Candidate,
+    mesh_run: MeshRun,
+    request: ExplorationRequest,
+    clock: PhaseClock,
 ) -> WholeModelMeasurement:
+    """Train a few steps of a model on all ranks of a mesh, back to back; the peak is that of this rank.
+
+    Raises:
+        UnsupportedTrialError: the model cannot be spread like this.
+    """
+    instruments.settle(release=True)
+    run = _run(instruments, lambda: MeshTrainingRun(instruments, model, candidate, mesh_run, request), clock)
+    steps = [(before.seconds_until(updated), updated.seconds_until(end)) for before, updated, end in run.marks]
+    number = mesh_run.num_micro_batches
+    computed = [seconds / number for seconds, _ in steps]
+    return WholeModelMeasurement(
+        micro_step_seconds=statistics.median(computed),
+        optimizer_seconds=statistics.median(seconds for _, seconds in steps),
+        standard_error_seconds=standard_error(computed) if len(computed) > 1 else 0.0,
+        peak_bytes=run.peak_bytes,
+        reserved_bytes=run.reserved_bytes,
+        repeats=len(steps),
+        conditions=watched_conditions(run.watch),
+        num_micro_batches=number,
+    )
+
+
+class _Stepped(Protocol):
+    """A model in training, as far as its steps are timed."""
+
+    def begin(self) -> float: ...
+
+    def step(self) -> list[Mark]: ...
+
+    def finish(self) -> None: ...
+
+
+R = TypeVar("R", bound=_Stepped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run(Generic[R]):
+    """The moments of each timed step, and the bytes of this device."""
+
+    training: R
+    marks: list[list[Mark]]
+    peak_bytes: int
+    reserved_bytes: int
+    watch: Watch
+
+
+def _run(instruments: Instruments, build: Callable[[], R], clock: PhaseClock) -> _Run[R]:
     cuda = instruments.device.type == "cuda"
     with byte_meter(instruments.device, ()) as meter:
         with clock.phase("build"):
@@ -118,7 +176,11 @@ def _run(
     if cuda:
         peak = max(peak, meter.peak())
         reserved = torch.cuda.max_memory_reserved(instruments.device)
-    peak -= instruments.own_bytes
+    return _Run(training, marks, peak - instruments.own_bytes, reserved, watch)
+
+
+def _summarize(run: _Run[TrainingRun], request: ExplorationRequest) -> WholeModelMeasurement:
+    marks, training = run.marks, run.training
     micro_steps, once = _split(marks)
     optimizer = [before.seconds_until(end) for *_, before, end in marks]
     if not training.exchanges:  # time that the first micro-step lacks belongs to the optimizer
@@ -126,10 +188,10 @@ def _run(
     return WholeModelMeasurement(
         micro_step_seconds=statistics.median(micro_steps),
         optimizer_seconds=statistics.median(optimizer) if request.mode == "train" else 0.0,
-        standard_error_seconds=standard_error(micro_steps if num_steps > 1 else _micro_steps(marks[0])[:2]),
-        peak_bytes=peak,
-        reserved_bytes=reserved,
-        repeats=num_steps,
+        standard_error_seconds=standard_error(micro_steps if len(marks) > 1 else _micro_steps(marks[0])[:2]),
+        peak_bytes=run.peak_bytes,
+        reserved_bytes=run.reserved_bytes,
+        repeats=len(marks),
         communication_seconds=max(0.0, statistics.median(once)) if training.exchanges else None,
-        conditions=watched_conditions(watch),
+        conditions=watched_conditions(run.watch),
     )

@@ -38,7 +38,7 @@ class Head(nn.Module):
         super().__init__()
         weights = Weights.of(model, device, training, generator)
         self.loss = loss
-        self.norm = build_norm(model, weights)
+        self.norm: nn.Module = build_norm(model, weights)
         self.w_vocab = w_tied if w_tied is not None else weights.normal(model.vocab_size, model.hidden_size)
         self.b_vocab = weights.normal(model.vocab_size) if model.lm_head_bias else None
         self._compiled_norm: Callable[[Tensor], Tensor] | None = None

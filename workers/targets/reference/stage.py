@@ -73,12 +73,13 @@ class DecoderStage(nn.Module):
         recomputes = recomputed_layers(model, candidate.recompute)
         self.layers = nn.ModuleList()
         for i in range(first, end):
-            blocks = build(attention), build(ffns[model.layer_kinds[i]])
-            for block in blocks:
-                assert isinstance(block, ResidualBlock)
-                if ranks is not None:
-                    ranks.spread(block)
-            layer = DecoderLayer(*blocks, parallel=model.parallel_residual, recompute=recomputes[i])
+            block, ffn = build(attention), build(ffns[model.layer_kinds[i]])
+            assert isinstance(block, ResidualBlock)
+            assert isinstance(ffn, ResidualBlock)
+            if ranks is not None:
+                ranks.spread(block)
+                ranks.spread(ffn)
+            layer = DecoderLayer(block, ffn, parallel=model.parallel_residual, recompute=recomputes[i])
             take_unit(layer, is_last=False)
             self.layers.append(layer)
         self.head: nn.Module | None = None
@@ -99,9 +100,10 @@ class DecoderStage(nn.Module):
     @property
     def tied(self) -> nn.Parameter | None:
         """This stage's copy of a matrix that embedding and head share, if another stage has the other copy."""
-        if not self._has_copy or (self.embedding is None and self.head is None):
+        ends = [end for end in (self.embedding, self.head) if end is not None]
+        if not self._has_copy or not ends:
             return None
-        own = self.head.w_vocab if self.embedding is None and self.head is not None else self.embedding.w_tokens
+        own = ends[0].w_tokens if self.head is None else ends[0].w_vocab
         assert isinstance(own, nn.Parameter)
         return own
 

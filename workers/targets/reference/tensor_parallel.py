@@ -25,6 +25,7 @@ from workers.targets.reference.block import ResidualBlock
 from workers.targets.reference.embedding import Embedding
 from workers.targets.reference.ffn_block import DenseFFN
 from workers.targets.reference.head import Head
+from workers.targets.reference.mlp import MLP
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -53,14 +54,14 @@ class TensorParallel:
     def spread(self, block: ResidualBlock) -> None:
         """Make a block take and return this rank's part of the sequences."""
         block.norm = _Gathered(block.norm, self)
-        owner: nn.Module | None = None
+        owner: AttentionBlock | MLP | None = None
         if isinstance(block, AttentionBlock):
             owner = block
         elif isinstance(block, DenseFFN):
             owner = block.mlp
-        bias = None if owner is None else owner.b_out
+        bias: nn.Parameter | None = None
         if owner is not None:
-            owner.b_out = None
+            bias, owner.b_out = owner.b_out, None
         block.reduce = _Reduced(self, bias)
 
     def embed(self, embedding: Embedding) -> nn.Module:

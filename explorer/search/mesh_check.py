@@ -1,0 +1,118 @@
+"""Whole models on the devices of a mesh: which to run, and what they say about composed steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import fmean
+
+from explorer.cost_model.mesh_layers import MeshCandidate
+from explorer.cost_model.mesh_step import MeshStep
+from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
+from explorer.records.plan import MeshRun
+from explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
+from explorer.records.trial import Trial, TrialKind
+from explorer.search.plan_posterior import COMPOSITION_ERROR, Expected
+from explorer.search.plan_space import LEAST_ERROR, PlanSpace
+from explorer.search.verification import IMPOSSIBLE, REFUTING
+
+MOST_RUN = 6
+"""The most whole models of an exploration."""
+LEAST_CHANCE = 0.05
+"""A candidate that is less likely than this to be the best is not run whole beside the recommended one."""
+MOST_MICRO_BATCHES = 4
+"""Micro-batches that a whole model runs for each stage of its pipeline, at most; a further one adds the same time."""
+
+
+class MeshChecks:
+    """The whole models of one exploration. Every decision depends on the stored trials alone."""
+
+    def __init__(self, space: PlanSpace) -> None:
+        self._space = space
+        self._ran: dict[MeshCandidate, Trial] = {}
+        self.refuted: dict[MeshCandidate, str] = {}
+        self._number = 0
+        self._contaminated = 0
+        self._ended = False
+
+    def learn(self, trials: Iterable[Trial]) -> None:
+        """Take in trials of whole models; others say nothing here."""
+        for trial in trials:
+            if trial.kind is not TrialKind.WHOLE_MODEL or trial.mesh_run is None:
+                continue
+            outcome, found = trial.measurement.outcome, MeshCandidate(trial.mesh_run.mesh, trial.candidate)
+            self._number += 1
+            if outcome is Outcome.OK:
+                self._ran[found] = trial
+            elif outcome in REFUTING:
+                self.refuted[found] = f"{outcome}: {trial.measurement.reason or 'no reason given'}"
+            elif outcome in IMPOSSIBLE:
+                self._ended = True
+            else:
+                self._contaminated += 1
+
+    def next(self, ranked: list[MeshCandidate], best: MeshCandidate, chances: list[float]) -> MeshCandidate | None:
+        """Return what to run whole next: the recommended candidate, then the likeliest to be better; null at the end.
+
+        `ranked` are candidates whose blocks are measured, and `chances` their probabilities to be the best.
+        """
+        if self._ended or self._number >= MOST_RUN or self._contaminated >= CONTAMINATED_ATTEMPTS:
+            return None
+        if best not in self._ran:
+            return best
+        rivals = [(chance, i) for i, chance in enumerate(chances) if ranked[i] not in self._ran]
+        chance, i = max(rivals, default=(0.0, -1))
+        return ranked[i] if chance >= LEAST_CHANCE else None
+
+    def run_of(self, found: MeshCandidate, step: MeshStep) -> MeshRun:
+        """Return the whole model of a candidate, with as many micro-batches as its step has, or enough of them."""
+        most = MOST_MICRO_BATCHES * found.mesh.num_stages
+        return MeshRun(
+            mesh=found.mesh, layers_per_stage=step.layers, num_micro_batches=min(step.num_micro_batches, most)
+        )
+
+    def expected(self, found: MeshCandidate) -> Expected:
+        """Return what the whole model of a candidate says of its seconds, or else what those of others say."""
+        check = self.of(found)
+        if check is not None:
+            whole = check.measurement
+            relative = whole.standard_error_seconds / whole.micro_step_seconds if whole.micro_step_seconds else 0.0
+            return Expected(1.0 / (1.0 + check.step_error), max(LEAST_ERROR, relative), is_own=True)
+        others = [math.log1p(other.step_error) for each in self._ran if (other := self.of(each)) is not None]
+        if not others:
+            return Expected()
+        mean = fmean(others)
+        spread = math.sqrt(fmean((each - mean) ** 2 for each in others)) if len(others) > 1 else abs(mean) / 2
+        return Expected(math.exp(-mean), math.hypot(COMPOSITION_ERROR, spread))
+
+    def of(self, found: MeshCandidate) -> WholeModelCheck | None:
+        """Return the whole model of a candidate beside what its blocks compose to; null if it did not run."""
+        trial = self._ran.get(found)
+        if trial is None or trial.measurement.whole_model is None or trial.mesh_run is None:
+            return None
+        whole = trial.measurement.whole_model
+        composed = self._space.step(found, simulate=True, run=trial.mesh_run)
+        error = composed.seconds / whole.mesh_step_seconds - 1.0
+        step = self._space.step(found, simulate=True)
+        return WholeModelCheck(
+            measurement=whole,
+            tokens_per_second=step.tokens_per_second * (1.0 + error),
+            step_seconds=step.seconds / (1.0 + error),
+            step_error=error,
+            peak_error=composed.memory.total / whole.peak_bytes - 1.0,
+        )
+
+    def runner_up_of(self, best: MeshCandidate) -> RunnerUpCheck | None:
+        """Return the fastest other candidate that was run whole; null if there is none."""
+        own = self.of(best)
+        others = [(check, each) for each in self._ran if each != best and (check := self.of(each)) is not None]
+        if own is None or not others:
+            return None
+        check, each = max(others, key=lambda pair: pair[0].tokens_per_second)
+        return RunnerUpCheck(
+            candidate=each.candidate.model_copy(update={"sharding": each.mesh.sharding}),
+            composed_tokens_per_second=self._space.step(each, simulate=True).tokens_per_second,
+            outcome=Outcome.OK,
+            gain=own.tokens_per_second / check.tokens_per_second,
+            whole_model=check,
+        )

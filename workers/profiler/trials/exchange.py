@@ -1,0 +1,123 @@
+"""Measures what devices of a mesh exchange: one operation of all groups of a kind, which run at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from explorer.cost_model.components import Component, ExchangeSpec, Operation
+from explorer.records.measurement import ComponentMeasurement
+from workers.profiler.conditions import watched_conditions
+from workers.profiler.instruments import Instruments
+from workers.profiler.phases import PhaseClock
+
+# torch 2.13 has new names, and warns about the old ones.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+ITEM_BYTES = 2
+
+
+class _Exchange:
+    """One operation on buffers of bfloat16. A timer treats it as the forward of a block."""
+
+    training = False
+    is_chainable = False
+
+    def __init__(
+        self,
+        asked: ExchangeSpec,
+        group: dist.ProcessGroup | None,
+        barrier: Callable[[], None],
+        generator: torch.Generator,
+        device: torch.device,
+    ) -> None:
+        self._operation, self._group, self._barrier = asked.operation, group, barrier
+        if group is None:
+            return
+        ranks, own = group.size(), group.rank()
+        share = max(1, asked.num_bytes // (ITEM_BYTES * ranks))
+
+        def draw(numbers: int) -> Tensor:
+            empty = torch.empty(numbers, dtype=torch.bfloat16, device=device)
+            return empty.normal_(0.0, 1e-3, generator=generator)
+
+        self._neighbours = (own - 1) % ranks, (own + 1) % ranks
+        self._sent: list[int] | None = None
+        self._received: list[int] | None = None
+        if asked.operation is Operation.ALL_TO_ALL:
+            smaller = max(1, share // 2)
+            self._sent = [share, *(smaller for _ in range(ranks - 1))]
+            self._received = [share if own == 0 else smaller] * ranks
+            self._own, self._whole = draw(sum(self._sent)), draw(sum(self._received))
+        elif asked.operation is Operation.SEND:
+            self._own, self._whole = draw(share * ranks), draw(share * ranks)
+        else:
+            self._own, self._whole = draw(share), draw(share * ranks)
+
+    def prepare_forward(self) -> None:
+        """Wait until all ranks are here."""
+        self._barrier()
+
+    def forward(self) -> None:
+        """Run the operation; a rank that has no group does nothing."""
+        if self._group is None:
+            return
+        if self._operation is Operation.ALL_GATHER:
+            _gather(self._whole, self._own, group=self._group)
+        elif self._operation is Operation.REDUCE_SCATTER:
+            _scatter(self._own, self._whole, group=self._group)
+        elif self._operation is Operation.ALL_TO_ALL:
+            dist.all_to_all_single(self._whole, self._own, self._received, self._sent, group=self._group)
+        else:
+            before, after = self._neighbours
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self._own, group=self._group, group_peer=after),
+                    dist.P2POp(dist.irecv, self._whole, group=self._group, group_peer=before),
+                ]
+            ):
+                work.wait()
+
+    def prepare_backward(self) -> None:
+        """An exchange has no backward."""
+
+    def backward(self) -> None:
+        """An exchange has no backward."""
+
+    def run_chain(self, length: int) -> None:
+        """Exchanges are timed one at a time."""
+
+
+def measure_exchange(
+    instruments: Instruments, component: Component, seed: int, clock: PhaseClock
+) -> ComponentMeasurement:
+    """Measure an exchange. All ranks must call this at the same time."""
+    asked, ranks = component.exchange, instruments.rank_group
+    assert asked is not None, "an exchange says what it is"
+    barrier = ranks.barrier(component)
+    assert barrier is not None, "all ranks exchange something"
+    with clock.phase("build"):
+        exchange = _Exchange(
+            asked, ranks.strided(asked.size, asked.stride), barrier, instruments.generator(seed), instruments.device
+        )
+    with clock.phase("warm_up"):
+        instruments.timer.warm_up(exchange)
+    with clock.phase("timed"), instruments.monitor.watch() as watch:
+        timing = instruments.timer.time(exchange, watch.poll)
+    return ComponentMeasurement(
+        component=component,
+        device_seconds=timing.device_seconds,
+        host_seconds=timing.host_seconds,
+        forward_device_seconds=timing.forward_device_seconds,
+        standard_error_seconds=timing.standard_error_seconds,
+        repeats=timing.repeats,
+        saved_bytes=0,
+        forward_peak_bytes=0,
+        backward_peak_bytes=0,
+        conditions=watched_conditions(watch),
+    )
