@@ -81,7 +81,7 @@ class MeshDecomposer:
     def __init__(self, model: ModelSpec, request: ExplorationRequest, exchanges: Exchanges) -> None:
         self._model = model
         self._request = request
-        self.fabric = exchanges
+        self.exchanges = exchanges
         self._known: dict[tuple[object, ...], MeshBlocks] = {}
         self._shards: dict[int, ModelSpec] = {}
 
@@ -107,7 +107,7 @@ class MeshDecomposer:
     def _split(self, mesh: Mesh, candidate: Candidate) -> MeshBlocks:
         shard, size = self.shard(mesh.tensor), mesh.tensor
         m = candidate.micro_batch_size
-        gathered = self.fabric.gather(self.hidden_bytes(candidate), Group(size, 1))
+        gathered = self.exchanges.gather(self.hidden_bytes(candidate), Group(size, 1))
         sorts = tuple(zip(self._model.layer_kinds, recomputed_layers(self._model, candidate.recompute), strict=True))
 
         def component(kind: ComponentKind, recompute: BlockRecompute, backend: str | None, **more: object) -> Component:
@@ -168,7 +168,7 @@ class MeshDecomposer:
         model, moe = self._model, self._model.moe
         assert moe is not None, "a layer with experts"
         rows = expert_rows(component, model, self._request)
-        moved = self.fabric.all_to_all(rows * model.hidden_size * model.dtype.itemsize, Group(mesh.expert, 1))
+        moved = self.exchanges.all_to_all(rows * model.hidden_size * model.dtype.itemsize, Group(mesh.expert, 1))
         expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
         beside = count_moe_ffn(
             model.model_copy(update={"moe": moe.model_copy(update={"shared_expert_ffn_hidden_size": 0})})

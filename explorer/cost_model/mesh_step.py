@@ -72,7 +72,7 @@ class MeshComposer:
         self._bandwidth = bandwidth
         self._request = request
         self._decompose = decompose
-        self._fabric = decompose.fabric
+        self.exchanges = decompose.exchanges
         self._optimizer = optimizer
         self._costs: Costs | None = None
         self._known: dict[tuple[object, ...], LayerCosts] = {}
@@ -93,7 +93,7 @@ class MeshComposer:
         layers = self._layers(found, costs)
         counts, stage_sorts = self._balance(mesh, layers, None if run is None else run.layers_per_stage)
         hidden = self._decompose.hidden_bytes(candidate)
-        sent = self._fabric.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        sent = self.exchanges.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
         shard = self._decompose.shard(mesh.tensor)
         each_stage = [
             HeldParameters.of_stage(sorts, layers.blocks, mesh, stage, shard) for stage, sorts in enumerate(stage_sorts)
@@ -192,8 +192,8 @@ class MeshComposer:
         item = self._model.dtype.itemsize
         reduced = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
         groups = ((held.dense, Group(mesh.data, mesh.tensor)), (held.experts, Group(mesh.expert_data, mesh.expert)))
-        gathers = [self._fabric.gather(number * item, group) for number, group in groups]
-        reductions = [self._fabric.gather(number * reduced, group) for number, group in groups]
+        gathers = [self.exchanges.gather(number * item, group) for number, group in groups]
+        reductions = [self.exchanges.gather(number * reduced, group) for number, group in groups]
         gather = sum(each.seconds for each in gathers)
         reduction = sum(each.seconds for each in reductions)
         share = held.largest / held.number

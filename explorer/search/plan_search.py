@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from explorer.cost_model.components import Component
+from explorer.cost_model.fabric_exchange import GIGA
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
 from explorer.cost_model.parameters import count_parameters
@@ -147,7 +148,7 @@ class PlanSearch:
             ranking = yield from self._measure_likely(ranking, pool, base)
             if self._is_spent() or len(self._space.measured) == before:
                 break
-            pool = [*self._screen(), base]  # with what is known now
+            pool = list(dict.fromkeys([*self._screen(), base]))  # with what is known now
             ranking = self._rank(pool)
         if self._space.request.is_mesh:
             ranking = yield from self._run_whole_models(ranking, pool, base)
@@ -424,21 +425,19 @@ def _exchange_event(trial: Trial, number: int) -> EventDraft:
         reason = measurement.reason or "no reason given"
         message = f"What devices exchange could not be measured, and is assumed: {measurement.outcome}: {reason}"
         return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": reason})
-    rates = [
-        f"{each.component.exchange.operation} {each.component.exchange.num_bytes / each.device_seconds / 1e9:.1f}"
-        for each in measurement.components
-        if each.component.exchange is not None and each.device_seconds
-        if each.component.exchange.num_bytes == max(_exchanged_bytes(measurement))
-    ]
+    found = [each for each in measurement.components if each.component.exchange is not None and each.device_seconds]
+    fastest: dict[str, float] = {}
+    for each in found:
+        asked = each.component.exchange
+        if asked is not None:
+            name = f"{asked.operation} of {asked.size}"
+            fastest[name] = max(fastest.get(name, 0.0), asked.num_bytes / each.device_seconds / GIGA)
+    rates = [f"{name} {rate:.1f}" for name, rate in fastest.items()]
     message = (
         f"Trial {trial.number}: what devices exchange, {number} measurements in {trial.seconds:.1f} s; "
-        f"GB/s of the largest: {', '.join(rates)}"
+        f"GB/s at most: {', '.join(rates)}"
     )
     return EventDraft(code=EventCode.TRIAL, message=message, data=data)
-
-
-def _exchanged_bytes(measurement: Measurement) -> list[int]:
-    return [each.component.exchange.num_bytes for each in measurement.components if each.component.exchange]
 
 
 def _trial_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:

@@ -107,8 +107,8 @@ class PlanSpace:
         return MeshComposer(request.model, request, decompose, optimizer_component(sizes), bandwidth)
 
     @property
-    def _meshes(self) -> set[Mesh]:
-        return {found.mesh for found in self.candidates}
+    def _meshes(self) -> tuple[Mesh, ...]:
+        return tuple(dict.fromkeys(found.mesh for found in self.candidates))
 
     def learn(self, found: Iterable[ComponentMeasurement]) -> None:
         """Take in what a trial measured."""

@@ -209,7 +209,7 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
         if request.has_mesh:
             raise RuleError(
                 f"recompute '{policy}' is not for meshes: a pipeline cuts the layers into stages, and each has a "
-                "number of its own; the nearest policies are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
+                "number of its own; the nearest are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
                 "recompute",
                 "parallelism",
             )

@@ -11,6 +11,7 @@ from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.collectives import FORWARD_SHARES, Overlap
 from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.roofline import predict_component_seconds
 from explorer.cost_model.shards import shard_of
 from explorer.cost_model.step import combine_seconds
@@ -22,7 +23,9 @@ from explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
+from explorer.records.plan import MeshRun
 from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.plan_space import PlanSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType, ModelSpec
@@ -31,6 +34,8 @@ from explorer.spec.request import ExplorationRequest
 
 GIB = 2**30
 ATTENTION_SPEED = {"cudnn": 0.8, "flash": 0.55, "efficient": 0.3, "math": 0.5}
+LINK_BYTES_PER_SECOND, LINK_SECONDS = 1e11, 1e-5
+"""Of what devices of a mesh exchange."""
 EXPERT_SPEED = {"grouped_mm": 0.7, "loop": 0.35, "bmm": 0.5}
 
 
@@ -85,6 +90,8 @@ class SimulatedDevice:
 
     def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """True device and host seconds."""
+        if component.exchange is not None:
+            return component.exchange.num_bytes / LINK_BYTES_PER_SECOND + LINK_SECONDS, LINK_SECONDS
         of, request = self._shard(component, model)
         predicted = predict_component_seconds(component, of, request, self.hardware)
         speed = self.layout_speed.get(component.context_parallel_layout or "", 1.0)
@@ -100,6 +107,8 @@ class SimulatedDevice:
 
     def weigh(self, component: Component, model: ExploredModel) -> tuple[int, int, int]:
         """True bytes."""
+        if component.exchange is not None:
+            return 0, 0, 0
         of, request = self._shard(component, model)
         sizes = predict_component_bytes(component, of, request)
         return tuple(round(self.activations * b) for b in (sizes.saved, sizes.forward_peak, sizes.backward_peak))  # type: ignore[return-value]
@@ -165,6 +174,8 @@ class SimulatedDevice:
         if outcome is not Outcome.OK:
             return Measurement(candidate=plan.candidate, outcome=outcome, reason="simulated")
         factor = self.whole_model_factor * self.own_factors.get(plan.candidate, 1.0)
+        if plan.mesh_run is not None:
+            return self._mesh_model(plan, plan.mesh_run, factor)
         exchanges = plan.num_processes > 1 and self.request.mode == "train"
         table = SpaceTable([plan.candidate], plan.model, self.request, exchanges=exchanges)
         pairs = [self.seconds(c, plan.model) for c in table.components]
@@ -190,5 +201,23 @@ class SimulatedDevice:
             reserved_bytes=peak,
             repeats=3,
             conditions=self.conditions(plan, None),
+        )
+        return Measurement(candidate=plan.candidate, outcome=Outcome.OK, whole_model=whole)
+
+    def _mesh_model(self, plan: TrialPlan, run: MeshRun, factor: float) -> Measurement:
+        space = PlanSpace(self.request, report())
+        found = MeshCandidate(run.mesh, plan.candidate)
+        components = (*space.exchanges, *space.composer.components(found))
+        space.learn(self(plan.model_copy(update={"kind": TrialKind.COMPONENTS, "components": components})).components)
+        self.plans.pop()
+        step = space.step(found, simulate=True, run=run)
+        whole = WholeModelMeasurement(
+            micro_step_seconds=factor * (step.seconds - step.optimizer_seconds) / run.num_micro_batches,
+            optimizer_seconds=factor * step.optimizer_seconds,
+            standard_error_seconds=self.whole_model_error * step.micro_step_seconds,
+            peak_bytes=step.memory.total,
+            reserved_bytes=step.memory.total,
+            repeats=3,
+            num_micro_batches=run.num_micro_batches,
         )
         return Measurement(candidate=plan.candidate, outcome=Outcome.OK, whole_model=whole)

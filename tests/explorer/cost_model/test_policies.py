@@ -103,7 +103,7 @@ def test_a_policy_with_a_number_is_explored_only_if_it_is_named() -> None:
         ({"recompute": ["layers_0"]}, "'layers_N' or 'groups_N'"),
         ({"recompute": ["group_2"]}, "'layers_N' or 'groups_N'"),
         ({"recompute": ["groups_2"], "training": {"sharding": "zero3"}, "num_devices": 2}, "with 'zero3'"),
-        ({"recompute": ["layers_2"], "num_devices": 8, "fabric": "h100-nvl-ib400"}, "not for plans"),
+        ({"recompute": ["layers_2"], "num_devices": 8, "fabric": "h100-nvl-ib400"}, "not for meshes"),
     ],
 )
 def test_a_number_that_a_model_cannot_have_is_refused_with_the_nearest(fields: dict[str, Any], said: str) -> None:

@@ -85,7 +85,7 @@ def test_variants_of_an_imported_model() -> None:
         ({"model": {**MODEL, "moe": {**MOE, "num_experts": 10**9}}}, ("model", "moe", "num_experts"), "1023"),
         ({"model": "gpt2"}, ("model",), "mapping"),
         ({"model": None}, ("model",), "mapping"),
-        ({"parallelism": {"tensor_parallel_size": 2}}, ("parallelism", "tensor"), "needs a fabric"),
+        ({"parallelism": {"tensor_parallel_size": 2}}, ("parallelism", "tensor"), "does not divide num_devices (1)"),
         ({"recompute": []}, ("recompute",), "at least 1"),
         ({"expert_backends": ["loop"]}, ("expert_backends",), "without experts"),
         ({"what": 1}, ("what",), "is not a field"),

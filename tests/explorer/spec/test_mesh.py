@@ -73,15 +73,17 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
         ({}, {"batch_size": 24}, r"does not divide into micro-batches of 1, 2, 3, 4 on 16 .* use a multiple of 16"),
         ({"pipeline": 2, "virtual_stages": 2, "schedule": "1f1b"}, {}, "no mesh is left"),
         ({"pipeline": 2, "context": 2}, {}, "whole sequences on a device"),
-        ({}, {"mode": "eval"}, "a plan is for training"),
+        ({}, {"mode": "eval"}, "a mesh is for training"),
         ({}, {"fabric": "h100"}, "fabric 'h100' is not known.*h100-nvl-ib400"),
         (
             {},
             {"fabric": {"intra_node": FABRICS["h100-nvl-ib400"]["intra_node"]}},
             r"inter_node is missing: num_devices \(16\) exceeds the 8 devices of a node",
         ),
-        ({"tensor": 2}, {"fabric": None}, "tensor other than 1 needs a fabric"),
-        ("explore", {"fabric": None}, "tensor other than 1 needs a fabric"),
+        ({"tensor": 2}, {"fabric": None, "num_devices": 1}, r"tensor \(2\) does not divide num_devices \(1\)"),
+        ({"expert": 2}, {"fabric": None, "model": MOE}, r"expert \(2\) needs a fabric"),
+        ({"pipeline": 2, "schedule": "zb_h1"}, {"fabric": None}, "schedule 'zb_h1' needs a fabric"),
+        ({"tensor": 2}, {"fabric": None, "mode": "eval"}, "a mesh is for training"),
     ],
 )
 def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
@@ -89,6 +91,18 @@ def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         plan(parallelism, **changes)
+
+
+def test_devices_that_are_there_have_the_meshes_of_a_plan_but_for_what_no_rank_runs() -> None:
+    here, described = plan(fabric=None, num_devices=4), plan(num_devices=4)
+    assert here.devices_needed() == 4
+    assert described.devices_needed() == 1
+    expected = {mesh for mesh in legal_meshes(described) if mesh.schedule is not Schedule.ZB_H1}
+    assert set(legal_meshes(here)) == expected
+
+
+def test_a_request_for_one_device_explores_no_mesh() -> None:
+    assert not plan(fabric=None, num_devices=1).has_mesh
 
 
 def test_one_node_needs_no_link_between_nodes() -> None:

@@ -65,7 +65,7 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"training": {"optimizer": {"name": "lion"}}}, "optimizer"),
         ({"execution": "graph"}, "execution"),
         ({"mode": "test"}, "mode"),
-        ({"parallelism": {"pipeline_parallel_size": 4}}, "pipeline other than 1 needs a fabric"),
+        ({"parallelism": {"pipeline_parallel_size": 4}}, "pipeline (4) does not divide num_devices (1)"),
         ({"num_query_groups": [3]}, "num_query_groups (3) must divide num_attention_heads (4)"),
         ({"num_query_groups": []}, "num_query_groups"),
         ({"num_query_groups": [1] * 9}, "num_query_groups"),

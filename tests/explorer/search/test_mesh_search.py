@@ -1,0 +1,111 @@
+"""Explorations of meshes of devices that are there, from request to answer on simulated devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.components import ComponentKind, Operation
+from explorer.cost_model.fabric_exchange import Group
+from explorer.records.event import EventCode, Progress
+from explorer.records.measurement import Outcome
+from explorer.records.trial import Trial, TrialKind
+from explorer.search.explore import explore
+from explorer.search.plan_space import PlanSpace
+from explorer.spec.request import ExplorationRequest
+from tests.explorer.search.test_plan_search import MODEL
+from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
+
+
+def request(**changes: Any) -> ExplorationRequest:
+    values = {"model": MODEL, "num_devices": 4, "batch_size": 64, "micro_batch_size": [1, 2]}
+    asked = {"tensor": "explore", "pipeline": [1, 2], "sharding": ["none", "zero1"]}
+    return ExplorationRequest.model_validate({**values, "parallelism": asked, **changes})
+
+
+def run(device: SimulatedDevice, history: tuple[Trial, ...] = ()) -> list[Progress]:
+    there = report(memory_gib=40.0, experts=False, num_devices=4)
+    return list(explore(device.request, there, device, history=history))
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[SimulatedDevice, list[Progress]]:
+    device = SimulatedDevice(request())
+    device.whole_model_factor = 1.1
+    return device, run(device)
+
+
+def test_exchanges_are_measured_first_and_whole_models_last(found: tuple[SimulatedDevice, list[Progress]]) -> None:
+    device, steps = found
+    first, *others = device.plans
+    assert {c.kind for c in first.components} == {ComponentKind.EXCHANGE}
+    assert {c.exchange.operation for c in first.components if c.exchange} == set(Operation) - {Operation.ALL_TO_ALL}
+    assert first.groups == ((4, 1), (2, 1), (2, 2))
+    assert all(plan.num_processes == 4 for plan in device.plans)
+    kinds = [plan.kind for plan in others]
+    assert kinds == sorted(kinds), "components, then whole models"
+    whole = [plan for plan in others if plan.kind is TrialKind.WHOLE_MODEL]
+    assert len(whole) >= 2, "the recommended mesh and another"
+    assert all(p.mesh_run is not None and sum(p.mesh_run.layers_per_stage) == MODEL["num_layers"] for p in whole)
+    codes = [event.code for step in steps for event in step.events]
+    assert codes[:3] == [EventCode.TRIAL, EventCode.SPACE, EventCode.BASE]
+
+
+def test_the_answer_is_what_the_whole_model_reached(found: tuple[SimulatedDevice, list[Progress]]) -> None:
+    _, steps = found
+    answer = steps[-1].answer
+    assert answer is not None
+    best = answer.recommendation
+    assert best is not None
+    assert best.plan is not None
+    assert best.whole_model is not None
+    assert best.runner_up is not None
+    assert best.whole_model.step_error == pytest.approx(1 / 1.1 - 1, abs=0.01)
+    assert best.tokens_per_second == best.whole_model.tokens_per_second
+    assert best.composed_tokens_per_second == pytest.approx(1.1 * best.tokens_per_second, rel=0.01)
+    assert best.plan.tokens_per_second == pytest.approx(4 * best.tokens_per_second)
+    assert {part.source for part in best.plan.parts} == {"measured"}
+    assert best.plan.measured_share == pytest.approx(1.0)
+    assert best.confidence >= 95
+
+
+def test_a_resumed_exploration_measures_nothing_twice(found: tuple[SimulatedDevice, list[Progress]]) -> None:
+    device, steps = found
+    trials = tuple(step.trial for step in steps if step.trial is not None)
+    again = SimulatedDevice(device.request)
+    whole = run(again, trials)
+    assert not again.plans
+    assert whole[-1].answer == steps[-1].answer
+
+
+def test_a_mesh_whose_ranks_run_out_of_memory_is_not_recommended() -> None:
+    device = SimulatedDevice(request())
+    device.whole_model_outcomes = [Outcome.OUT_OF_MEMORY]
+    steps = run(device)
+    trials = [step.trial for step in steps if step.trial is not None and step.trial.mesh_run is not None]
+    assert trials[0].measurement.outcome is Outcome.OUT_OF_MEMORY
+    answer = steps[-1].answer
+    assert answer is not None
+    best = answer.recommendation
+    assert best is not None
+    assert best.plan is not None
+    assert trials[0].mesh_run is not None
+    refused = (trials[0].mesh_run.mesh, trials[0].candidate)
+    assert (best.plan.mesh, best.candidate.model_copy(update={"sharding": None})) != refused
+    assert best.whole_model is not None
+
+
+def test_exchanges_are_interpolated_between_what_was_measured() -> None:
+    device = SimulatedDevice(request(), noise=0.0)
+    space = PlanSpace(device.request, report(num_devices=4))
+    assumed = space.composer.exchanges.send(1e9, Group(2, 2)).seconds
+    first = next(step.trial for step in run(device) if step.trial is not None)
+    space.learn(first.measurement.components)
+    known = space.composer.exchanges
+    for size in (1e5, 1e6):
+        expected = size / LINK_BYTES_PER_SECOND + LINK_SECONDS
+        assert known.gather(size, Group(2, 1)).seconds == pytest.approx(expected, rel=1e-3)
+    assert known.send(1.0, Group(2, 2)).seconds > LINK_SECONDS
+    assert known.send(1e9, Group(2, 2)).seconds != assumed
+    assert known.gather(1e6, Group(1, 1)).seconds == 0.0
