@@ -1,0 +1,185 @@
+"""Composed steps on meshes of devices against whole models on the same devices.
+
+    python -m benchmarks.mesh_fidelity --devices cuda:0-1 --out benchmarks/results/NAME.json
+    python -m benchmarks.mesh_fidelity examples/mesh-tiny.yaml --devices cpu,cpu --out /tmp/mesh.json
+
+All devices share each layer (tensor parallelism), or are the ranks of a pipeline (1F1B and interleaved). For each
+model, mesh and micro-batch the exchanges and the blocks of a device are measured, the step is composed of them, and the model
+is run whole on the devices. Errors are (composed - whole) / whole; the peak is that of the fullest rank. The file is
+written after each row, and a second start runs what it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.continuation import begin
+from benchmarks.environment import describe_environment, write_results
+from explorer.cost_model.mesh_layers import MeshCandidate
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
+from explorer.records.measurement import Measurement, Outcome
+from explorer.records.plan import MeshRun
+from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.mesh_check import MeshChecks
+from explorer.search.plan_space import PlanSpace
+from explorer.spec.hardware import DeviceReport
+from explorer.spec.request import ExplorationRequest
+from workers.devices.selection import parse_devices
+from workers.process.interface import DeviceProfiler
+from workers.process.profiler import Profiler
+
+CONFIGS = ("examples/gpt2-124m.yaml", "examples/llama-3.2-1b.yaml", "examples/qwen3-30b-a3b.yaml")
+TIMEOUT_SECONDS = 300.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every row that the file lacks; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("configs", nargs="*", type=Path, default=[Path(config) for config in CONFIGS])
+    parser.add_argument("--devices", default="cuda:0-1")
+    parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--num-micro-batches", type=int, default=8, help="of a step; a multiple of the devices")
+    parser.add_argument("--most-layers", type=int, default=8, help="models with more layers are cut to so many")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    devices = parse_devices(options.devices)
+    setup = {"num_micro_batches": options.num_micro_batches, "most_layers": options.most_layers}
+    with Profiler(devices) as profiler:
+        hardware = profiler.hardware().model_dump(mode="json")
+        fresh = {"environment": describe_environment(), "hardware": hardware, "setup": setup, "rows": []}
+        try:
+            results = begin(options.out, fresh, same=("setup",))
+        except ValueError as error:
+            parser.error(str(error))
+        for row in rows(options, len(devices), profiler, results["rows"]):
+            results["rows"].append(row)
+            write_results(options.out, results)
+            print(line(row), flush=True)
+    print_summary(results["rows"])
+    return int(any(row["outcome"] not in (Outcome.OK, Outcome.UNSUPPORTED) for row in results["rows"]))
+
+
+def meshes(number: int) -> dict[str, dict[str, Any]]:
+    """Return the meshes of so many devices by name."""
+    pipeline = {"pipeline": number, "sharding": "none"}
+    return {
+        f"TP={number}": {"tensor": number},
+        f"PP={number} 1F1B": {**pipeline, "schedule": "1f1b"},
+        f"PP={number} interleaved": {**pipeline, "schedule": "interleaved", "virtual_stages": 2},
+    }
+
+
+def rows(
+    options: argparse.Namespace, number: int, profiler: DeviceProfiler, known: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows that are not known, in order."""
+    done = {(row["model"], row["mesh"], row["micro_batch_size"]) for row in known}
+    for path in options.configs:
+        model = parse_request(load_document(path.read_text())).model
+        assert model is not None, "the configuration describes a model"
+        layers = min(model.num_layers, options.most_layers)
+        for name, parallelism in meshes(number).items():
+            for m in options.micro_batch_sizes:
+                if (path.stem, name, m) in done:
+                    continue
+                request = ExplorationRequest.model_validate(
+                    {
+                        "model": model.model_copy(update={"num_layers": layers}),
+                        "num_devices": number,
+                        "device_kind": profiler.hardware().device_kind,
+                        "batch_size": m * options.num_micro_batches,
+                        "micro_batch_size": m,
+                        "recompute": ["none"],
+                        "parallelism": parallelism,
+                    }
+                )
+                row = {"model": path.stem, "num_layers": layers, "mesh": name, "micro_batch_size": m}
+                yield row | measure(request, profiler.begin(request), profiler)
+
+
+def measure(request: ExplorationRequest, report: DeviceReport, profiler: DeviceProfiler) -> dict[str, Any]:
+    """Return the composed and the whole step of a request with one candidate."""
+    space = PlanSpace(request, report)
+    (found,) = space.candidates
+
+    def run(kind: TrialKind, components: Sequence[Any] = (), mesh_run: MeshRun | None = None) -> Measurement:
+        return profiler.measure(
+            TrialPlan(
+                number=0,
+                kind=kind,
+                model=request.model,
+                candidate=found.candidate,
+                components=tuple(components),
+                timeout_seconds=TIMEOUT_SECONDS,
+                num_processes=request.num_devices,
+                mesh_run=mesh_run,
+            )
+        )
+
+    for components in (space.exchanges, space.missing(found)):
+        measurement = run(TrialKind.COMPONENTS, components)
+        if measurement.outcome is not Outcome.OK:
+            return {"outcome": measurement.outcome, "reason": measurement.reason}
+        space.learn(measurement.components)
+    checks = MeshChecks(space)
+    mesh_run = checks.run_of(found, space.step(found, simulate=True))
+    measurement = run(TrialKind.WHOLE_MODEL, mesh_run=mesh_run)
+    trial = Trial(number=0, kind=TrialKind.WHOLE_MODEL, measurement=measurement, mesh_run=mesh_run)
+    checks.learn((trial,))
+    return {
+        "outcome": measurement.outcome,
+        "reason": measurement.reason,
+        "conditions": None if measurement.contamination is None else measurement.contamination,
+        **compared(space, found, checks, mesh_run),
+    }
+
+
+def compared(space: PlanSpace, found: MeshCandidate, checks: MeshChecks, run: MeshRun) -> dict[str, Any]:
+    """Return the figures of a row; only the composed ones if the whole model failed."""
+    step = space.step(found, simulate=True, run=run)
+    figures: dict[str, Any] = {
+        "mesh_run": run.model_dump(mode="json"),
+        "composed_step_seconds": step.seconds,
+        "composed_peak_bytes": step.memory.total,
+        "bubble_share": step.bubble_share,
+        "exchange_share": step.exchange_share,
+    }
+    check = checks.of(found)
+    if check is None:
+        return figures
+    whole = check.measurement
+    return figures | {
+        "whole_step_seconds": whole.mesh_step_seconds,
+        "whole_peak_bytes": whole.peak_bytes,
+        "step_error": check.step_error,
+        "peak_error": check.peak_error,
+        "standard_error_seconds": run.num_micro_batches * whole.standard_error_seconds,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row for a person."""
+    name = f"{row['model']:<20} {row['mesh']:<18} m={row['micro_batch_size']:<3}"
+    if "step_error" not in row:
+        return f"{name} {row['outcome']}: {row['reason']}"
+    return (
+        f"{name} composed {1e3 * row['composed_step_seconds']:9.1f} ms, "
+        f"whole {1e3 * row['whole_step_seconds']:9.1f} ms ({row['step_error']:+.1%}), peak {row['peak_error']:+.1%}"
+    )
+
+
+def print_summary(found: list[dict[str, Any]]) -> None:
+    """Print median and largest errors."""
+    for name in ("step_error", "peak_error"):
+        errors = [abs(row[name]) for row in found if name in row]
+        if errors:
+            print(f"{name}: median {statistics.median(errors):.1%}, max {max(errors):.1%} of {len(errors)} rows")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
