@@ -52,6 +52,19 @@ def other_mesh_rows(plan: MeshPlan) -> Iterable[str]:
         )
 
 
+def expert_mode_rows(plan: MeshPlan) -> Iterable[str]:
+    """Yield by how much the expert mode beats the others, and experts that no devices share."""
+    for other in plan.expert_modes:
+        predicted = ", predicted in part" if other.predicted else ""
+        spread = f"expert mode {other.mesh.expert_mode}" if other.mesh.expert > 1 else "data parallel experts"
+        yield row(
+            "expert mode",
+            f"{plan.mesh.expert_mode}: {other.gain:.2f}x over {spread}, {other.mesh.describe()} "
+            f"micro_batch_size={other.candidate.micro_batch_size} recompute={other.candidate.recompute} "
+            f"({rate_text(other.tokens_per_second)}{predicted})",
+        )
+
+
 def base_text(plan: MeshPlan, base: Candidate) -> str:
     """Return the base with its mesh."""
     return f"{plan.base_mesh.describe()} micro_batch_size={base.micro_batch_size} recompute={base.recompute}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Link
 from explorer.cost_model.mesh_layers import MeshCandidate
@@ -14,22 +14,14 @@ from explorer.cost_model.pipeline_picture import draw_pipeline
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import DividingCandidate, Recommendation
 from explorer.search.candidate_posterior import confidence_score
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.candidate import Candidate
+from explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
+from explorer.search.plan_space import PlanSpace, RankedCandidate
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule
 
 MOST_ALTERNATIVES = 5
 LINK_NAMES = {Link.INTRA_NODE: "exchange within a node", Link.INTER_NODE: "exchange between nodes"}
-
-
-@dataclass(frozen=True, slots=True)
-class RankedCandidate:
-    """A candidate with its step; `known` says that all its blocks are measured."""
-
-    found: MeshCandidate
-    step: MeshStep
-    known: bool
 
 
 def recommend_plan(
@@ -46,7 +38,7 @@ def recommend_plan(
     """
     request, one = space.request, ranked[best]
     found, step = one.found, one.step
-    candidate, plain = (_with_sharding(each) for each in (found, base))
+    candidate, plain = (each.told for each in (found, base))
     base_step = space.step(base, simulate=True)
     parts = plan_parts(space, step)
     measured = sum(part.share for part in parts if part.source == "measured")
@@ -65,6 +57,8 @@ def recommend_plan(
         fullest_rank=step.fullest_rank,
         parts=parts,
         alternatives=_alternatives(ranked, best),
+        expert_modes=compare_expert_modes(space, ranked, one),
+        plain=best_plain_mesh(space, ranked, one),
         picture=_picture(step),
     )
     return Recommendation(
@@ -100,11 +94,6 @@ def recommend_plan(
     )
 
 
-def _with_sharding(found: MeshCandidate) -> Candidate:
-    """Return the candidate with the sharding of its mesh, which a trainer has to be told."""
-    return found.candidate.model_copy(update={"sharding": found.mesh.sharding})
-
-
 def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
     """Return the parts of the step, the largest first."""
     found = []
@@ -132,16 +121,7 @@ def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlt
     for one in ranked:
         if one.found.mesh != own.found.mesh and len(chosen) < MOST_ALTERNATIVES:
             chosen.setdefault(one.found.mesh, one)
-    return tuple(
-        MeshAlternative(
-            mesh=mesh,
-            candidate=one.found.candidate,
-            tokens_per_second=one.step.tokens_per_second,
-            gain=own.step.tokens_per_second / one.step.tokens_per_second,
-            predicted=not one.known,
-        )
-        for mesh, one in chosen.items()
-    )
+    return tuple(one.compared_with(own) for one in chosen.values())
 
 
 def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tuple[str, ...]:
@@ -156,6 +136,11 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int) -> tu
         )
     if mesh.expert > 1:
         notes.append("an expert-parallel device is measured with the rows of the busiest one, routed among its experts")
+    if mesh.expert_mode is not ExpertMode.PLAIN:
+        notes.append(
+            f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}; no run has "
+            "measured that, and of the trainers only bexp's own kernels have this expert mode"
+        )
     if mesh.schedule is Schedule.ZB_H1:
         notes.append("which part of backward is for weights follows from its operations")
     if mesh.data > 1:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from explorer.spec.base import Frozen, RuleError
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.options import divisors
 from explorer.spec.training import Sharding
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from explorer.spec.request import ExplorationRequest
 
 Size = Annotated[int, Field(ge=1, le=4096)]
+Degree = Annotated[int, Field(ge=2, le=32)]
 Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
 
 MOST_VIRTUAL_STAGES = 8
@@ -39,7 +41,7 @@ class Schedule(StrEnum):
 class ParallelismSpec(Frozen):
     """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
 
-    `tensor`, `pipeline`, `virtual_stages`, `schedule` and `expert` belong to plans, which are requests with a `fabric`.
+    All but the last two belong to plans, which are requests with a `fabric`.
     `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
     that they are null in a stored one.
     """
@@ -51,6 +53,15 @@ class ParallelismSpec(Frozen):
         Literal["explore"] | Schedule | Annotated[tuple[Schedule, ...], Field(min_length=1, max_length=len(Schedule))]
     ) = "explore"
     expert: Sizes = 1
+    expert_mode: (
+        Literal["explore"]
+        | ExpertMode
+        | Annotated[tuple[ExpertMode, ...], Field(min_length=1, max_length=len(ExpertMode))]
+    ) = Field(ExpertMode.PLAIN, description="Where experts are on several devices.")
+    overlap_degree: Literal["explore"] | Degree | Annotated[tuple[Degree, ...], Field(min_length=1, max_length=32)] = (
+        Field("explore", description="Chunks of a micro-batch in expert_mode 'overlapped'.")
+    )
+    shadowed_experts: Sizes = Field("explore", description="Experts that expert_mode 'shadowed' copies.")
     context: Sizes | None = None
     sharding: (
         Literal["explore"] | Sharding | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))]
@@ -59,20 +70,52 @@ class ParallelismSpec(Frozen):
     @property
     def needs_plan(self) -> str | None:
         """The first field that only a plan can have; null if there is none."""
-        return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
+        found = next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
+        return found or (None if self.expert_modes == (ExpertMode.PLAIN,) else "expert_mode")
+
+    @property
+    def named_expert_modes(self) -> tuple[ExpertMode, ...]:
+        """The modes that the request names; none for `explore`."""
+        asked = self.expert_mode
+        return () if asked == "explore" else (asked,) if isinstance(asked, ExpertMode) else tuple(dict.fromkeys(asked))
+
+    @property
+    def expert_modes(self) -> tuple[ExpertMode, ...]:
+        """The modes that are explored."""
+        return self.named_expert_modes or tuple(ExpertMode)
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether a mesh may have experts on several devices."""
+        return named_sizes(self.expert) != (1,)
+
+    @property
+    def named_overlap_degrees(self) -> tuple[int, ...] | None:
+        """The degrees that the request names; null for `explore`."""
+        return named_sizes(self.overlap_degree)
+
+    @property
+    def named_shadowed_experts(self) -> tuple[int, ...] | None:
+        """The numbers of experts that the request names; null for `explore`."""
+        return named_sizes(self.shadowed_experts)
 
 
 PLAN_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
 
 
 class Mesh(Frozen):
-    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone."""
+    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone.
+
+    `overlap_degree` is above 1 if the expert mode is `overlapped`, and `shadowed_experts` above 0 if it is `shadowed`.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
     schedule: Schedule | None = None
     expert: int = 1
+    overlap_degree: int = 1
+    shadowed_experts: int = 0
     data: int = 1
     sharding: Sharding = Sharding.NONE
 
@@ -92,6 +135,23 @@ class Mesh(Frozen):
         return self.tensor == self.pipeline == self.expert == 1
 
     @property
+    def expert_mode(self) -> ExpertMode:
+        """How tokens reach their experts."""
+        if self.shadowed_experts:
+            return ExpertMode.SHADOWED
+        return ExpertMode.OVERLAPPED if self.overlap_degree > 1 else ExpertMode.PLAIN
+
+    @property
+    def in_plain_mode(self) -> Mesh:
+        """The same mesh with expert mode `plain`."""
+        return self.model_copy(update={"overlap_degree": 1, "shadowed_experts": 0})
+
+    @property
+    def block_key(self) -> tuple[int, ...]:
+        """What decides the blocks of a device: pipeline and data parallelism do not."""
+        return self.tensor, self.expert, self.overlap_degree, self.shadowed_experts
+
+    @property
     def expert_data(self) -> int:
         """Devices that hold the same experts of a stage."""
         return self.tensor * self.data // self.expert if self.expert > 1 else self.data
@@ -103,7 +163,12 @@ class Mesh(Frozen):
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
             parts[-1] += f" ({self.schedule}{stages})"
         if self.expert > 1:
-            parts.append(f"expert={self.expert}")
+            modes = {
+                ExpertMode.PLAIN: "",
+                ExpertMode.OVERLAPPED: f" (overlapped in {self.overlap_degree} chunks)",
+                ExpertMode.SHADOWED: f" ({self.shadowed_experts} shadowed)",
+            }
+            parts.append(f"expert={self.expert}{modes[self.expert_mode]}")
         return " ".join([*parts, f"data={self.data}", f"sharding={self.sharding}"])
 
 

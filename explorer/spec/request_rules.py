@@ -13,6 +13,7 @@ from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute, check_number
 from explorer.spec.context_parallel import refuse_layout
 from explorer.spec.execution import Execution, Kernels
+from explorer.spec.expert_modes import check_expert_modes
 from explorer.spec.mesh import check_meshes
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
@@ -341,6 +342,7 @@ PLAN_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_attention_backends,
     check_policies,
     check_numbered_policies,
+    check_expert_modes,
     check_meshes,
 )
 """The rules of a plan, whose devices are arranged in meshes."""

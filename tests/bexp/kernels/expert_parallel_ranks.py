@@ -143,8 +143,8 @@ def errors(case: Case, group: dist.ProcessGroup) -> dict[str, float]:
         shadowed_experts=case.shadowed,
     )
     x, weights, w_in, w_out = leaves
-    arguments = (x, drawn.routes[mine], weights, w_in, w_out, "silu")
-    out = checkpoint(run, *arguments, use_reentrant=False) if case.recompute else run(*arguments)
+    forward = partial(run, x, drawn.routes[mine], weights, w_in, w_out, "silu")
+    out = checkpoint(forward, use_reentrant=False) if case.recompute else forward()
     out.backward(drawn.gradient[mine])
     found = [out, *(leaf.grad for leaf in leaves)]
     assert out.dtype == dtype
