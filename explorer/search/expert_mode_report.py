@@ -15,11 +15,15 @@ def compare_expert_modes(
 ) -> tuple[MeshAlternative, ...]:
     """Return the best candidate of each other mode on the mesh of `best`, and the best whose experts are not spread.
 
-    Only what fits is named. The result is empty if one mode is explored, or the best has no expert parallelism.
+    If the experts of `best` itself are not spread, the best ranked mesh of each mode is named. Only what fits is named.
+    The result is empty if one mode is explored.
     """
     own = best.found.mesh
-    if own.expert == 1 or len(space.request.parallelism.expert_modes) == 1:
+    if len(space.request.parallelism.expert_modes) == 1:
         return ()
+    if own.expert == 1:
+        spread = {one.found.mesh.expert_mode: one for one in reversed(ranked) if one.found.mesh.expert > 1}
+        return tuple(spread[mode].compared_with(best) for mode in ExpertMode if mode in spread)
     same = [one for one in space.candidates if one.mesh.in_plain_mode == own.in_plain_mode and space.is_open(one)]
     found = [
         _fastest(space, [one for one in same if one.mesh.expert_mode is mode])

@@ -291,8 +291,9 @@ def check_parallelism(request: ExplorationRequest) -> None:
     """Sizes of tensor, pipeline and expert parallelism belong to plans."""
     field = request.parallelism.needs_plan
     if field is not None:
+        usual = "'plain'" if field == "expert_mode" else "1"
         raise RuleError(
-            f"{field} other than 1 needs a fabric, such as 'h100-nvl-ib400': only plans have it so far",
+            f"{field} other than {usual} needs a fabric, such as 'h100-nvl-ib400': only plans have it so far",
             f"parallelism.{field}",
             "fabric",
         )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.fabric import FABRICS
 from explorer.spec.mesh import Mesh, Schedule, legal_meshes
 from explorer.spec.request import ExplorationRequest
@@ -80,6 +81,23 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
             {"fabric": {"intra_node": FABRICS["h100-nvl-ib400"]["intra_node"]}},
             r"inter_node is missing: num_devices \(16\) exceeds the 8 devices of a node",
         ),
+        (
+            {"expert": 1, "expert_mode": "shadowed"},
+            {"model": MOE},
+            "expert_mode 'shadowed' needs experts on several devices, and expert is 1: use expert 2 or more",
+        ),
+        ({"expert_mode": ["plain", "overlapped"]}, {}, "expert_mode 'overlapped' needs a model with experts"),
+        (
+            {"expert": 8, "expert_mode": "shadowed", "shadowed_experts": [2, 9]},
+            {"model": MOE},
+            r"shadowed_experts \(9\) exceeds num_experts \(8\); the nearest that can be is 8",
+        ),
+        (
+            {"expert": 8, "expert_mode": "shadowed", "overlap_degree": 2},
+            {"model": MOE},
+            "overlap_degree belongs to expert_mode 'overlapped', which is not explored",
+        ),
+        ({"expert_mode": "explore"}, {"fabric": None}, "expert_mode other than 'plain' needs a fabric"),
         ({"tensor": 2}, {"fabric": None}, "tensor other than 1 needs a fabric"),
         ("explore", {"fabric": None}, "tensor other than 1 needs a fabric"),
     ],
@@ -89,6 +107,14 @@ def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         plan(parallelism, **changes)
+
+
+def test_modes_are_plain_unless_named_or_explored() -> None:
+    assert plan({"expert": 8}, model=MOE).parallelism.expert_modes == (ExpertMode.PLAIN,)
+    assert plan("explore", model=MOE).parallelism.expert_modes == tuple(ExpertMode)
+    asked = plan({"expert": 8, "expert_mode": ["shadowed"], "shadowed_experts": 3}, model=MOE)
+    assert asked.parallelism.expert_modes == (ExpertMode.SHADOWED,)
+    assert asked == ExplorationRequest.model_validate(asked.model_dump(mode="json"))
 
 
 def test_one_node_needs_no_link_between_nodes() -> None:
