@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from explorer.spec.base import RuleError
+from pydantic import Field
+
+from explorer.spec.base import Frozen, RuleError
+from explorer.spec.sizes import Sizes, named_sizes
 
 if TYPE_CHECKING:
     from explorer.spec.request import ExplorationRequest
 
+Degree = Annotated[int, Field(ge=2, le=32)]
 OVERLAP_DEGREES = (2, 4, 8)
 """Chunks of a micro-batch that `explore` tries."""
 SHADOWED_EXPERTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -27,6 +31,41 @@ class ExpertMode(StrEnum):
     PLAIN = "plain"
     OVERLAPPED = "overlapped"
     SHADOWED = "shadowed"
+
+
+class ExpertModes(Frozen):
+    """The modes that a request explores, and the numbers that go with them."""
+
+    expert_mode: (
+        Literal["explore"]
+        | ExpertMode
+        | Annotated[tuple[ExpertMode, ...], Field(min_length=1, max_length=len(ExpertMode))]
+    ) = Field(ExpertMode.PLAIN, description="Where experts are on several devices.")
+    overlap_degree: Literal["explore"] | Degree | Annotated[tuple[Degree, ...], Field(min_length=1, max_length=32)] = (
+        Field("explore", description="Chunks of a micro-batch in expert_mode 'overlapped'.")
+    )
+    shadowed_experts: Sizes = Field("explore", description="Experts that expert_mode 'shadowed' copies.")
+
+    @property
+    def named_expert_modes(self) -> tuple[ExpertMode, ...]:
+        """The modes that the request names; none for `explore`."""
+        asked = self.expert_mode
+        return () if asked == "explore" else (asked,) if isinstance(asked, ExpertMode) else tuple(dict.fromkeys(asked))
+
+    @property
+    def expert_modes(self) -> tuple[ExpertMode, ...]:
+        """The modes that are explored."""
+        return self.named_expert_modes or tuple(ExpertMode)
+
+    @property
+    def named_overlap_degrees(self) -> tuple[int, ...] | None:
+        """The degrees that the request names; null for `explore`."""
+        return named_sizes(self.overlap_degree)
+
+    @property
+    def named_shadowed_experts(self) -> tuple[int, ...] | None:
+        """The numbers of experts that the request names; null for `explore`."""
+        return named_sizes(self.shadowed_experts)
 
 
 def check_expert_modes(request: ExplorationRequest) -> None:

@@ -7,24 +7,22 @@ parallelism includes sequence parallelism (Korthikanti et al., 2022, arXiv:2205.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from explorer.spec.base import Frozen, RuleError
-from explorer.spec.expert_modes import ExpertMode
+from explorer.spec.expert_modes import ExpertMode, ExpertModes
 from explorer.spec.options import divisors
+from explorer.spec.sizes import Sizes, named_sizes, nearest_sizes
 from explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
     from explorer.spec.model import ModelSpec
     from explorer.spec.request import ExplorationRequest
 
-Size = Annotated[int, Field(ge=1, le=4096)]
-Degree = Annotated[int, Field(ge=2, le=32)]
-Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
 
 MOST_VIRTUAL_STAGES = 8
 """The most stages of one rank that `explore` tries."""
@@ -38,12 +36,11 @@ class Schedule(StrEnum):
     ZB_H1 = "zb_h1"
 
 
-class ParallelismSpec(Frozen):
+class ParallelismSpec(ExpertModes):
     """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
 
-    All but the last two belong to plans, which are requests with a `fabric`.
-    `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
-    that they are null in a stored one.
+    All but `context` and `sharding` belong to plans, which are requests with a `fabric`. These two are moved to
+    `context_parallel.sizes` and `training.sharding` when a request is read, so that they are null in a stored one.
     """
 
     tensor: Sizes = 1
@@ -53,15 +50,6 @@ class ParallelismSpec(Frozen):
         Literal["explore"] | Schedule | Annotated[tuple[Schedule, ...], Field(min_length=1, max_length=len(Schedule))]
     ) = "explore"
     expert: Sizes = 1
-    expert_mode: (
-        Literal["explore"]
-        | ExpertMode
-        | Annotated[tuple[ExpertMode, ...], Field(min_length=1, max_length=len(ExpertMode))]
-    ) = Field(ExpertMode.PLAIN, description="Where experts are on several devices.")
-    overlap_degree: Literal["explore"] | Degree | Annotated[tuple[Degree, ...], Field(min_length=1, max_length=32)] = (
-        Field("explore", description="Chunks of a micro-batch in expert_mode 'overlapped'.")
-    )
-    shadowed_experts: Sizes = Field("explore", description="Experts that expert_mode 'shadowed' copies.")
     context: Sizes | None = None
     sharding: (
         Literal["explore"] | Sharding | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))]
@@ -74,30 +62,9 @@ class ParallelismSpec(Frozen):
         return found or (None if self.expert_modes == (ExpertMode.PLAIN,) else "expert_mode")
 
     @property
-    def named_expert_modes(self) -> tuple[ExpertMode, ...]:
-        """The modes that the request names; none for `explore`."""
-        asked = self.expert_mode
-        return () if asked == "explore" else (asked,) if isinstance(asked, ExpertMode) else tuple(dict.fromkeys(asked))
-
-    @property
-    def expert_modes(self) -> tuple[ExpertMode, ...]:
-        """The modes that are explored."""
-        return self.named_expert_modes or tuple(ExpertMode)
-
-    @property
     def spreads_experts(self) -> bool:
         """Whether a mesh may have experts on several devices."""
         return named_sizes(self.expert) != (1,)
-
-    @property
-    def named_overlap_degrees(self) -> tuple[int, ...] | None:
-        """The degrees that the request names; null for `explore`."""
-        return named_sizes(self.overlap_degree)
-
-    @property
-    def named_shadowed_experts(self) -> tuple[int, ...] | None:
-        """The numbers of experts that the request names; null for `explore`."""
-        return named_sizes(self.shadowed_experts)
 
 
 PLAN_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
@@ -170,13 +137,6 @@ class Mesh(Frozen):
             }
             parts.append(f"expert={self.expert}{modes[self.expert_mode]}")
         return " ".join([*parts, f"data={self.data}", f"sharding={self.sharding}"])
-
-
-def named_sizes(asked: Sizes) -> tuple[int, ...] | None:
-    """Return the sizes that a request names, ascending; null for `explore`."""
-    if asked == "explore":
-        return None
-    return (asked,) if isinstance(asked, int) else tuple(sorted(set(asked)))
 
 
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
@@ -281,13 +241,6 @@ def _candidates(name: str, asked: Sizes, request: ExplorationRequest) -> tuple[i
             nearest = " or ".join(map(str, nearest_sizes(size, legal)))
             raise RuleError(f"{name} ({size}) {reason}; the nearest that can be is {nearest}", f"parallelism.{name}")
     return named
-
-
-def nearest_sizes(size: int, legal: Iterable[int]) -> tuple[int, ...]:
-    """Return the largest legal size below `size` and the smallest above."""
-    below = [each for each in legal if each < size]
-    above = [each for each in legal if each > size]
-    return (*([max(below)] if below else []), *([min(above)] if above else []))
 
 
 def _largest(name: str, model: ModelSpec) -> int:
