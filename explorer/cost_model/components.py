@@ -128,10 +128,10 @@ class Component(Frozen):
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = None
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
-    expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     overlap_degree: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=_is_zero)
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
 
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:

@@ -58,8 +58,7 @@ class ParallelismSpec(ExpertModes):
     @property
     def needs_plan(self) -> str | None:
         """The first field that only a plan can have; null if there is none."""
-        found = next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
-        return found or (None if self.expert_modes == (ExpertMode.PLAIN,) else "expert_mode")
+        return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
 
     @property
     def spreads_experts(self) -> bool:

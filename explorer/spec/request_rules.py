@@ -291,9 +291,8 @@ def check_parallelism(request: ExplorationRequest) -> None:
     """Sizes of tensor, pipeline and expert parallelism belong to plans."""
     field = request.parallelism.needs_plan
     if field is not None:
-        usual = "'plain'" if field == "expert_mode" else "1"
         raise RuleError(
-            f"{field} other than {usual} needs a fabric, such as 'h100-nvl-ib400': only plans have it so far",
+            f"{field} other than 1 needs a fabric, such as 'h100-nvl-ib400': only plans have it so far",
             f"parallelism.{field}",
             "fabric",
         )
@@ -354,6 +353,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_training_of_target,
     check_parallelism,
     check_kernels,
+    check_expert_modes,
     check_executions,
     check_sharing,
     check_largest_tile,

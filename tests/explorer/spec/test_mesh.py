@@ -97,7 +97,7 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
             {"model": MOE},
             "overlap_degree belongs to expert_mode 'overlapped', which is not explored",
         ),
-        ({"expert_mode": "explore"}, {"fabric": None}, "expert_mode other than 'plain' needs a fabric"),
+        ({"expert_mode": "shadowed"}, {"fabric": None, "model": MOE}, "needs experts on several devices"),
         ({"tensor": 2}, {"fabric": None}, "tensor other than 1 needs a fabric"),
         ("explore", {"fabric": None}, "tensor other than 1 needs a fabric"),
     ],
