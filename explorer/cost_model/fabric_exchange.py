@@ -48,22 +48,13 @@ class Fabric:
     def gather(self, size_bytes: float, group: Group) -> Transfer:
         """Return an all-gather, or a reduce-scatter, after which a device has had `size_bytes` in all.
 
-        A ring passes (n - 1) / n of them over each device's links.
+        A ring passes (n - 1) / n of them over each device's links. Between nodes it uses the adapters of all members
+        that a node has. Latency is that of a tree.
         """
-        return self._ring(size_bytes * (group.size - 1) / group.size, group)
-
-    def broadcast(self, size_bytes: float, group: Group) -> Transfer:
-        """Return the broadcast of `size_bytes` by one device, or their sum at one; each passes all links of a ring."""
-        return self._ring(size_bytes, group)
-
-    def _ring(self, moved: float, group: Group) -> Transfer:
-        """Return what passes so many bytes over each device's links.
-
-        Between nodes it uses the adapters of all members that a node has. Latency is that of a tree.
-        """
-        if group.size == 1 or not moved:
+        if group.size == 1 or not size_bytes:
             return Transfer(0.0)
         within = self._within(group)
+        moved = size_bytes * (group.size - 1) / group.size
         hops = math.ceil(math.log2(group.size))
         node = self._spec.intra_node
         if within == group.size:

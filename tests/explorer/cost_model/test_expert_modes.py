@@ -10,13 +10,12 @@ import pytest
 
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.expert_overlap import ExpertOverlap, run_beside
-from explorer.cost_model.fabric_exchange import Fabric, Group, Link, Transfer
+from explorer.cost_model.fabric_exchange import Link, Transfer
 from explorer.cost_model.mesh_costs import DeviceShare, compose_layer
 from explorer.cost_model.mesh_layers import MeshDecomposer
 from explorer.cost_model.shards import busiest_device, expert_rows, shard_of
 from explorer.search.plan_space import PlanSpace
 from explorer.spec.expert_modes import ExpertMode
-from explorer.spec.fabric import FabricSpec
 from explorer.spec.mesh import Mesh
 from explorer.spec.model import LayerKind, MoESpec
 from explorer.spec.request import ExplorationRequest
@@ -90,12 +89,6 @@ def test_shadowed_weights_travel_beside_the_other_experts_both_ways() -> None:
     assert bound.link is Link.INTER_NODE
     assert hidden.link is Link.INTER_NODE
     assert ExpertOverlap(2, Transfer(1.0), Transfer(3.0, Link.INTER_NODE), 0.5).link is Link.INTRA_NODE
-
-
-def test_a_broadcast_passes_every_link_once() -> None:
-    fabric = Fabric(FabricSpec.model_validate(FABRIC))
-    assert fabric.broadcast(1e9, Group(4, 1)).seconds == pytest.approx(1e9 / 100e9)
-    assert fabric.broadcast(1e9, Group(1, 1)).seconds == fabric.broadcast(0.0, Group(4, 1)).seconds == 0.0
 
 
 def test_shadowed_experts_leave_the_busiest_device_the_rest() -> None:
@@ -178,6 +171,8 @@ def test_copies_are_kept_until_backward_which_has_their_gradients_too() -> None:
     block = MeshDecomposer(model, request).expert_block(mesh, component)
     assert block.copied_bytes == 4 * 3 * 1024 * 1024 * 2
     assert block.moved_bytes == 2 * expert_rows(block.component, model, request).sent * 1024 * 2
+    assert block.overlap is not None
+    assert block.overlap.copied.seconds == pytest.approx(block.copied_bytes / 100e9)
     share = DeviceShare(8 * 1024 * 1024 * 2, model, 4e12)
     costs = {block.component: space.predicted(block.component)}
     sort = (LayerKind.MOE, False)
