@@ -195,7 +195,7 @@ class MeshDecomposer:
         copied = shadowed * expert * item
         overlap = None
         if mesh.expert_mode is not ExpertMode.PLAIN:
-            # A broadcast, or a sum at one device, passes all its bytes over each link, and a gather (n - 1) / n of them.
+            # A broadcast, or a sum at one device, passes all bytes over each link, and a gather (n - 1) / n of them.
             sent = self.fabric.gather(copied * mesh.expert / (mesh.expert - 1), group)
             overlap = ExpertOverlap(degree, moved, sent, rows.home / rows.computed)
         return Block(
