@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel, local_experts
 from bexp.kernels.experts.registry import expert_backend
 from tests.bexp.kernels import references
@@ -77,10 +79,21 @@ def cases() -> list[Case]:
     return found
 
 
-def launch(folder: Path) -> list[dict[str, Any]]:
-    """What every rank found, by case."""
-    run_ranks(__name__, folder)
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+def gpu_cases() -> list[Case]:
+    """What two GPUs run."""
+    case = partial(Case, 2, dtype="bfloat16", tokens=(700, 300), skew=1.0)
+    return [
+        case(backend, overlap_degree=degree, shadowed=shadowed)
+        for backend in ("grouped_mm", "fused", "loop")
+        for degree, shadowed in ((1, ()), (2, ()), (4, (0, 1, 5)), (1, (0, 3)))
+    ] + [case("grouped_mm", tokens=(0, 64), overlap_degree=2, shadowed=(1,), recompute=True)]
+
+
+def launch(folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
+    """What every rank found, by case; on GPUs there are two ranks."""
+    num_ranks = NUM_RANKS if device == "cpu" else 2
+    run_ranks(__name__, folder, device)
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,7 @@ def problem(case: Case) -> Problem:
     return Problem(routes, inputs, normal(num_tokens, HIDDEN))
 
 
-def errors(case: Case, group: dist.ProcessGroup) -> dict[str, float]:
+def errors(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> dict[str, float]:
     """How far this rank's output and gradients are from those of one process."""
     drawn = problem(case)
     mine = drawn.part(case.tokens, group.rank())
@@ -132,7 +145,7 @@ def errors(case: Case, group: dist.ProcessGroup) -> dict[str, float]:
     dtype = drawn.inputs[0].dtype
     tensors = [drawn.inputs[0][mine], drawn.inputs[1][mine]]
     tensors += [local_experts(w.mT.contiguous().mT if case.transposed else w, group) for w in drawn.inputs[2:]]
-    leaves = references.leaves(tensors, dtype)
+    leaves = references.leaves([each.to(device) for each in tensors], dtype)
     if case.frozen:
         leaves[0].requires_grad_(False)
     run = ExpertParallel(
@@ -143,9 +156,9 @@ def errors(case: Case, group: dist.ProcessGroup) -> dict[str, float]:
         shadowed_experts=case.shadowed,
     )
     x, weights, w_in, w_out = leaves
-    forward = partial(run, x, drawn.routes[mine], weights, w_in, w_out, "silu")
+    forward = partial(run, x, drawn.routes[mine].to(device), weights, w_in, w_out, "silu")
     out = checkpoint(forward, use_reentrant=False) if case.recompute else forward()
-    out.backward(drawn.gradient[mine])
+    out.backward(drawn.gradient[mine].to(device))
     found = [out, *(leaf.grad for leaf in leaves)]
     assert out.dtype == dtype
     return {
@@ -245,5 +258,33 @@ def run(folder: Path, rank: int) -> None:
     os._exit(0)  # the group is broken
 
 
+def run_gpu(folder: Path, rank: int) -> None:
+    """Run what two GPUs run, and count how often a forward pass waits for its device."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    group = ring_group()
+    found: dict[str, Any] = {case.name: errors(case, group, str(device)) for case in gpu_cases()}
+    grouped = expert_backend("grouped_mm").forward
+    mode = ExpertParallel(group, NUM_EXPERTS, grouped, overlap_degree=2, shadowed_experts=(0, 5))
+    drawn = problem(Case(2, "grouped_mm", dtype="bfloat16", tokens=(64, 64)))
+    mine = drawn.part((64, 64), rank)
+    x, weights, *matrices = (each.to(device) for each in drawn.inputs)
+    w_in, w_out = (local_experts(each, group) for each in matrices)
+    forward = partial(mode, x[mine], drawn.routes[mine].to(device), weights[mine], w_in, w_out, "silu")
+    forward()
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        forward()
+    torch.cuda.set_sync_debug_mode("default")
+    found["waits"] = [str(each.message) for each in said if "synchroniz" in str(each.message)]
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))
+    on_cpu = sys.argv[2] == "cpu"
+    sys.exit(fork_ranks(partial(run if on_cpu else run_gpu, Path(sys.argv[1])), NUM_RANKS if on_cpu else 2))
