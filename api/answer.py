@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from api.answer_choices import batch_rows, saving_rows, second_figure
-from api.answer_plan import base_text, mesh_rows, other_mesh_rows, picture_rows
+from api.answer_plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
 from api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
 from explorer.cost_model.step import MemoryParts
 from explorer.records.recommendation import (
@@ -82,6 +82,7 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
     if best.runner_up is not None:
         lines.append(row("runner-up", _runner_up(best.runner_up)))
     if best.plan is not None:
+        lines += expert_mode_rows(best.plan)
         lines += other_mesh_rows(best.plan)
     return lines + [row("note", note) for note in best.notes]
 

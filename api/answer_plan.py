@@ -8,6 +8,7 @@ from itertools import groupby
 from api.text import rate_text, row, seconds_text
 from explorer.records.plan import MeshPlan
 from explorer.spec.candidate import Candidate
+from explorer.spec.mesh import Mesh
 
 MOST_PARTS = 5
 
@@ -52,9 +53,25 @@ def other_mesh_rows(plan: MeshPlan) -> Iterable[str]:
         )
 
 
+def expert_mode_rows(plan: MeshPlan) -> Iterable[str]:
+    """Yield by how much the expert mode beats the others, and experts that no devices share."""
+    for other in plan.expert_modes:
+        predicted = ", predicted in part" if other.predicted else ""
+        yield row(
+            "expert mode",
+            f"{_mode_text(plan.mesh)}: {other.gain:.2f}x over {_mode_text(other.mesh)}, {other.mesh.describe()} "
+            f"micro_batch_size={other.candidate.micro_batch_size} recompute={other.candidate.recompute} "
+            f"({rate_text(other.tokens_per_second)}{predicted})",
+        )
+
+
 def base_text(plan: MeshPlan, base: Candidate) -> str:
     """Return the base with its mesh."""
     return f"{plan.base_mesh.describe()} micro_batch_size={base.micro_batch_size} recompute={base.recompute}"
+
+
+def _mode_text(mesh: Mesh) -> str:
+    return mesh.expert_mode.value if mesh.expert > 1 else "no expert parallelism"
 
 
 def _run(count: int, times: int) -> str:

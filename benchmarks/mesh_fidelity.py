@@ -3,10 +3,10 @@
     python -m benchmarks.mesh_fidelity --devices cuda:0-1 --out benchmarks/results/NAME.json
     python -m benchmarks.mesh_fidelity examples/mesh-tiny.yaml --devices cpu,cpu --out /tmp/mesh.json
 
-All devices share each layer (tensor parallelism), or are the ranks of a pipeline (1F1B and interleaved). For each
-model, mesh and micro-batch the exchanges and the blocks of a device are measured, the step is composed of them, and the model
-is run whole on the devices. Errors are (composed - whole) / whole; the peak is that of the fullest rank. The file is
-written after each row, and a second start runs what it lacks.
+All devices share each layer (tensor parallelism), are the ranks of a pipeline (1F1B and interleaved), or share the
+experts, in each mode. For each model, mesh and micro-batch the exchanges and the blocks of a device are measured, the
+step is composed of them, and the model is run whole on the devices. Errors are (composed - whole) / whole; the peak is
+that of the fullest rank. The file is written after each row, and a second start runs what it lacks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from explorer.records.plan import MeshRun
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.mesh_check import MeshChecks
 from explorer.search.plan_space import PlanSpace
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 from workers.devices.selection import parse_devices
@@ -64,13 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["outcome"] not in (Outcome.OK, Outcome.UNSUPPORTED) for row in results["rows"]))
 
 
-def meshes(number: int) -> dict[str, dict[str, Any]]:
-    """Return the meshes of so many devices by name."""
+def meshes(number: int, *, with_experts: bool) -> dict[str, dict[str, Any]]:
+    """Return the meshes of so many devices by name; of a mode with a choice, formulas choose."""
+    modes = {f"EP={number} {mode}": {"expert": number, "expert_mode": mode, "sharding": "none"} for mode in ExpertMode}
     pipeline = {"pipeline": number, "sharding": "none"}
     return {
         f"TP={number}": {"tensor": number},
         f"PP={number} 1F1B": {**pipeline, "schedule": "1f1b"},
         f"PP={number} interleaved": {**pipeline, "schedule": "interleaved", "virtual_stages": 2},
+        **(modes if with_experts else {}),
     }
 
 
@@ -83,7 +86,7 @@ def rows(
         model = parse_request(load_document(path.read_text())).model
         assert model is not None, "the configuration describes a model"
         layers = min(model.num_layers, options.most_layers)
-        for name, parallelism in meshes(number).items():
+        for name, parallelism in meshes(number, with_experts=model.moe is not None).items():
             for m in options.micro_batch_sizes:
                 if (path.stem, name, m) in done:
                     continue
@@ -105,7 +108,7 @@ def rows(
 def measure(request: ExplorationRequest, report: DeviceReport, profiler: DeviceProfiler) -> dict[str, Any]:
     """Return the composed and the whole step of a request with one candidate."""
     space = PlanSpace(request, report)
-    (found,) = space.candidates
+    found = max(space.candidates, key=lambda each: space.step(each).tokens_per_second)
 
     def run(kind: TrialKind, components: Sequence[Any] = (), mesh_run: MeshRun | None = None) -> Measurement:
         return profiler.measure(

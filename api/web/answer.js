@@ -92,9 +92,12 @@ function rows(best, exploration) {
     const speed = rival.whole_model ? `${format.rate(rival.whole_model.tokens_per_second)} as a whole model` : format.words(rival.outcome);
     row("runner-up", `${format.describe(rival.candidate)}: ${speed}`);
   }
-  for (const other of best.plan?.alternatives ?? []) {
+  for (const [label, other] of [
+    ...(best.plan?.expert_modes ?? []).map((one) => ["expert mode", one]),
+    ...(best.plan?.alternatives ?? []).map((one) => ["other mesh", one]),
+  ]) {
     const predicted = other.predicted ? ", predicted in part" : "";
-    row("other mesh", `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} micro_batch_size=${other.candidate.micro_batch_size} ` +
+    row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} micro_batch_size=${other.candidate.micro_batch_size} ` +
       `recompute=${other.candidate.recompute} (${format.rate(other.tokens_per_second)}${predicted})`);
   }
   for (const choice of best.memory_choices.slice(1)) {

@@ -69,7 +69,9 @@ export const expected = (best) => best.whole_model?.tokens_per_second ?? best.to
 export function mesh(of) {
   const stages = of.virtual_stages > 1 ? `, ${of.virtual_stages} stages a rank` : "";
   const schedule = of.schedule === null ? "" : ` (${of.schedule}${stages})`;
-  const expert = of.expert > 1 ? ` expert=${of.expert}` : "";
+  const mode = of.shadowed_experts > 0 ? ` (${of.shadowed_experts} shadowed)`
+    : of.overlap_degree > 1 ? ` (overlapped in ${of.overlap_degree} chunks)` : "";
+  const expert = of.expert > 1 ? ` expert=${of.expert}${mode}` : "";
   return `tensor=${of.tensor} pipeline=${of.pipeline}${schedule}${expert} data=${of.data} sharding=${of.sharding}`;
 }
 

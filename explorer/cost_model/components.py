@@ -128,6 +128,10 @@ def _is_one(size: int) -> bool:
     return size == 1
 
 
+def _is_zero(number: int) -> bool:
+    return number == 0
+
+
 class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
@@ -137,7 +141,8 @@ class Component(Frozen):
     be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
 
     In a plan a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
-    experts: see `explorer.cost_model.shards`.
+    experts, with one of `overlap_degree` chunks of its rows, and beside copies of the `shadowed_experts`: see
+    `explorer.cost_model.shards`.
 
     `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`;
     that of a `shell` names the loss, or the target's own choice for a model that is measured whole.
@@ -153,6 +158,8 @@ class Component(Frozen):
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = None
+    overlap_degree: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=_is_zero)
     tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     exchange: ExchangeSpec | None = Field(None, exclude_if=_is_null)
@@ -200,6 +207,10 @@ class Component(Frozen):
             parts.append(f"tp={self.tensor_parallel_size}")
         if self.expert_parallel_size > 1:
             parts.append(f"ep={self.expert_parallel_size}")
+        if self.overlap_degree > 1:
+            parts.append(f"chunks={self.overlap_degree}")
+        if self.shadowed_experts:
+            parts.append(f"shadowed={self.shadowed_experts}")
         if self.sharding is not None:
             parts.append(str(self.sharding))
         if self.exchange is not None:

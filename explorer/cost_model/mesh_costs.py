@@ -117,27 +117,32 @@ def compose_layer(
     hidden = share.hidden_bytes
     again = sort is not None and sort[1]
     forward = backward = weights = exchanged = 0.0
-    device = sum(costs[block.component].device_seconds for block in blocks)
-    host = sum(costs[block.component].host_seconds for block in blocks)
+    device = sum(block.times * costs[block.component].device_seconds for block in blocks)
+    host = sum(block.times * costs[block.component].host_seconds for block in blocks)
     held = peak = 0
     makeup: defaultdict[Component | Link, float] = defaultdict(float)
     whole = 1.0 - 1.0 / mesh.tensor
     for block in blocks:
         cost = costs[block.component]
         first, rest = _passes(block, cost, share, mesh) if device >= host else _split(cost.host_seconds, cost)
+        first, rest = block.times * first, block.times * rest
         forward, backward = forward + first, backward + rest
         passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
         weights += max(0.0, passed) * _weights_share(block.component, share.shard)
         makeup[block.component] += first + rest
-        passes = 3 if again else 2
-        exchanged += passes * block.exchange_seconds
-        forward += block.exchange_seconds
-        backward += (passes - 1) * block.exchange_seconds
+        ahead, behind = block.exposed_seconds(first, passed)
+        if again:
+            behind += ahead
+        forward, backward, exchanged = forward + ahead, backward + behind, exchanged + ahead + behind
         for transfer in block.exchanges:
-            makeup[transfer.link] += passes * transfer.seconds
+            makeup[transfer.link] += (3 if again else 2) * transfer.seconds
+        if block.overlap is not None:
+            makeup[block.overlap.link] += ahead + behind
         kept = round(block.sharded_outputs * whole * hidden)
-        saved = max(0, cost.saved_bytes - kept)
-        peak = max(peak, held + cost.forward_peak_bytes - kept, held + cost.backward_peak_bytes - kept)
+        saved = block.times * max(0, cost.saved_bytes - kept) + block.copied_bytes
+        before = held + saved - max(0, cost.saved_bytes - kept) + block.moved_bytes - kept
+        # Backward has the gradients of the copies besides.
+        peak = max(peak, before + cost.forward_peak_bytes, before + cost.backward_peak_bytes + block.copied_bytes)
         held += saved
     output = round(hidden / mesh.tensor)
     saved = output if again else held

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute
+from explorer.cost_model.expert_overlap import ExpertOverlap
 from explorer.cost_model.fabric_exchange import Exchanges, Group, Transfer
 from explorer.cost_model.parameters import (
     count_attention,
@@ -17,6 +18,7 @@ from explorer.cost_model.parameters import (
 )
 from explorer.cost_model.shards import SHARED_EXPERTS, expert_rows, shared_expert_model, tensor_shard
 from explorer.spec.candidate import Candidate, recomputed_layers
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.mesh import Mesh
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -33,6 +35,11 @@ class MeshCandidate:
     mesh: Mesh
     candidate: Candidate
 
+    @property
+    def told(self) -> Candidate:
+        """The candidate with the sharding of its mesh, which a trainer has to be told."""
+        return self.candidate.model_copy(update={"sharding": self.mesh.sharding})
+
     def describe(self) -> str:
         """Return one line for a person."""
         return f"{self.mesh.describe()} {self.candidate.describe()}"
@@ -42,9 +49,11 @@ class MeshCandidate:
 class Block:
     """A block of one device, which a micro-batch passes once in each direction.
 
-    `exchanges` pass in forward, and as many in backward; nothing hides them. `expert_parameters` are those that fewer
-    devices hold than the other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that
-    the block saves whole when it is measured by itself, and of which sequence parallelism leaves a device a part.
+    `exchanges` pass in forward, and as many in backward; nothing hides them. If `overlap` is given, its exchanges run
+    beside the component instead, which runs `times` times. `expert_parameters` are those that fewer devices hold than
+    the other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that the block saves
+    whole when it is measured by itself, and of which sequence parallelism leaves a device a part. `copied_bytes` are
+    weights of other devices that it keeps for backward. `moved_bytes` are buffers of what it sends and gets back.
     """
 
     component: Component
@@ -52,11 +61,18 @@ class Block:
     parameters: int = 0
     expert_parameters: int = 0
     sharded_outputs: int = 0
+    overlap: ExpertOverlap | None = None
+    times: int = 1
+    copied_bytes: int = 0
+    moved_bytes: int = 0
 
-    @property
-    def exchange_seconds(self) -> float:
-        """Seconds of its exchanges in one direction."""
-        return sum(transfer.seconds for transfer in self.exchanges)
+    def exposed_seconds(self, forward: float, backward: float) -> tuple[float, float]:
+        """Return what exchanges add to so many seconds of computation, in forward and in backward."""
+        if self.overlap is not None:
+            ahead, behind = self.overlap.forward_seconds(forward), self.overlap.backward_seconds(backward)
+            return ahead - forward, behind - backward
+        exchanged = sum(transfer.seconds for transfer in self.exchanges)
+        return exchanged, exchanged
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,7 @@ class MeshDecomposer:
     def __call__(self, found: MeshCandidate) -> MeshBlocks:
         """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
         mesh, candidate = found.mesh, found.candidate
-        key = (mesh.tensor, mesh.expert, candidate)
+        key = (mesh.block_key, candidate)
         if key not in self._known:
             self._known[key] = self._split(mesh, candidate)
         return self._known[key]
@@ -157,27 +173,39 @@ class MeshDecomposer:
             found = component(experts, policy(experts), candidate.expert_backend)
             yield Block(found, around, count_moe_ffn(shard), sharded_outputs=2)
             return
-        yield self._expert_block(
-            mesh, component(experts, policy(experts), candidate.expert_backend, expert_parallel_size=mesh.expert)
-        )
+        yield self.expert_block(mesh, component(experts, policy(experts), candidate.expert_backend))
         if moe.shared_expert_ffn_hidden_size:
             shared = count_dense_ffn(shared_expert_model(shard))
             yield Block(component(dense, policy(dense), None, part=SHARED_EXPERTS), around, shared, sharded_outputs=2)
 
-    def _expert_block(self, mesh: Mesh, component: Component) -> Block:
+    def expert_block(self, mesh: Mesh, block: Component) -> Block:
+        """Return the experts of one of the devices that share them, given the component of a device that has all."""
         model, moe = self._model, self._model.moe
         assert moe is not None, "a layer with experts"
-        rows = expert_rows(component, model, self._request)
-        moved = self.exchanges.all_to_all(rows * model.hidden_size * model.dtype.itemsize, Group(mesh.expert, 1))
+        degree, shadowed = mesh.overlap_degree, mesh.shadowed_experts
+        sizes = {"expert_parallel_size": mesh.expert, "overlap_degree": degree, "shadowed_experts": shadowed}
+        component = block.model_copy(update=sizes)
+        rows, group, item = expert_rows(component, model, self._request), Group(mesh.expert, 1), model.dtype.itemsize
         expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
         beside = count_moe_ffn(
             model.model_copy(update={"moe": moe.model_copy(update={"shared_expert_ffn_hidden_size": 0})})
         )
+        moved = self.exchanges.all_to_all(max(rows.received, rows.sent) / degree * model.hidden_size * item, group)
+        copied = shadowed * expert * item
+        overlap = None
+        if mesh.expert_mode is not ExpertMode.PLAIN:
+            # A broadcast, or a sum at one device, passes all bytes over each link, and a gather (n - 1) / n of them.
+            sent = self.exchanges.gather(copied * mesh.expert / (mesh.expert - 1), group)
+            overlap = ExpertOverlap(degree, moved, sent, rows.home / rows.computed)
         return Block(
             component,
-            (moved, moved),
+            (moved, moved) if overlap is None else (),
+            overlap=overlap,
+            times=degree,
             parameters=beside - moe.num_experts * expert,
             expert_parameters=moe.num_experts // mesh.expert * expert,
+            copied_bytes=copied,
+            moved_bytes=2 * rows.sent * model.hidden_size * item,
         )
 
 

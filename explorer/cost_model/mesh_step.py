@@ -156,7 +156,7 @@ class MeshComposer:
         """Return the costs of each sort of layer; meshes that differ in pipeline and data parallelism share them."""
         if self._costs is not costs:
             self._costs, self._known, self._balanced = costs, {}, {}
-        mesh, key = found.mesh, (found.mesh.tensor, found.mesh.expert, found.candidate)
+        mesh, key = found.mesh, (found.mesh.block_key, found.candidate)
         if key not in self._known:
             blocks, hidden = self._decompose(found), self._decompose.hidden_bytes(found.candidate)
             share = DeviceShare(hidden, self._decompose.shard(mesh.tensor), self._bandwidth)

@@ -26,9 +26,15 @@ DRAWN_TOKENS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """The busiest of several devices with experts: its share of all pairs of token and expert, and how they fall."""
+    """The busiest of several devices with experts.
+
+    All devices together send it `share` of their pairs of token and expert. Each keeps `home_share` of its own pairs
+    for copies of shadowed experts. `routing` says how the busiest one's pairs fall on its experts, and then on those
+    copies.
+    """
 
     share: float
+    home_share: float
     routing: RoutingSpec
 
 
@@ -44,11 +50,12 @@ def shard_of(
     if expert == 1:
         return tensor_shard(model, tensor), request
     assert component.kind is ComponentKind.MOE_FFN and model.moe is not None, "experts are shared in their block alone"
-    busiest = busiest_device(model.moe, request.routing, expert, request.seed)
-    rows = expert_rows(component, model, request)
+    shadowed = component.shadowed_experts
+    busiest = busiest_device(model.moe, request.routing, expert, request.seed, shadowed)
+    rows = -(-expert_rows(component, model, request).computed // component.overlap_degree)
     experts = model.moe.model_copy(
         update={
-            "num_experts": model.moe.num_experts // expert,
+            "num_experts": model.moe.num_experts // expert + shadowed,
             "top_k": 1,
             "shared_expert_ffn_hidden_size": 0,
             "shared_expert_gate": False,
@@ -84,26 +91,54 @@ def shared_expert_model(model: ModelSpec) -> ModelSpec:
     return model.model_copy(update={"ffn_hidden_size": model.moe.shared_expert_ffn_hidden_size})
 
 
-def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
-    """Return the pairs of token and expert that the busiest expert-parallel device computes for a micro-batch.
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Pairs of token and expert of a micro-batch: those that the busiest device receives, and those of each device.
 
-    Its group of `expert_parallel_size` devices routes the tokens of as many devices together, each of which has the
+    A device keeps `home` of its own for shadowed experts and sends the other `sent` to the devices of their experts.
+    """
+
+    received: int
+    sent: int
+    home: int
+
+    @property
+    def computed(self) -> int:
+        """Rows that the busiest device computes."""
+        return max(1, self.received + self.home)
+
+
+def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> ExpertRows:
+    """Return the pairs of token and expert of an expert-parallel group, for a micro-batch.
+
+    The group of `expert_parallel_size` devices routes the tokens of as many devices together, each of which has the
     1 / `tensor_parallel_size` of a micro-batch that sequence parallelism leaves it.
     """
     assert model.moe is not None, "a model with experts"
-    tokens = component.micro_batch_size * model.seq_length / component.tensor_parallel_size
-    busiest = busiest_device(model.moe, request.routing, component.expert_parallel_size, request.seed)
-    return max(1, math.ceil(tokens * model.moe.top_k * component.expert_parallel_size * busiest.share))
+    size, shadowed = component.expert_parallel_size, component.shadowed_experts
+    busiest = busiest_device(model.moe, request.routing, size, request.seed, shadowed)
+    pairs = component.micro_batch_size * model.seq_length / component.tensor_parallel_size * model.moe.top_k
+    home = math.ceil(pairs * busiest.home_share)
+    return ExpertRows(math.ceil(pairs * size * busiest.share), math.ceil(pairs) - home, home)
 
 
-@lru_cache(maxsize=64)
-def busiest_device(moe: MoESpec, routing: RoutingSpec, size: int, seed: int) -> ExpertShare:
-    """Return which share of the pairs the busiest of `size` devices gets; each has consecutive experts."""
+@lru_cache(maxsize=512)
+def busiest_device(moe: MoESpec, routing: RoutingSpec, size: int, seed: int, shadowed: int = 0) -> ExpertShare:
+    """Return which share of the pairs the busiest of `size` devices gets; each has consecutive experts.
+
+    The `shadowed` most popular experts are on every device, and none of their pairs is sent.
+    """
     counts_E = np.bincount(_drawn(moe, routing, seed), minlength=moe.num_experts)
+    total = int(counts_E.sum())
+    popular = np.argsort(-counts_E, kind="stable")[:shadowed]
+    home = counts_E[popular]
+    counts_E[popular] = 0
     counts_DE = counts_E.reshape(size, -1)
     busiest = counts_DE[int(counts_DE.sum(axis=1).argmax())]
-    routing = RoutingSpec(kind="shares", shares=tuple(float(count) for count in busiest))
-    return ExpertShare(float(busiest.sum() / counts_E.sum()), routing)
+    # The busiest device gets the pairs of all devices for its own experts, and those of one device for the copies.
+    shares = tuple(float(count) for count in np.concatenate((busiest, home / size)))
+    routing = RoutingSpec(kind="shares", shares=shares)
+    return ExpertShare(float(busiest.sum() / total), float(home.sum() / total), routing)
 
 
 @lru_cache(maxsize=8)

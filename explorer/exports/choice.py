@@ -25,7 +25,7 @@ class Choice:
     `missing` names what the framework cannot be told of it. If that is context parallelism, `context_parallel_size` is
     1, and the accumulation steps keep the batch with that. `is_stored_best` says that it is the one that the answer
     itself names for the batch. `fits_full_logits` is false if full logits, where they replace a chunked loss, are not
-    expected to fit beside it, and null if that is not known or does not matter.
+    expected to fit beside it, and null if that is not known or does not matter. `plan` has the mesh to export.
     """
 
     candidate: Candidate
@@ -35,6 +35,7 @@ class Choice:
     missing: dict[str, str]
     is_stored_best: bool
     fits_full_logits: bool | None
+    plan: MeshPlan | None = None
 
 
 def _choose_plan(
@@ -44,15 +45,23 @@ def _choose_plan(
     recommendation: Recommendation,
     plan: MeshPlan,
 ) -> Choice:
-    """Return the recommended candidate of a plan. Raises ExportError if `framework` cannot be told its mesh."""
-    mesh, candidate = plan.mesh, recommendation.candidate
+    """Return the recommended candidate of a plan, or the best in plain mode, if the recommended one is in another.
+
+    Raises ExportError if `framework` cannot be told its mesh.
+    """
+    candidate, rate, plain = recommendation.candidate, recommendation.tokens_per_second, plan.plain
+    if plain is not None:  # no framework has another expert mode
+        candidate, rate = plain.candidate, plain.tokens_per_second
+        told = {name: getattr(plain, name) for name in ("mesh", "layers_per_stage", "num_micro_batches")}
+        plan = plan.model_copy(update=told)
+    mesh = plan.mesh
     if not mesh.is_data_parallel and not framework.schedules:
         raise ExportError(f"{framework.title} cannot be told a mesh ({mesh.describe()}); megatron and torchtitan can.")
     missing = find_missing(framework, candidate, request, report)
     if mesh.schedule is not None and mesh.schedule not in framework.schedules:
         missing["schedule"] = f"the pipeline schedule '{mesh.schedule}'"
-    rate = recommendation.tokens_per_second
-    return Choice(candidate, 1, plan.num_micro_batches, rate, missing, is_stored_best=True, fits_full_logits=None)
+    steps, is_best = plan.num_micro_batches, plain is None
+    return Choice(candidate, 1, steps, rate, missing, is_stored_best=is_best, fits_full_logits=None, plan=plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def build_plan(framework: Framework, name: str, exploration: Exploration) -> Pla
         compiled_layers=is_compiled(candidate, request) and "execution" not in missing,
         sharding=framework.nearest_sharding(sharding) if "sharding" in missing else sharding,
         context_parallel_size=choice.context_parallel_size,
-        mesh=known.plan,
+        mesh=choice.plan,
         expandable_segments=request.allocator == "expandable_segments",
         device_kind=report.hardware.device_kind if report is not None else request.device_kind or "cuda",
         candidate=candidate,
@@ -142,12 +142,12 @@ def _header(
         f"bexp export '{name}' of exploration {exploration.id}: {request.model_name}",
         f"measured: target {measured}{device}",
         f"measured candidate: {choice.candidate.describe()}",
-        _batch_line(request, choice, known.plan),
+        _batch_line(request, choice, choice.plan),
     ]
-    if known.plan is not None:
+    if choice.plan is not None:
         lines.append(
-            f"mesh: {known.plan.mesh.describe()}; layers of each stage: "
-            f"{', '.join(map(str, known.plan.layers_per_stage))}; exchanges follow from a described fabric"
+            f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
+            f"{', '.join(map(str, choice.plan.layers_per_stage))}; exchanges follow from a described fabric"
         )
     lines += _lost(framework, request, known, choice, report)
     if request.target_name not in framework.targets:
@@ -193,6 +193,7 @@ def _lost(
             f"{max(0.0, loss):.0%} of the tokens/s"
         )
     lines += [f"lost: {framework.title} cannot be told {words}" for words in lost.values()]
+    lines += _lost_expert_mode(framework, known.plan)
     asked = choice.candidate.recompute
     if asked.is_numbered and "recompute" in choice.missing:
         nearest = framework.nearest_policy(asked, _count_recomputed(request, report, Recompute.FULL))
@@ -206,6 +207,19 @@ def _lost(
     wanted = sharding_of(choice.candidate, request)
     if "sharding" in choice.missing:
         lines.append(f"sharding: '{framework.nearest_sharding(wanted)}' is used in place of '{wanted}'")
+    return lines
+
+
+def _lost_expert_mode(framework: Framework, plan: MeshPlan | None) -> list[str]:
+    """Return what is used in place of a recommended expert mode that only bexp's kernels have."""
+    if plan is None or plan.plain is None:
+        return []
+    lines = [
+        f"lost: {framework.title} cannot be told expert mode '{plan.mesh.expert_mode}' of the recommended mesh "
+        f"({plan.mesh.describe()}), which is planned to be {plan.plain.gain:.2f}x as fast"
+    ]
+    if not plan.plain.fits:
+        lines.append("memory: expert mode 'plain' is not expected to fit; explore again with expert_mode plain")
     return lines
 
 

@@ -48,6 +48,14 @@ class MeshAlternative(Frozen):
     predicted: bool = Field(description="Whether a block of it is predicted and not measured.")
 
 
+class PlainMesh(MeshAlternative):
+    """The best candidate with expert mode `plain`, for trainers that have no other."""
+
+    layers_per_stage: tuple[int, ...]
+    num_micro_batches: int
+    fits: bool = Field(description="Whether it is expected to fit the memory.")
+
+
 class PipelinePicture(Frozen):
     """What ranks of a pipeline do at the beginning of a step, which `seconds` of it are shown.
 
@@ -75,4 +83,10 @@ class MeshPlan(Frozen):
     fullest_rank: int = Field(description="The rank of the pipeline whose memory the answer states, from 0.")
     parts: tuple[PlanPart, ...] = ()
     alternatives: tuple[MeshAlternative, ...] = ()
+    expert_modes: tuple[MeshAlternative, ...] = Field(
+        (),
+        description="The best candidate of each other expert mode on the same mesh, and of experts that are shared "
+        "by no devices (expert 1); empty if one mode is explored.",
+    )
+    plain: PlainMesh | None = Field(None, description="Null if the recommended expert mode is `plain`.")
     picture: PipelinePicture | None = Field(None, description="Of the pipeline; null without one.")

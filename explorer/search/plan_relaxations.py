@@ -11,9 +11,9 @@ from explorer.records.recommendation import Relaxation, RelaxationKind
 from explorer.search.plan_space import POLICIES, PlanSpace
 from explorer.spec.candidate import Recompute
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.mesh import named_sizes
 from explorer.spec.options import divisors
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.sizes import named_sizes
 from explorer.spec.training import Sharding
 
 MOST_DEVICES = 4096

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Link
 from explorer.cost_model.mesh_layers import MeshCandidate
@@ -14,9 +14,10 @@ from explorer.cost_model.pipeline_picture import draw_pipeline
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import DividingCandidate, Recommendation
 from explorer.search.candidate_posterior import confidence_score
+from explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
 from explorer.search.mesh_check import MeshChecks
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.candidate import Candidate
+from explorer.search.plan_space import PlanSpace, RankedCandidate
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule
 
@@ -26,15 +27,6 @@ LINK_NAMES = {
     Link.INTER_NODE: "exchange between nodes",
     Link.DEVICES: "exchange between devices",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RankedCandidate:
-    """A candidate with its step; `known` says that all its blocks are measured."""
-
-    found: MeshCandidate
-    step: MeshStep
-    known: bool
 
 
 def recommend_plan(
@@ -52,7 +44,7 @@ def recommend_plan(
     """
     request, one = space.request, ranked[best]
     found, step = one.found, one.step
-    candidate, plain = (_with_sharding(each) for each in (found, base))
+    candidate, plain = (each.told for each in (found, base))
     base_step = space.step(base, simulate=True)
     scale, check = 1.0 / checks.expected(found).factor, checks.of(found)
     tokens_per_second = scale * step.tokens_per_second
@@ -74,6 +66,8 @@ def recommend_plan(
         fullest_rank=step.fullest_rank,
         parts=parts,
         alternatives=_alternatives(ranked, best, checks),
+        expert_modes=compare_expert_modes(space, ranked, one),
+        plain=best_plain_mesh(space, ranked, one),
         picture=_picture(step),
     )
     return Recommendation(
@@ -109,11 +103,6 @@ def recommend_plan(
         runner_up=checks.runner_up_of(found),
         plan=plan,
     )
-
-
-def _with_sharding(found: MeshCandidate) -> Candidate:
-    """Return the candidate with the sharding of its mesh, which a trainer has to be told."""
-    return found.candidate.model_copy(update={"sharding": found.mesh.sharding})
 
 
 def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
@@ -176,6 +165,11 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int, *, ha
         )
     if mesh.expert > 1:
         notes.append("an expert-parallel device is measured with the rows of the busiest one, routed among its experts")
+    if mesh.expert_mode is not ExpertMode.PLAIN:
+        notes.append(
+            f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}; no run has "
+            "measured that, and of the trainers only bexp's own kernels have this expert mode"
+        )
     if mesh.schedule is Schedule.ZB_H1:
         notes.append("which part of backward is for weights follows from its operations")
     if mesh.data > 1:

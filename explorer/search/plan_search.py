@@ -30,9 +30,10 @@ from explorer.search.history import TrialHistory
 from explorer.search.mesh_check import MeshChecks
 from explorer.search.plan_posterior import confidence_in, sample_throughput
 from explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
-from explorer.search.plan_report import RankedCandidate, recommend_plan
-from explorer.search.plan_space import PlanSpace
+from explorer.search.plan_report import recommend_plan
+from explorer.search.plan_space import PlanSpace, RankedCandidate
 from explorer.search.trial_executor import executor_of
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh
 from explorer.spec.request import ExplorationRequest
@@ -189,7 +190,7 @@ class PlanSearch:
         pool: list[MeshCandidate] = []
         alike: Counter[tuple[object, ...]] = Counter()
         for each, _ in ranked:
-            family = (each.mesh.tensor, each.mesh.pipeline, each.mesh.expert, each.candidate)
+            family = (each.mesh.block_key, each.mesh.pipeline, each.candidate)
             alike[family] += 1
             if len(pool) < POOL and alike[family] <= MOST_ALIKE:
                 pool.append(each)
@@ -415,7 +416,15 @@ def _plainness(found: MeshCandidate) -> tuple[int, ...]:
     """Order candidates for the base: least parallelism, least sharding, no recomputation, the smallest micro-batch."""
     mesh, candidate = found.mesh, found.candidate
     parallel = mesh.tensor * mesh.pipeline * mesh.expert
-    return parallel, mesh.sharding.level, mesh.virtual_stages, candidate.recompute.rank[0], candidate.micro_batch_size
+    mode = list(ExpertMode).index(mesh.expert_mode)
+    return (
+        parallel,
+        mode,
+        mesh.sharding.level,
+        mesh.virtual_stages,
+        candidate.recompute.rank[0],
+        candidate.micro_batch_size,
+    )
 
 
 def _exchange_event(trial: Trial, number: int) -> EventDraft:

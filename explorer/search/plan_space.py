@@ -20,8 +20,10 @@ from explorer.cost_model.search_space import usable_backends
 from explorer.cost_model.shards import shard_of
 from explorer.cost_model.step import memory_limit, required_bytes
 from explorer.records.measurement import ComponentMeasurement
-from explorer.records.plan import MeshRun
+from explorer.records.plan import MeshAlternative, MeshRun
+from explorer.search.expert_mode_choice import ExpertModeChoice
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule, legal_meshes
 from explorer.spec.request import ExplorationRequest
@@ -43,7 +45,7 @@ LEAST_ERROR = 0.005
 
 
 def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[MeshCandidate, ...]:
-    """Return every candidate of a plan, whether it fits or not.
+    """Return every candidate of a plan with expert mode `plain`, whether it fits or not.
 
     A plan takes the device's default kernels unless the request names others, and micro-batches that divide the batch.
 
@@ -79,6 +81,25 @@ def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class RankedCandidate:
+    """A candidate with its step; `known` says that all its blocks are measured."""
+
+    found: MeshCandidate
+    step: MeshStep
+    known: bool
+
+    def compared_with(self, best: RankedCandidate) -> MeshAlternative:
+        """Return what an answer says of it beside the best."""
+        return MeshAlternative(
+            mesh=self.found.mesh,
+            candidate=self.found.candidate,
+            tokens_per_second=self.step.tokens_per_second,
+            gain=best.step.tokens_per_second / self.step.tokens_per_second,
+            predicted=not self.known,
+        )
+
+
 class PlanSpace:
     """The candidates of a plan with what is known about their blocks: measured, or predicted and calibrated."""
 
@@ -86,25 +107,29 @@ class PlanSpace:
         self.request = request
         self.hardware = report.hardware
         self.limit_bytes = memory_limit(request, report.hardware)
-        self.candidates = plan_candidates(request, report)
-        self.exchanges = exchange_components(request, self._meshes) if request.is_mesh else ()
-        self.measured: dict[Component, ComponentMeasurement] = {}
-        self.failed: dict[Component, str] = {}
         self._predicted: dict[Component, BlockCost] = {}
+        self.measured: dict[Component, ComponentMeasurement] = {}
+        bandwidth = report.hardware.memory_bandwidth_bytes_per_second
+        in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth)
+        self.candidates = tuple(each for one in plan_candidates(request, report) for each in in_each_mode(one))
+        self.exchanges = exchange_components(request, self._meshes) if request.is_mesh else ()
+        self.failed: dict[Component, str] = {}
         self._costs = _CostTable(self)
         self.composer = self._compose()
 
     def _compose(self) -> MeshComposer:
         """Return a composer with the exchanges that are described, or measured until now."""
-        request, sizes = self.request, tuple({mesh.tensor for mesh in self._meshes})
+        request, optimizer = self.request, optimizer_component(tuple({mesh.tensor for mesh in self._meshes}))
+        bandwidth = self.hardware.memory_bandwidth_bytes_per_second
+        return MeshComposer(request.model, request, self._decompose(), optimizer, bandwidth)
+
+    def _decompose(self) -> MeshDecomposer:
         exchanges: Exchanges
-        if request.fabric is not None:
-            exchanges = Fabric(request.fabric)
+        if self.request.fabric is not None:
+            exchanges = Fabric(self.request.fabric)
         else:
             exchanges = MeasuredExchanges(self.measured.values(), self.hardware.device_kind)
-        decompose = MeshDecomposer(request.model, request, exchanges)
-        bandwidth = self.hardware.memory_bandwidth_bytes_per_second
-        return MeshComposer(request.model, request, decompose, optimizer_component(sizes), bandwidth)
+        return MeshDecomposer(self.request.model, self.request, exchanges)
 
     @property
     def _meshes(self) -> tuple[Mesh, ...]:
@@ -178,6 +203,7 @@ class PlanSpace:
             "num_candidates": len(self.candidates),
             "num_meshes": len(meshes),
             **{name: values(name, meshes) for name in ("tensor", "pipeline", "virtual_stages", "expert", "data")},
+            "expert_mode": [one.value for one in ExpertMode if any(mesh.expert_mode is one for mesh in meshes)],
             **{name: values(name, chosen) for name in ("micro_batch_size", "attention_backend", "expert_backend")},
             "schedule": [one.value for one in Schedule if any(mesh.schedule is one for mesh in meshes)],
             "recompute": [policy.value for policy in Recompute if any(c.recompute is policy for c in chosen)],
@@ -225,9 +251,10 @@ class _Correction:
         own = self.component
         octaves = sum(
             abs(math.log2(max(1, getattr(own, name)) / max(1, getattr(other, name))))
-            for name in ("micro_batch_size", "tensor_parallel_size", "expert_parallel_size")
+            for name in ("micro_batch_size", "tensor_parallel_size", "expert_parallel_size", "overlap_degree")
         )
-        return octaves + (own.recompute is not other.recompute) + (own.backend != other.backend)
+        unlike = (own.recompute is not other.recompute, own.shadowed_experts != other.shadowed_experts)
+        return octaves + sum(unlike) + (own.backend != other.backend)
 
     def apply(self, component: Component, cost: BlockCost) -> BlockCost:
         """Return the predicted costs of a block, corrected; the more unlike it is, the less is known."""

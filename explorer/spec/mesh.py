@@ -7,22 +7,22 @@ parallelism includes sequence parallelism (Korthikanti et al., 2022, arXiv:2205.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from explorer.spec.base import Frozen, RuleError
+from explorer.spec.expert_modes import ExpertMode, ExpertModes
 from explorer.spec.options import divisors
+from explorer.spec.sizes import Sizes, named_sizes, nearest_sizes
 from explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
     from explorer.spec.model import ModelSpec
     from explorer.spec.request import ExplorationRequest
 
-Size = Annotated[int, Field(ge=1, le=4096)]
-Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
 
 MOST_VIRTUAL_STAGES = 8
 """The most stages of one rank that `explore` tries."""
@@ -36,7 +36,7 @@ class Schedule(StrEnum):
     ZB_H1 = "zb_h1"
 
 
-class ParallelismSpec(Frozen):
+class ParallelismSpec(ExpertModes):
     """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
 
     With a `fabric` the devices are described, and the request is a plan. Without one, the worker has all of them.
@@ -61,18 +61,28 @@ class ParallelismSpec(Frozen):
         """The first size that may be other than 1, so that devices form meshes; null if there is none."""
         return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
 
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether a mesh may have experts on several devices."""
+        return named_sizes(self.expert) != (1,)
+
 
 PLAN_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
 
 
 class Mesh(Frozen):
-    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone."""
+    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone.
+
+    `overlap_degree` is above 1 if the expert mode is `overlapped`, and `shadowed_experts` above 0 if it is `shadowed`.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
     schedule: Schedule | None = None
     expert: int = 1
+    overlap_degree: int = 1
+    shadowed_experts: int = 0
     data: int = 1
     sharding: Sharding = Sharding.NONE
 
@@ -92,6 +102,23 @@ class Mesh(Frozen):
         return self.tensor == self.pipeline == self.expert == 1
 
     @property
+    def expert_mode(self) -> ExpertMode:
+        """How tokens reach their experts."""
+        if self.shadowed_experts:
+            return ExpertMode.SHADOWED
+        return ExpertMode.OVERLAPPED if self.overlap_degree > 1 else ExpertMode.PLAIN
+
+    @property
+    def in_plain_mode(self) -> Mesh:
+        """The same mesh with expert mode `plain`."""
+        return self.model_copy(update={"overlap_degree": 1, "shadowed_experts": 0})
+
+    @property
+    def block_key(self) -> tuple[int, ...]:
+        """What decides the blocks of a device: pipeline and data parallelism do not."""
+        return self.tensor, self.expert, self.overlap_degree, self.shadowed_experts
+
+    @property
     def expert_data(self) -> int:
         """Devices that hold the same experts of a stage."""
         return self.tensor * self.data // self.expert if self.expert > 1 else self.data
@@ -103,15 +130,13 @@ class Mesh(Frozen):
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
             parts[-1] += f" ({self.schedule}{stages})"
         if self.expert > 1:
-            parts.append(f"expert={self.expert}")
+            modes = {
+                ExpertMode.PLAIN: "",
+                ExpertMode.OVERLAPPED: f" (overlapped in {self.overlap_degree} chunks)",
+                ExpertMode.SHADOWED: f" ({self.shadowed_experts} shadowed)",
+            }
+            parts.append(f"expert={self.expert}{modes[self.expert_mode]}")
         return " ".join([*parts, f"data={self.data}", f"sharding={self.sharding}"])
-
-
-def named_sizes(asked: Sizes) -> tuple[int, ...] | None:
-    """Return the sizes that a request names, ascending; null for `explore`."""
-    if asked == "explore":
-        return None
-    return (asked,) if isinstance(asked, int) else tuple(sorted(set(asked)))
 
 
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
@@ -231,13 +256,6 @@ def _candidates(name: str, asked: Sizes, request: ExplorationRequest) -> tuple[i
             nearest = " or ".join(map(str, nearest_sizes(size, legal)))
             raise RuleError(f"{name} ({size}) {reason}; the nearest that can be is {nearest}", f"parallelism.{name}")
     return named
-
-
-def nearest_sizes(size: int, legal: Iterable[int]) -> tuple[int, ...]:
-    """Return the largest legal size below `size` and the smallest above."""
-    below = [each for each in legal if each < size]
-    above = [each for each in legal if each > size]
-    return (*([max(below)] if below else []), *([min(above)] if above else []))
 
 
 def _largest(name: str, model: ModelSpec) -> int:

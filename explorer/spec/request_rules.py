@@ -13,6 +13,7 @@ from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute, check_number
 from explorer.spec.context_parallel import refuse_layout
 from explorer.spec.execution import Execution, Kernels
+from explorer.spec.expert_modes import check_expert_modes
 from explorer.spec.mesh import check_meshes, check_sizes, schedules_of
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
@@ -344,6 +345,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_attention_backends,
     check_policies,
     check_numbered_policies,
+    check_expert_modes,
     check_meshes,
 )
 """The rules of a request whose devices form meshes."""
@@ -354,6 +356,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_training_of_target,
     check_parallelism,
     check_kernels,
+    check_expert_modes,
     check_executions,
     check_sharing,
     check_largest_tile,

@@ -77,7 +77,7 @@ def expand_parallelism(data: dict[str, Any]) -> dict[str, Any]:
     given = data.get("parallelism")
     if given == "explore":
         sizes = ("tensor", "pipeline", "virtual_stages", "expert")
-        given = dict.fromkeys((*sizes, "schedule"), "explore")
+        given = dict.fromkeys((*sizes, "schedule", "expert_mode"), "explore")
         training = data.get("training")
         is_given = data.get("sharding_levels") is not None or (isinstance(training, dict) and "sharding" in training)
         if not is_given and data.get("num_devices", data.get("num_csx", 1)) != 1:

@@ -229,6 +229,15 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         alternatives=(
             MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
         ),
+        expert_modes=(
+            MeshAlternative(
+                mesh=Mesh(data=64, expert=8, overlap_degree=2),
+                candidate=BASE,
+                tokens_per_second=4000,
+                gain=1.5,
+                predicted=False,
+            ),
+        ),
     )
     best = RECOMMENDATION.model_copy(update={"plan": plan, "whole_model": None})
     text = " ".join(render_answer(answer_of(best), REQUEST).split())
@@ -242,5 +251,6 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         "the first 250.0 ms of a step, rank by rank: 0 FFff..BB 2 ..FFBBff F forward, B backward, . waits;",
         "base tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1 recompute=none",
         "other mesh 1.25x over tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1",
+        "expert mode no expert parallelism: 1.50x over overlapped, tensor=1 pipeline=1 expert=8 (overlapped in 2",
     ):
         assert part in text

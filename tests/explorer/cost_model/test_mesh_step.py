@@ -99,7 +99,7 @@ def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
     even = busiest_device(model.moe, RoutingSpec(), 4, request.seed)
     assert even.share == pytest.approx(0.25, abs=0.01)
     component = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.MOE_FFN)
-    rows = expert_rows(component, model, request)
+    rows = expert_rows(component, model, request).computed
     assert rows == pytest.approx(2 * 512 * 2 * 4 * busiest.share, abs=1)
     shard, changed = shard_of(component, model, request)
     assert shard.moe is not None

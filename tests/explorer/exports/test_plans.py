@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from explorer.exports.exploration import Exploration, ExportError
 from explorer.exports.registry import export
-from explorer.records.plan import MeshPlan
+from explorer.records.plan import MeshPlan, PlainMesh
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -50,6 +51,26 @@ def planned(**changes: Any) -> Exploration:
         report=make_report("NVIDIA H100", "cuda"),
         recommendation=recommendation(best, plan=plan),
     )
+
+
+def shadowed(**changes: Any) -> Exploration:
+    """The same with shadowed experts, and a plain mesh in their place."""
+    exploration = planned(shadowed_experts=2)
+    known = exploration.recommendation
+    assert known is not None
+    assert known.plan is not None
+    plain = PlainMesh(
+        mesh=Mesh(tensor=1, expert=8, data=32, sharding=Sharding.ZERO1),
+        candidate=candidate(2, sharding=Sharding.ZERO1),
+        tokens_per_second=known.tokens_per_second / 1.5,
+        gain=1.5,
+        predicted=False,
+        layers_per_stage=(10,),
+        num_micro_batches=8,
+        **{"fits": True, **changes},
+    )
+    plan = known.plan.model_copy(update={"plain": plain})
+    return replace(exploration, recommendation=known.model_copy(update={"plan": plan}))
 
 
 def pairs(found: list[str]) -> dict[str, str]:
@@ -97,3 +118,22 @@ def test_other_frameworks_take_only_data_parallelism() -> None:
         export("deepspeed", planned())
     plain = {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1, "data": 32}
     assert '"train_micro_batch_size_per_gpu": 4' in export("deepspeed", planned(**plain)).text
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan"])
+def test_a_mode_that_only_our_kernels_have_is_replaced_by_the_best_in_plain_mode(name: str) -> None:
+    made = export(name, shadowed())
+    given = pairs(flags(made, f"{name.upper()}_FLAGS"))
+    if name == "megatron":
+        assert given["--expert-model-parallel-size"] == "8"
+        assert given["--pipeline-model-parallel-size"] == "1"
+        assert given["--micro-batch-size"] == "2"
+    else:
+        assert given["--parallelism.expert_parallel_degree"] == "8"
+    text = " ".join(made.text.replace("#", "").split())
+    assert "cannot be told expert mode 'shadowed' of the recommended mesh (tensor=2" in text
+    assert "expert=4 (2 shadowed)" in text
+    assert "which is planned to be 1.50x as fast" in text
+    assert "8 accumulation steps x 32 data-parallel" in text
+    assert "not expected to fit" not in text
+    assert "memory: expert mode 'plain' is not expected to fit" in export(name, shadowed(fits=False)).text

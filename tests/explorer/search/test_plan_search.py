@@ -11,6 +11,7 @@ from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import Trial, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.plan_space import PlanSpace
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -87,6 +88,51 @@ def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Pro
     assert answer.recommendation is not None
     assert answer.recommendation.tokens_per_second > 0.97 * best
     assert sum(step.trial is not None for step in steps) < 20
+
+
+def skewed(expert: Any) -> list[Progress]:
+    """A plan over 8 devices whose routing follows Zipf's law."""
+    experts = {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 1024}
+    asked = request(
+        model={**MODEL, "num_layers": 4, "moe": experts},
+        num_devices=8,
+        routing={"kind": "zipf"},
+        parallelism={"expert": expert, "expert_mode": "explore", "sharding": "zero1"},
+    )
+    return list(explore(asked, report(memory_gib=48.0), SimulatedDevice(asked)))
+
+
+def test_skewed_routing_is_answered_with_shadowed_experts_and_by_how_much() -> None:
+    steps = skewed(8)
+    space, answer = steps[0].space, steps[-1].answer
+    assert space is not None
+    assert space["expert_mode"] == ["plain", "overlapped", "shadowed"]
+    assert answer is not None
+    assert answer.recommendation is not None
+    best, plan = answer.recommendation, answer.recommendation.plan
+    assert plan is not None
+    assert plan.base_mesh.expert_mode is ExpertMode.PLAIN
+    found = {one.mesh.expert_mode: one for one in plan.expert_modes}
+    assert plan.mesh.expert_mode is ExpertMode.SHADOWED
+    assert set(found) == {ExpertMode.PLAIN, ExpertMode.OVERLAPPED}
+    assert found[ExpertMode.PLAIN].gain > found[ExpertMode.OVERLAPPED].gain > 1.1
+    for one in plan.expert_modes:
+        assert one.gain == pytest.approx(best.tokens_per_second / one.tokens_per_second)
+    assert plan.plain is not None
+    assert plan.plain.fits
+    assert plan.plain.mesh.expert_mode is ExpertMode.PLAIN
+    assert any("this expert mode" in note for note in best.notes)
+
+
+def test_data_parallel_experts_are_compared_with_every_mode() -> None:
+    answer = skewed([1, 8])[-1].answer
+    assert answer is not None
+    assert answer.recommendation is not None
+    plan = answer.recommendation.plan
+    assert plan is not None
+    assert (plan.mesh.expert, plan.plain) == (1, None)
+    assert {one.mesh.expert for one in plan.expert_modes} == {8}
+    assert ExpertMode.SHADOWED in {one.mesh.expert_mode for one in plan.expert_modes}
 
 
 def test_a_resumed_plan_measures_nothing_twice_and_ends_alike(steps: list[Progress]) -> None:

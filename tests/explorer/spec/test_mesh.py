@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.fabric import FABRICS
 from explorer.spec.mesh import Mesh, Schedule, legal_meshes
 from explorer.spec.request import ExplorationRequest
@@ -84,6 +85,23 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
         ({"expert": 2}, {"fabric": None, "model": MOE}, r"expert \(2\) needs a fabric"),
         ({"pipeline": 2, "schedule": "zb_h1"}, {"fabric": None}, "schedule 'zb_h1' needs a fabric"),
         ({"tensor": 2}, {"fabric": None, "mode": "eval"}, "a mesh is for training"),
+        (
+            {"expert": 1, "expert_mode": "shadowed"},
+            {"model": MOE},
+            "expert_mode 'shadowed' needs experts on several devices, and expert is 1: use expert 2 or more",
+        ),
+        ({"expert_mode": ["plain", "overlapped"]}, {}, "expert_mode 'overlapped' needs a model with experts"),
+        (
+            {"expert": 8, "expert_mode": "shadowed", "shadowed_experts": [2, 9]},
+            {"model": MOE},
+            r"shadowed_experts \(9\) exceeds num_experts \(8\); the nearest that can be is 8",
+        ),
+        (
+            {"expert": 8, "expert_mode": "shadowed", "overlap_degree": 2},
+            {"model": MOE},
+            "overlap_degree belongs to expert_mode 'overlapped', which is not explored",
+        ),
+        ({"expert_mode": "shadowed"}, {"fabric": None, "model": MOE}, "needs experts on several devices"),
     ],
 )
 def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
@@ -103,6 +121,14 @@ def test_devices_that_are_there_have_the_meshes_of_a_plan_but_for_what_no_rank_r
 
 def test_a_request_for_one_device_explores_no_mesh() -> None:
     assert not plan(fabric=None, num_devices=1).has_mesh
+
+
+def test_modes_are_plain_unless_named_or_explored() -> None:
+    assert plan({"expert": 8}, model=MOE).parallelism.expert_modes == (ExpertMode.PLAIN,)
+    assert plan("explore", model=MOE).parallelism.expert_modes == tuple(ExpertMode)
+    asked = plan({"expert": 8, "expert_mode": ["shadowed"], "shadowed_experts": 3}, model=MOE)
+    assert asked.parallelism.expert_modes == (ExpertMode.SHADOWED,)
+    assert asked == ExplorationRequest.model_validate(asked.model_dump(mode="json"))
 
 
 def test_one_node_needs_no_link_between_nodes() -> None:

@@ -1,0 +1,1 @@
+"""Experts that are spread over the ranks of a process group: `experts.ExpertParallel` is the entry."""

@@ -1,0 +1,128 @@
+"""Expert parallelism: each rank of a process group has a part of the experts, and tokens travel to them and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from bexp.kernels.activations import Activation
+from bexp.kernels.expert_parallel.exchange import RowExchange
+from bexp.kernels.expert_parallel.placement import Placement
+from bexp.kernels.expert_parallel.shadows import ShadowExchange
+from bexp.kernels.experts.backend import ExpertFFN
+from bexp.kernels.experts.rows import combine, dispatch
+
+
+class ExpertParallel:
+    """An expert FFN whose experts are spread over the ranks of a group. It is called as any `ExpertFFN`.
+
+    Rank r of N owns the experts r E / N to (r + 1) E / N - 1; `local_experts` cuts them out of all. `experts` is what
+    computes them: the `forward` of any expert back end, such as `expert_backend("grouped_mm").forward`.
+
+        run_experts = ExpertParallel(group, num_experts, expert_backend("grouped_mm").forward, overlap_degree=2)
+        out_TD = run_experts(x_TD, routes_TK, weights_TK, w_in, w_out, "silu")
+
+    x (T, D), routes (T, K) and weights (T, K) belong to this rank's tokens, and routes name experts of all ranks: 0 to
+    E - 1. w_in (E / N, D, H), or (E / N, D, 2H), and w_out (E / N, H, D) are this rank's experts. The result (T, D) has
+    this rank's tokens. Every rank of the group calls it at the same time, forward and backward; T may differ, and may
+    be 0. It is differentiable in everything but the routes. A weight's gradient is the sum over the tokens of all
+    ranks, as on one device.
+
+    The plain mode has no overlap and no shadowed experts:
+
+    - Rows go to their experts by one all-to-all with uneven splits, after an exchange of the counts, which reach the
+      host once. They come back weighted, and are summed at home. Backward mirrors the exchanges.
+    - `overlap_degree` d > 1 cuts the tokens into d chunks. The experts of one chunk compute while other chunks travel
+      (Tutel: Hwang et al., MLSys 2023).
+    - `shadowed_experts`, in increasing order, are copied to every rank, which computes its own tokens for them. Their
+      gradients are reduced to the owners (FasterMoE: He et al., PPoPP 2022). The broadcast runs beside the other
+      experts, and the way back of the other rows beside the shadowed experts.
+
+    On CUDA, exchanges overlap best in a group of `bexp.kernels.context_parallel.ring.ring_group`, whose kernels have a
+    high priority. torch.compile cannot trace it. Memory: a rank holds the rows that it receives, T K rows of its own
+    while they travel, and S copies with their gradients.
+
+    Raises:
+        ValueError: the experts cannot be spread like this, or the weights are not those of E / N experts.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        experts: ExpertFFN,
+        *,
+        overlap_degree: int = 1,
+        shadowed_experts: tuple[int, ...] = (),
+    ) -> None:
+        self._group = group
+        self._experts = experts
+        self._placement = Placement(group, num_experts, overlap_degree, shadowed_experts)
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        routes_TK: Tensor,
+        weights_TK: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        activation: Activation,
+    ) -> Tensor:
+        """Run the experts; shapes as above."""
+        placement = self._placement
+        if w_in.shape[0] != placement.num_local or w_out.shape[0] != placement.num_local:
+            counts = f"{w_in.shape[0]} and {w_out.shape[0]}"
+            raise ValueError(f"a rank has {placement.num_local} of {placement.num_experts} experts, not {counts}")
+        placed = placement.place(routes_TK)
+        x_RD, weights_R = dispatch(x_TD, weights_TK, placed.rows)
+        parts = list(zip(x_RD.split(placed.sizes), weights_R.split(placed.sizes), strict=True))
+        x_home, weights_home = parts.pop()
+        # The order below is the order in which a device runs the exchanges, and backward's reversed: see `exchange`.
+        outgoing = [RowExchange(self._group, chunk.sent, chunk.received) for chunk in placed.chunks]
+        arriving = [exchange.start(*part) for exchange, part in zip(outgoing, parts, strict=True)]
+        shadows = ShadowExchange(self._group, placement.num_local, placement.shadowed) if placement.shadowed else None
+        copies: tuple[Tensor, ...] = ()
+        if shadows is not None:
+            (w_in, w_out), copies = shadows.start(w_in, w_out)
+        returning = []
+        for chunk, exchange, buffers in zip(placed.chunks, outgoing, arriving, strict=True):
+            x, weights = exchange.finish(buffers)
+            y = self._run(x, chunk.routes, weights, w_in, w_out, activation)
+            back = RowExchange(self._group, chunk.received, chunk.sent)
+            returning.append((back, back.start(y)))
+        at_home = []
+        if shadows is not None:
+            shadow_in, shadow_out = shadows.finish(copies)
+            at_home.append(self._run(x_home, placed.home_routes, weights_home, shadow_in, shadow_out, activation))
+        ys = [*(back.finish(buffers)[0] for back, buffers in returning), *at_home]
+        return combine(ys[0] if len(ys) == 1 else torch.cat(ys), placed.rows, routes_TK.shape[1])
+
+    def _run(
+        self, x_RD: Tensor, routes_R1: Tensor, weights_R: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+    ) -> Tensor:
+        if x_RD.shape[0] == 0:  # not every kernel runs without rows, and backward must still exchange
+            out: Tensor = _NoRows.apply(x_RD, weights_R, w_in, w_out)  # type: ignore[no-untyped-call]
+            return out
+        return self._experts(x_RD, routes_R1, weights_R.unsqueeze(1), w_in, w_out, activation).contiguous()
+
+
+def local_experts(weights: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part (E / N, ...) of the matrices of all experts (E, ...), a view."""
+    return weights.chunk(group.size())[group.rank()]
+
+
+class _NoRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, weights_R: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RD, weights_R, w_in, w_out)
+        return torch.empty_like(x_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
