@@ -35,6 +35,7 @@ def exchange_components(request: ExplorationRequest, meshes: Iterable[Mesh]) -> 
         if mesh.expert > 1:
             groups.append((Operation.ALL_TO_ALL, Group(mesh.expert, 1)))
             groups += [(operation, Group(mesh.expert_data, mesh.expert)) for operation in both]
+            groups += [(operation, Group(mesh.expert, 1)) for operation in both if mesh.shadowed_experts]
         wanted |= dict.fromkeys(each for each in groups if each[1].size > 1)
     sizes = np.geomspace(SMALLEST_BYTES, largest, SIZES).round().astype(int).tolist()
     return tuple(

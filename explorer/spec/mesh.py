@@ -187,7 +187,8 @@ def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
         raise problem or RuleError(
             "no mesh is left: virtual_stages need schedule 'interleaved' and a pipeline, and 'interleaved' needs "
             "virtual_stages above 1 and micro-batches that are a multiple of the pipeline's ranks; an expert size "
-            "divides the devices of a stage",
+            "divides the devices of a stage; without a fabric it needs tensor 1, and either sharding none or as many "
+            "data-parallel devices",
             "parallelism",
         )
 
@@ -202,6 +203,8 @@ def _meshes_of(
                 continue
             for sharding in request.sharding_choices:
                 level = sharding or request.training.sharding
+                if request.is_mesh and not _is_run_whole(tensor, data, expert, level):
+                    continue
                 yield Mesh(
                     tensor=tensor,
                     pipeline=pipeline,
@@ -211,6 +214,11 @@ def _meshes_of(
                     data=data,
                     sharding=level if data > 1 else Sharding.NONE,
                 )
+
+
+def _is_run_whole(tensor: int, data: int, expert: int, sharding: Sharding) -> bool:
+    """Return whether ranks run such a mesh: experts are spread over devices that share neither layers nor a shard."""
+    return expert == 1 or (tensor == 1 and (sharding is Sharding.NONE or data == expert))
 
 
 def schedules_of(request: ExplorationRequest) -> tuple[Schedule, ...]:
@@ -271,11 +279,8 @@ def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | Non
     model = request.model
     if name == "virtual_stages":
         return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
-    if name == "expert" and size > 1:
-        if model.moe is None:
-            return "needs a model with experts"
-        if not request.is_plan:
-            return "needs a fabric: only plans have expert parallelism so far"
+    if name == "expert" and size > 1 and model.moe is None:
+        return "needs a model with experts"
     experts = 1 if model.moe is None else model.moe.num_experts
     if name == "expert" and size > experts:
         return f"exceeds num_experts ({experts})"

@@ -10,9 +10,8 @@ import pytest
 
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.expert_overlap import ExpertOverlap, run_beside
-from explorer.cost_model.fabric_exchange import Link, Transfer
+from explorer.cost_model.fabric_exchange import Fabric, Link, Transfer
 from explorer.cost_model.mesh_costs import DeviceShare, compose_layer
-from explorer.cost_model.fabric_exchange import Fabric
 from explorer.cost_model.mesh_layers import MeshDecomposer
 from explorer.cost_model.shards import busiest_device, expert_rows, shard_of
 from explorer.search.plan_space import PlanSpace

@@ -87,6 +87,12 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "tensor with replicas": (Mesh(tensor=2, data=2), (5,), DENSE, Recompute.NONE),
     "1f1b with replicas": (Mesh(**ONE, data=2), (3, 2), DENSE, Recompute.NONE),
     "1f1b with zero2": (Mesh(**ONE, data=2, sharding=Sharding.ZERO2), (3, 2), TIED, Recompute.NONE),
+    "experts": (Mesh(expert=2, data=2), (5,), EXPERTS, Recompute.NONE),
+    "experts in chunks": (Mesh(expert=2, data=2, overlap_degree=2), (5,), EXPERTS, Recompute.FULL),
+    "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (5,), EXPERTS, Recompute.NONE),
+    "experts with zero3": (Mesh(expert=2, data=2, sharding=Sharding.ZERO3), (5,), EXPERTS, Recompute.NONE),
+    "experts with replicas": (Mesh(expert=2, data=4), (5,), EXPERTS, Recompute.NONE),
+    "experts in a pipeline": (Mesh(**ONE, expert=2, data=2), (3, 2), EXPERTS, Recompute.NONE),
     "interleaved with tensor": (Mesh(**TWO, tensor=2), (1, 2, 1, 1), TIED, Recompute.NONE),
 }
 
@@ -94,6 +100,8 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
 def shard(name: str, whole: Tensor, mesh: Mesh, rank: int, model: ModelSpec) -> Tensor:
     """What a tensor-parallel rank has of a parameter."""
     size, tail = mesh.tensor, name.rsplit(".", 1)[-1]
+    if mesh.expert > 1 and whole.dim() == 3:
+        return whole.chunk(mesh.expert)[rank]
     if size == 1:
         return whole
     if tail in {"w_qkv", "b_qkv"}:
@@ -140,7 +148,8 @@ def differ(run: MeshTrainingRun, cuts: list[int], device: DecoderModel, case: Me
             pairs.append((parameter, other))
 
     def share(parameter: Tensor, name: str, whole: Tensor) -> Tensor:
-        part = shard(name, whole, case, tensor, model)
+        experts = case.expert > 1 and whole.dim() == 3
+        part = shard(name, whole, case, replica % case.expert if experts else tensor, model)
         if own(parameter).shape == part.shape:
             return part
         rows = -(-len(part) // case.data)  # fully_shard cuts the rows

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from explorer.spec.training import Sharding
 from workers.profiler.training.data_parallel import Step, Stepped
+from workers.targets.reference.moe_block import spread_parameters
 
 
 class FullySharded:
@@ -34,9 +35,16 @@ class FullySharded:
         self._model: FSDPModule | None = None
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """Shard the unit."""
+        """Shard the unit, but for the experts that other ranks do not have."""
         reshard = self._sharding is Sharding.ZERO3 and not is_last
-        fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=self._policy)
+        apart = spread_parameters(unit)
+        fully_shard(
+            unit,
+            mesh=self._mesh,
+            reshard_after_forward=reshard,
+            mp_policy=self._policy,
+            ignored_params=apart or None,
+        )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard what belongs to no unit. A tied embedding also runs last, as the head, so it stays whole."""

@@ -24,8 +24,10 @@ from workers.profiler.instruments import Instruments
 from workers.profiler.training.choice import data_parallel
 from workers.profiler.training.data_parallel import DataParallel, SingleProcess
 from workers.targets.reference.factory import random_tokens
+from workers.targets.reference.moe_block import spread_parameters
 from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from workers.targets.reference.shapes import torch_dtype
+from workers.targets.reference.spread_experts import SpreadExperts
 from workers.targets.reference.stage import DecoderStage
 from workers.targets.reference.tensor_parallel import TensorParallel
 
@@ -60,13 +62,16 @@ class MeshTrainingRun:
         self._tensor = None if together is None else TensorParallel(together, model)
         self._replicas = group.strided(mesh.data, mesh.tensor)
         self._pipeline = group.strided(mesh.pipeline, mesh.tensor * mesh.data)
+        spread = None if mesh.expert == 1 else group.strided(mesh.expert, 1)
+        self._expert_replicas = group.strided(mesh.expert_data, mesh.expert) if mesh.expert > 1 else None
         self._ends: dist.ProcessGroup | None = None
         if mesh.pipeline > 1 and model.tie_embeddings:
             self._ends = group.strided(2, (mesh.pipeline - 1) * mesh.tensor * mesh.data)
         training = request.training
         generator = instruments.generator(request.seed)
         gradient_dtype = torch_dtype(training.optimizer.gradient_dtype(model.dtype))
-        self._reduces = self._replicas is not None and self._pipeline is not None and mesh.sharding is Sharding.NONE
+        by_itself = self._pipeline is None and spread is None
+        self._reduces = self._replicas is not None and not by_itself and mesh.sharding is Sharding.NONE
         self._parallel: list[DataParallel] = []
         self.stages: list[DecoderStage] = []
         self._modules: list[nn.Module] = []
@@ -87,6 +92,7 @@ class MeshTrainingRun:
                 end,
                 generator=generator,
                 ranks=self._tensor,
+                experts=None if spread is None else SpreadExperts(spread, model, mesh),
                 take_unit=parallel.take,
             )
             self._parallel.append(parallel)
@@ -146,11 +152,23 @@ class MeshTrainingRun:
                 self._tensor.sum_gradients(stage, gradients)
             if self._ends is not None and stage.tied is not None:
                 dist.all_reduce(gradients[stage.tied], group=self._ends)
-        if self._reduces:
-            assert self._replicas is not None
-            for gradient in gradients.values():
-                dist.all_reduce(gradient, group=self._replicas)
-            torch._foreach_div_(list(gradients.values()), float(self._replicas.size()))
+        self._average(gradients)
+
+    def _average(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Take the mean over the replicas, where backward has not done it.
+
+        Gradients of spread experts are sums over the tokens of all ranks that share experts.
+        """
+        if self._replicas is None:
+            return
+        spread = {parameter for stage in self.stages for parameter in spread_parameters(stage)}
+        left = [parameter for parameter in gradients if self._reduces or parameter in spread]
+        for parameter in left:
+            group = self._expert_replicas if parameter in spread else self._replicas
+            if group is not None:
+                dist.all_reduce(gradients[parameter], group=group)
+        if left:
+            torch._foreach_div_([gradients[parameter] for parameter in left], float(self._replicas.size()))
 
     def finish(self) -> None:
         """Wait for the last step, and free what outlives the model."""

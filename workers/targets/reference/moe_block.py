@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from bexp.kernels.experts.backend import ExpertFFN
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.router import route, score
 from bexp.kernels.selective_recompute import recomputable
@@ -44,7 +45,7 @@ class MoEFFN(ResidualBlock):
         self.activation = model.activation
         self.top_k, self.norm_topk_prob = moe.top_k, moe.norm_topk_prob
         self.backend = expert_backend(backend)
-        self.run_experts = self.backend.forward
+        self.run_experts: ExpertFFN = self.backend.forward
         self.norm = build_norm(model, weights)
         self.w_router = weights.normal(moe.num_experts, hidden)
         self.w_in = weights.normal(moe.num_experts, hidden, 2 * width if model.gated_mlp else width)
@@ -53,12 +54,17 @@ class MoEFFN(ResidualBlock):
         self.shared = MLP(model, shared, weights) if shared else None
         self.w_shared_gate = weights.normal(1, hidden) if moe.shared_expert_gate else None
         self.routes: Tensor | None = None
+        self.is_spread = False
         self.train(training)
 
     def set_routes(self, routes_TK: Tensor) -> None:
         """Each token's experts: int64 (B * S, top_k) on the block's device, distinct within a row."""
         assert routes_TK.shape[1] == self.top_k, "top_k experts a token"
         self.routes = routes_TK
+
+    def spread(self, run_experts: ExpertFFN, w_router: nn.Parameter) -> None:
+        """Make this block one rank's, which has a part of the experts: `run_experts` computes all of the routes."""
+        self.run_experts, self.w_router, self.is_spread = run_experts, w_router, True
 
     def core(self, x_BSD: Tensor) -> Tensor:
         """The branch of a micro-batch."""
@@ -88,3 +94,9 @@ class MoEFFN(ResidualBlock):
     def _gate(self, h_TD: Tensor) -> Tensor:
         assert self.w_shared_gate is not None
         return torch.sigmoid(F.linear(h_TD, self.w_shared_gate))
+
+
+def spread_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices of experts that are spread over ranks, so that each rank has others."""
+    blocks = [each for each in module.modules() if isinstance(each, MoEFFN) and each.is_spread]
+    return {weight for block in blocks for weight in (block.w_in, block.w_out)}

@@ -23,6 +23,7 @@ from workers.targets.reference.embedding import Embedding
 from workers.targets.reference.factory import build_block
 from workers.targets.reference.head import Head
 from workers.targets.reference.routes import device_routes
+from workers.targets.reference.spread_experts import SpreadExperts
 from workers.targets.reference.tensor_parallel import TensorParallel
 
 
@@ -32,7 +33,8 @@ class DecoderStage(nn.Module):
     The first stage has the embedding and takes tokens, the last has the head and returns the loss as a tensor of one
     element; all others take and return hidden states. `ranks` share the blocks; what each of them has whole is drawn
     alike, because they have one seed. A model that ties embedding and head has one matrix if a stage has both, and
-    otherwise two, whose gradients must be summed: see `tied`. `take_unit` is that of `DecoderModel`.
+    otherwise two, whose gradients must be summed: see `tied`. `take_unit` is that of `DecoderModel`. `experts` builds
+    the blocks whose experts are spread over ranks.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class DecoderStage(nn.Module):
         *,
         generator: torch.Generator | None = None,
         ranks: TensorParallel | None = None,
+        experts: SpreadExperts | None = None,
         take_unit: TakeUnit = leave,
     ) -> None:
         super().__init__()
@@ -73,7 +76,9 @@ class DecoderStage(nn.Module):
         recomputes = recomputed_layers(model, candidate.recompute)
         self.layers = nn.ModuleList()
         for i in range(first, end):
-            block, ffn = build(attention), build(ffns[model.layer_kinds[i]])
+            block, component = build(attention), ffns[model.layer_kinds[i]]
+            spreads = experts if component.kind is ComponentKind.MOE_FFN else None
+            ffn = build(component) if spreads is None else spreads.build(component, request, device, generator)
             assert isinstance(block, ResidualBlock)
             assert isinstance(ffn, ResidualBlock)
             if ranks is not None:
