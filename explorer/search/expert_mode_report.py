@@ -59,4 +59,4 @@ def _fastest(space: PlanSpace, candidates: Iterable[MeshCandidate]) -> RankedCan
 
 
 def _step_of(space: PlanSpace, found: MeshCandidate) -> RankedCandidate:
-    return RankedCandidate(found, space.step(found, simulate=True), not space.missing(found))
+    return space.ranked(found, simulate=True)

@@ -32,6 +32,7 @@ class MeshChecks:
         self._ran: dict[MeshCandidate, Trial] = {}
         self.refuted: dict[MeshCandidate, str] = {}
         self._number = 0
+        self._compared: dict[tuple[MeshCandidate, int, int], WholeModelCheck | None] = {}
         self._contaminated = 0
         self._ended = False
 
@@ -71,6 +72,10 @@ class MeshChecks:
             mesh=found.mesh, layers_per_stage=step.layers, num_micro_batches=min(step.num_micro_batches, most)
         )
 
+    def factor(self, found: MeshCandidate) -> float:
+        """Return the seconds to expect of a candidate over those that its blocks compose to."""
+        return self.expected(found).factor
+
     def expected(self, found: MeshCandidate) -> Expected:
         """Return what the whole model of a candidate says of its seconds, or else what those of others say."""
         check = self.of(found)
@@ -87,6 +92,12 @@ class MeshChecks:
 
     def of(self, found: MeshCandidate) -> WholeModelCheck | None:
         """Return the whole model of a candidate beside what its blocks compose to; null if it did not run."""
+        key = (found, self._number, len(self._space.measured))
+        if key not in self._compared:
+            self._compared[key] = self._compare(found)
+        return self._compared[key]
+
+    def _compare(self, found: MeshCandidate) -> WholeModelCheck | None:
         trial = self._ran.get(found)
         if trial is None or trial.measurement.whole_model is None or trial.mesh_run is None:
             return None

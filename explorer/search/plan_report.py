@@ -45,10 +45,8 @@ def recommend_plan(
     request, one = space.request, ranked[best]
     found, step = one.found, one.step
     candidate, plain = (each.told for each in (found, base))
-    base_step = space.step(base, simulate=True)
-    scale, check = 1.0 / checks.expected(found).factor, checks.of(found)
-    tokens_per_second = scale * step.tokens_per_second
-    base_tokens_per_second = base_step.tokens_per_second / checks.expected(base).factor
+    check, tokens_per_second = checks.of(found), one.tokens_per_second
+    base_tokens_per_second = space.ranked(base, simulate=True).tokens_per_second
     parts = plan_parts(space, step)
     measured = sum(part.share for part in parts if part.source == "measured")
     score = min(confidence_score(confidence), math.floor(100 * measured))
@@ -65,7 +63,7 @@ def recommend_plan(
         layers_per_stage=step.layers,
         fullest_rank=step.fullest_rank,
         parts=parts,
-        alternatives=_alternatives(ranked, best, checks),
+        alternatives=_alternatives(ranked, best),
         expert_modes=compare_expert_modes(space, ranked, one),
         plain=best_plain_mesh(space, ranked, one),
         picture=_picture(step),
@@ -76,7 +74,7 @@ def recommend_plan(
         tokens_per_second=tokens_per_second,
         performance=tokens_per_second / base_tokens_per_second,
         confidence=score,
-        step_seconds=step.seconds / scale,
+        step_seconds=one.factor * step.seconds,
         micro_step_seconds=step.micro_step_seconds,
         optimizer_seconds=step.optimizer_seconds,
         communication_seconds=step.communication_seconds,
@@ -93,7 +91,7 @@ def recommend_plan(
             tokens_per_second=tokens_per_second,
             loss=0.0,
             confidence=score,
-            step_seconds=step.seconds / scale,
+            step_seconds=one.factor * step.seconds,
             peak_bytes=step.memory.total,
             required_bytes=required,
         ),
@@ -126,27 +124,14 @@ def _picture(step: MeshStep) -> PipelinePicture | None:
     return PipelinePicture(seconds=drawn.seconds, ranks=tuple(drawn.lines), lines=tuple(drawn.lines.values()))
 
 
-def _alternatives(ranked: Sequence[RankedCandidate], best: int, checks: MeshChecks) -> tuple[MeshAlternative, ...]:
+def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlternative, ...]:
     """Return the best candidate of each of the next meshes."""
     chosen: dict[Mesh, RankedCandidate] = {}
     own = ranked[best]
-
-    def rate(one: RankedCandidate) -> float:
-        return one.step.tokens_per_second / checks.expected(one.found).factor
-
     for one in ranked:
         if one.found.mesh != own.found.mesh and len(chosen) < MOST_ALTERNATIVES:
             chosen.setdefault(one.found.mesh, one)
-    return tuple(
-        MeshAlternative(
-            mesh=mesh,
-            candidate=one.found.candidate,
-            tokens_per_second=rate(one),
-            gain=rate(own) / rate(one),
-            predicted=not one.known,
-        )
-        for mesh, one in chosen.items()
-    )
+    return tuple(one.compared_with(own) for one in chosen.values())
 
 
 def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int, *, has_run: bool) -> tuple[str, ...]:

@@ -114,6 +114,7 @@ class PlanSearch:
             self._learn(trial.measurement)
         self._checks = MeshChecks(space)
         self._checks.learn(history)
+        space.factor = self._checks.factor
         self._last_message = ""
         self._smallest = 0
         self.remedies: tuple[Relaxation, ...] = ()
@@ -224,19 +225,16 @@ class PlanSearch:
     def _rank(self, pool: Sequence[MeshCandidate]) -> Ranking:
         """Rank the pool by what is known now; the pipelines of the fastest are simulated."""
         space = self._space
-        estimated = [(each, space.step(each)) for each in pool if space.is_open(each)]
         refuted, expected = self._checks.refuted, self._checks.expected
-        ranked = [RankedCandidate(each, step, not space.missing(each)) for each, step in estimated]
-        ranked = [one for one in ranked if one.found not in refuted]
+        ranked = [space.ranked(each) for each in pool if space.is_open(each) and each not in refuted]
         while True:
             ranked = [one for one in ranked if self._least_bytes(one.found, one.step) <= space.limit_bytes]
-            ranked.sort(key=lambda one: -one.step.tokens_per_second / expected(one.found).factor)
+            ranked.sort(key=lambda one: -one.tokens_per_second)
             unsure = [i for i, one in enumerate(ranked[:SIMULATED]) if not one.step.exact]
             if not unsure:
                 break
             for i in unsure:
-                one = ranked[i]
-                ranked[i] = RankedCandidate(one.found, space.step(one.found, simulate=True), one.known)
+                ranked[i] = space.ranked(ranked[i].found, simulate=True)
         best = next((i for i, one in enumerate(ranked) if one.known and one.step.exact), None)
         if not ranked:
             return Ranking((), None, 0.0, ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -83,19 +83,28 @@ def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class RankedCandidate:
-    """A candidate with its step; `known` says that all its blocks are measured."""
+    """A candidate with its step; `known` says that all its blocks are measured.
+
+    `factor` are the seconds to expect over those of the composed step.
+    """
 
     found: MeshCandidate
     step: MeshStep
     known: bool
+    factor: float = 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens/s to expect of a device."""
+        return self.step.tokens_per_second / self.factor
 
     def compared_with(self, best: RankedCandidate) -> MeshAlternative:
         """Return what an answer says of it beside the best."""
         return MeshAlternative(
             mesh=self.found.mesh,
             candidate=self.found.candidate,
-            tokens_per_second=self.step.tokens_per_second,
-            gain=best.step.tokens_per_second / self.step.tokens_per_second,
+            tokens_per_second=self.tokens_per_second,
+            gain=best.tokens_per_second / self.tokens_per_second,
             predicted=not self.known,
         )
 
@@ -114,6 +123,8 @@ class PlanSpace:
         self.candidates = tuple(each for one in plan_candidates(request, report) for each in in_each_mode(one))
         self.exchanges = exchange_components(request, self._meshes) if request.is_mesh else ()
         self.failed: dict[Component, str] = {}
+        self.factor: Callable[[MeshCandidate], float] = _as_composed
+        """The seconds to expect of a candidate over those that it composes to."""
         self._costs = _CostTable(self)
         self.composer = self._compose()
 
@@ -154,6 +165,10 @@ class PlanSpace:
     def step(self, found: MeshCandidate, *, simulate: bool = False, run: MeshRun | None = None) -> MeshStep:
         """Compose the step of a candidate from what is known now; `run` is that of a whole model."""
         return self.composer.step(found, self._costs, simulate=simulate, run=run)
+
+    def ranked(self, found: MeshCandidate, *, simulate: bool = False) -> RankedCandidate:
+        """Return a candidate with what is known of it now."""
+        return RankedCandidate(found, self.step(found, simulate=simulate), not self.missing(found), self.factor(found))
 
     def predicted_step(self, found: MeshCandidate) -> MeshStep:
         """Compose the step of a candidate from formulas alone."""
@@ -209,6 +224,10 @@ class PlanSpace:
             "recompute": [policy.value for policy in Recompute if any(c.recompute is policy for c in chosen)],
             "sharding": sorted({mesh.sharding.value for mesh in meshes}),
         }
+
+
+def _as_composed(found: MeshCandidate) -> float:
+    return 1.0
 
 
 class _CostTable(dict[Component, BlockCost]):

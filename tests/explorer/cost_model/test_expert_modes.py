@@ -168,6 +168,7 @@ def test_copies_are_kept_until_backward_which_has_their_gradients_too() -> None:
     model, request = space.request.model, space.request
     mesh = Mesh(expert=4, data=4, shadowed_experts=4)
     component = Component(kind=ComponentKind.MOE_FFN, micro_batch_size=8, backend="grouped_mm")
+    assert request.fabric is not None
     block = MeshDecomposer(model, request, Fabric(request.fabric)).expert_block(mesh, component)
     assert block.copied_bytes == 4 * 3 * 1024 * 1024 * 2
     assert block.moved_bytes == 2 * expert_rows(block.component, model, request).sent * 1024 * 2

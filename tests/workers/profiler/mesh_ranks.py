@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
 from explorer.records.plan import MeshRun
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate, Recompute
@@ -27,7 +28,9 @@ from tests.forked_ranks import fork_ranks
 from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
+from workers.profiler.phases import PhaseClock
 from workers.profiler.training.mesh import MeshTrainingRun
+from workers.profiler.trials.exchange import measure_exchange
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import own
@@ -186,6 +189,32 @@ def differ(run: MeshTrainingRun, cuts: list[int], device: DecoderModel, case: Me
     return apart, worst
 
 
+def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
+    """Measure each operation of neighbours and of ranks two apart; returns the least seconds."""
+    components = tuple(
+        Component(
+            kind=ComponentKind.EXCHANGE,
+            micro_batch_size=0,
+            exchange=ExchangeSpec(operation=operation, size=2, stride=stride, num_bytes=4096),
+        )
+        for operation in Operation
+        for stride in (1, 2)
+    )
+    candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=2)
+    plan = TrialPlan(
+        number=0,
+        kind=TrialKind.COMPONENTS,
+        model=DENSE,
+        candidate=candidate,
+        components=components,
+        timeout_seconds=60,
+        num_processes=NUM_RANKS,
+    )
+    groups.prepare(plan)
+    instruments.join(groups.rank_group(plan))
+    return min(measure_exchange(instruments, each, 0, PhaseClock()).device_seconds for each in components)
+
+
 CURRENT: dict[str, ModelSpec] = {}
 
 
@@ -230,6 +259,7 @@ def run_rank(rank: int, folder: Path) -> None:
         said[name] = differ(training_run, cuts, device, mesh, rank)
         assert training_run.begin() > 0
         training_run.finish()
+    said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
     try:
         full = DENSE.model_copy(update={"qk_norm": "full"})
         MeshTrainingRun(instruments, full, candidate, MeshRun(mesh=Mesh(tensor=2, data=2), layers_per_stage=(5,),
