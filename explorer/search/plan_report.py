@@ -162,5 +162,7 @@ def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int, *, ha
     target = space.request.budget.confidence_target
     if score < target:
         why = "the budget ended, or the measured share of the step is no larger"
+        if space.request.is_mesh:
+            why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
         notes.append(f"the confidence is below {target}: {why}")
     return tuple(notes)
