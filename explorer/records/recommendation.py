@@ -13,6 +13,7 @@ from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.records.plan import MeshPlan
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
+from explorer.spec.mesh import Mesh
 
 
 class Alternative(Frozen):
@@ -48,6 +49,7 @@ class RunnerUpCheck(Frozen):
         None, description="Whole-model throughput of the recommended candidate relative to this one; null without both."
     )
     whole_model: WholeModelCheck | None = Field(None, description="Null unless the outcome is ok.")
+    mesh: Mesh | None = Field(None, description="Of its devices, where they form one.")
 
 
 class DividingCandidate(Frozen):

@@ -121,7 +121,8 @@ class MeshChecks:
             return None
         check, each = max(others, key=lambda pair: pair[0].tokens_per_second)
         return RunnerUpCheck(
-            candidate=each.candidate.model_copy(update={"sharding": each.mesh.sharding}),
+            candidate=each.told,
+            mesh=each.mesh,
             composed_tokens_per_second=self._space.step(each, simulate=True).tokens_per_second,
             outcome=Outcome.OK,
             gain=own.tokens_per_second / check.tokens_per_second,
