@@ -114,7 +114,7 @@ class MeshComposer:
         stages = [_slower(stage, always / mesh.virtual_stages) for stage in stages]
         seconds, simulated = self._run(stages, mesh, number, simulate=simulate)
         step = seconds + once + update
-        memory, fullest = self._memory(mesh, stages, held, simulated, number)
+        memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
         loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
         slowest = max(ranks, key=lambda r: loads[r])
         exchanged = number * exchanges + mesh.pipeline * (number * always + once)
@@ -225,8 +225,9 @@ class MeshComposer:
         held: Sequence[HeldParameters],
         run: PipelineRun | None,
         number: int,
+        received: int,
     ) -> tuple[MemoryParts, int]:
-        """Return the parts of the rank with the highest peak, and which one that is."""
+        """Return the parts of the rank with the highest peak, and which that is; `received` are a hand-over's bytes."""
         found = []
         for rank in range(mesh.pipeline):
             own = _each(stages, rank, mesh)
@@ -237,9 +238,19 @@ class MeshComposer:
             else:
                 activations = max(0, run.peak_bytes[rank] - transient)
             spec = self._request.training.optimizer
+            activations += received * number * self._num_received(mesh, rank)
             found.append(rank_memory(held[rank], mesh, self._model, spec, activations, transient))
         fullest = max(range(mesh.pipeline), key=lambda r: found[r].total)
         return found[fullest], fullest
+
+    def _num_received(self, mesh: Mesh, rank: int) -> int:
+        """Return how many buffers of hidden states a rank of torch's pipelines has for each micro-batch.
+
+        `torch.distributed.pipelining` allocates one for each input and each gradient that a stage receives, for all
+        micro-batches of a step. Other pipelines, which plans are for, receive into activations alone.
+        """
+        stages = range(rank, mesh.num_stages, mesh.pipeline) if self._request.is_mesh else ()
+        return sum((stage > 0) + (stage < mesh.num_stages - 1) for stage in stages)
 
     def _makeup(
         self,

@@ -35,7 +35,6 @@ from explorer.search.plan_space import PlanSpace, RankedCandidate
 from explorer.search.trial_executor import executor_of
 from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.mesh import Mesh
 from explorer.spec.request import ExplorationRequest
 
 MOST_SCREENED = 4000
@@ -199,15 +198,15 @@ class PlanSearch:
 
     def _of_best_meshes(self, found: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         """Return the candidates of the meshes whose smallest micro-batches are fastest."""
-        sizes: dict[Mesh, list[int]] = {}
+        sizes: dict[tuple[object, ...], list[int]] = {}
         for each in found:
-            known = sizes.setdefault(each.mesh, [])
+            known = sizes.setdefault(each.mesh.family, [])
             if each.candidate.micro_batch_size not in known and len(known) < FIRST_SIZES:
                 known.append(each.candidate.micro_batch_size)
-        few = [each for each in found if each.candidate.micro_batch_size in sizes[each.mesh]]
+        few = [each for each in found if each.candidate.micro_batch_size in sizes[each.mesh.family]]
         ranked = self._rank_by_formulas(few)
-        meshes = set(list(dict.fromkeys(each.mesh for each, _ in ranked))[:BEST_MESHES])
-        return [each for each in found if each.mesh in meshes]
+        meshes = set(list(dict.fromkeys(each.mesh.family for each, _ in ranked))[:BEST_MESHES])
+        return [each for each in found if each.mesh.family in meshes]
 
     def _rank_by_formulas(self, found: Sequence[MeshCandidate]) -> list[tuple[MeshCandidate, MeshStep]]:
         steps = [(each, self._space.step(each)) for each in found]

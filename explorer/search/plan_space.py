@@ -30,6 +30,8 @@ from explorer.spec.request import ExplorationRequest
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""
+MOST_WITH_FEWER_COPIES = 1000
+"""The most candidates of which each is also tried with fewer shadowed experts than formulas expect to be fastest."""
 POLICIES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 """The policies of a plan whose request names none: those that both Megatron-Core and torchtitan have."""
 FORWARD_SHARE = 1 / 3
@@ -119,8 +121,10 @@ class PlanSpace:
         self._predicted: dict[Component, BlockCost] = {}
         self.measured: dict[Component, ComponentMeasurement] = {}
         bandwidth = report.hardware.memory_bandwidth_bytes_per_second
-        in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth)
-        self.candidates = tuple(each for one in plan_candidates(request, report) for each in in_each_mode(one))
+        plain = plan_candidates(request, report)
+        try_fewer = len(plain) <= MOST_WITH_FEWER_COPIES
+        in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth, try_fewer=try_fewer)
+        self.candidates = tuple(each for one in plain for each in in_each_mode(one))
         self.exchanges = exchange_components(request, self._meshes) if request.is_mesh else ()
         self.failed: dict[Component, str] = {}
         self.factor: Callable[[MeshCandidate], float] = _as_composed

@@ -119,6 +119,12 @@ class Mesh(Frozen):
         return self.tensor, self.expert, self.overlap_degree, self.shadowed_experts
 
     @property
+    def family(self) -> tuple[object, ...]:
+        """The mesh without the numbers of its expert mode: meshes that a search first ranks as one."""
+        sizes = (self.tensor, self.pipeline, self.virtual_stages, self.expert, self.data)
+        return *sizes, self.schedule, self.sharding, self.expert_mode
+
+    @property
     def expert_data(self) -> int:
         """Devices that hold the same experts of a stage."""
         return self.tensor * self.data // self.expert if self.expert > 1 else self.data
