@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,10 +41,3 @@ def fork_ranks(run: Callable[[int], None], num_ranks: int) -> int:
             run(rank)  # an exception ends this process with a traceback and status 1
             os._exit(0)
     return int(any(os.wait()[1] for _ in range(num_ranks)))
-
-
-def free_port() -> int:
-    """A port on which nobody listens yet."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
