@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
+"""What torch imports once parameters are sharded."""
 
 
 def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 200.0) -> None:
@@ -34,8 +37,13 @@ def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 200.0
             assert code == 0, f"exit status {code}:\n{printed.read()}"
 
 
-def fork_ranks(run: Callable[[int], None], num_ranks: int) -> int:
-    """Call `run` with each rank, each in a process of its own; return 0, or 1 as soon as one has failed."""
+def fork_ranks(run: Callable[[int], None], num_ranks: int, *, shared: Sequence[str] = ()) -> int:
+    """Call `run` with each rank, each in a process of its own; return 0, or 1 as soon as one has failed.
+
+    The modules `shared`, which `run` would import, are imported once, before.
+    """
+    for name in shared:
+        import_module(name)
     for rank in range(num_ranks):
         if os.fork() == 0:
             run(rank)  # an exception ends this process with a traceback and status 1

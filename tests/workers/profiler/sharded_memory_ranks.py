@@ -27,7 +27,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import SHARDING, fork_ranks
 from workers.profiler.training.choice import data_parallel
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
@@ -151,4 +151,4 @@ def run(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS, shared=SHARDING))
