@@ -16,7 +16,7 @@ SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """What torch imports once parameters are sharded."""
 
 
-def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 200.0) -> None:
+def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0) -> None:
     """Run `module`, which hands its ranks to `fork_ranks`, on `folder`.
 
     Raises AssertionError, with what the ranks printed, if one of them fails or they take longer than `seconds`.

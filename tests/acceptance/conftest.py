@@ -75,7 +75,7 @@ class Machine:
     def run(self, *arguments: str | Path, code: int = 0) -> str:
         """Run a command to its end and return what it printed."""
         process = self.start(*arguments)
-        assert process.wait(90) == code, self.err(process)
+        assert process.wait(300) == code, self.err(process)
         return self.out(process)
 
     def configure(self, **changes: object) -> Path:
@@ -91,7 +91,7 @@ class Machine:
                 process.terminate()
         for process in self._started:
             try:
-                process.wait(60)
+                process.wait(300)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -110,7 +110,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 def await_url(machine: Machine, server: subprocess.Popen[str]) -> str:
     """Return the address that a server announces, once the whole line is there."""
     line = re.compile(r"serving (http://\S+)\n")
-    wait_for(lambda: line.search(machine.err(server)) is not None, 90, "the API's start")
+    wait_for(lambda: line.search(machine.err(server)) is not None, 300, "the API's start")
     (found,) = line.findall(machine.err(server))
     return str(found)
 

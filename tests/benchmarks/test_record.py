@@ -252,6 +252,7 @@ attention_backends: [flash]
 """
 
 
+@pytest.mark.slow
 def test_records_on_a_real_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ def test_upgrade_is_safe_when_several_processes_start_at_once(empty_database_url
     command = [sys.executable, "-c", UPGRADE, empty_database_url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors
 
 

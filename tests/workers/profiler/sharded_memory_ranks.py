@@ -56,7 +56,7 @@ def request_of(case: Case) -> ExplorationRequest:
     sharding, dtype, gradients = case
     model = ModelSpec(
         name="deep",
-        num_layers=6,
+        num_layers=4,
         hidden_size=256,
         ffn_hidden_size=1024,
         num_attention_heads=4,
