@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bexp.client.connection import (
     EXPLORATIONS,
     JOB_ID,
-    NOTE_HEADER,
     Connection,
     ProblemError,
     ServiceError,
     exploration_path,
 )
 from bexp.client.events import PATIENCE_SECONDS, follow_events
+from bexp.client.headers import NOTE_HEADER
 from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.records.run_report import RunReport

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from fastapi import Response
 
 from api.problems import ProblemException, invalid_parameter, readable
-from bexp.client.connection import NOTE_HEADER
+from bexp.client.headers import NOTE_HEADER
 from explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
 from explorer.exports.registry import export
 from storage.database import Database

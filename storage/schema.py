@@ -9,11 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from filelock import FileLock
 
 from storage.database import SQLITE_WAL_IS_SAFE, Database
@@ -22,6 +17,7 @@ from storage.tables import PREFIX
 VERSION_TABLE = f"{PREFIX}schema_version"
 """Not Alembic's default name, which Optuna's own migrations use in the same database."""
 
+_MIGRATIONS = Path(__file__).parent / "migrations"
 _ADVISORY_LOCK = int.from_bytes(b"bexp-ddl", "big")
 _LOCK_SECONDS = 120.0
 
@@ -48,10 +44,16 @@ def upgrade(database: Database) -> None:
     """
     if is_current(database):
         return
+    # The import takes half a second, and a process that starts on a current schema has no use for it.
+    from alembic import command  # noqa: PLC0415
+    from alembic.config import Config  # noqa: PLC0415
+    from alembic.util import CommandError  # noqa: PLC0415
+
     with exclusive(database):
         if not database.is_postgresql:
             _set_journal_mode(database)
-        config = _config()
+        config = Config()
+        config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         with database.begin() as connection:
             if database.is_postgresql:  # to change a large table takes longer than a usual statement may
                 connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
@@ -65,19 +67,16 @@ def upgrade(database: Database) -> None:
 def is_current(database: Database) -> bool:
     """Return whether `upgrade` has nothing to do."""
     with database.read() as connection:
-        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-        return context.get_current_revision() == _head()
-
-
-def _config() -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
-    return config
+        if not sa.inspect(connection).has_table(VERSION_TABLE):
+            return False
+        version = sa.table(VERSION_TABLE, sa.column("version_num"))
+        return connection.scalars(sa.select(version.c.version_num)).all() == [latest_revision()]
 
 
 @cache
-def _head() -> str | None:
-    return ScriptDirectory.from_config(_config()).get_current_head()
+def latest_revision() -> str:
+    """Return the revision of the last migration. Its file's name begins with it, after a `v`."""
+    return max(path.name[1:5] for path in (_MIGRATIONS / "versions").glob("v*.py"))
 
 
 @contextmanager

@@ -51,6 +51,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests, an equal share in each process: one that began last would end alone."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    number = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    length = -(-len(others) // number)  # at first, each process is given a part of the list in one piece
+    items[:] = [item for i in range(number) for item in (*slow[i::number], *others[i * length : (i + 1) * length])]
+
+
 @pytest.fixture(scope="session")
 def postgresql_server() -> Iterator[str]:
     """The URL of a PostgreSQL server's first database."""

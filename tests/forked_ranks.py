@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
+"""What torch imports once parameters are sharded."""
 
 
-def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 200.0) -> None:
+def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0) -> None:
     """Run `module`, which hands its ranks to `fork_ranks`, on `folder`.
 
     Raises AssertionError, with what the ranks printed, if one of them fails or they take longer than `seconds`.
@@ -35,17 +37,15 @@ def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 200.0
             assert code == 0, f"exit status {code}:\n{printed.read()}"
 
 
-def fork_ranks(run: Callable[[int], None], num_ranks: int) -> int:
-    """Call `run` with each rank, each in a process of its own; return 0, or 1 as soon as one has failed."""
+def fork_ranks(run: Callable[[int], None], num_ranks: int, *, shared: Sequence[str] = ()) -> int:
+    """Call `run` with each rank, each in a process of its own; return 0, or 1 as soon as one has failed.
+
+    The modules `shared`, which `run` would import, are imported once, before.
+    """
+    for name in shared:
+        import_module(name)
     for rank in range(num_ranks):
         if os.fork() == 0:
             run(rank)  # an exception ends this process with a traceback and status 1
             os._exit(0)
     return int(any(os.wait()[1] for _ in range(num_ranks)))
-
-
-def free_port() -> int:
-    """A port on which nobody listens yet."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

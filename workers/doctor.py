@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
 
 from bexp.target_registry import installed_targets
 from explorer.spec.base import Frozen
@@ -21,6 +20,9 @@ from workers.devices.lock import DeviceBusyError
 from workers.process.interface import ProfilerError
 from workers.process.profiler import Profiler
 from workers.profiler.compilation import missing_compiler
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOCK_TIMEOUT_SECONDS = 2.0
 
@@ -65,6 +67,8 @@ def main(json_output: bool) -> int:
     if json_output:
         sys.stdout.write(diagnosis.model_dump_json(indent=2) + "\n")
     else:
+        from rich.console import Console  # noqa: PLC0415 - workers, which import this module, print nothing
+
         _print(diagnosis, Console())
     return 0 if any(device.usable for device in diagnosis.devices) else 1
 
@@ -102,6 +106,8 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
             continue
         hardware = device.report.hardware
         console.print(f"{title}  {hardware.describe()}", highlight=False)
+        from rich.table import Table  # noqa: PLC0415 - as above
+
         table = Table(show_header=False, box=None, padding=(0, 2))
         for name, value in _facts(device, device.report):
             table.add_row(name, value)

@@ -15,8 +15,6 @@ EXPLORATIONS = "/v1/explorations"
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """What an id may be. A service is not trusted with more: the id becomes a part of a path, here and there."""
 NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
-NOTE_HEADER = "Bexp-Export-Note"
-"""A header for each line that belongs to an export whose format has no comments."""
 
 
 class ServiceError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ TINY = {
     "micro_batch_size": [1, 2, 4],
     "recompute": ["none"],
     "bta": {"enable": False},
-    "budget": {"max_seconds": 5, "max_trials": 4, "confidence_target": 99},
+    "budget": {"max_trials": 4, "confidence_target": 99},
 }
 
 
@@ -74,7 +75,7 @@ class Machine:
     def run(self, *arguments: str | Path, code: int = 0) -> str:
         """Run a command to its end and return what it printed."""
         process = self.start(*arguments)
-        assert process.wait(90) == code, self.err(process)
+        assert process.wait(300) == code, self.err(process)
         return self.out(process)
 
     def configure(self, **changes: object) -> Path:
@@ -90,7 +91,7 @@ class Machine:
                 process.terminate()
         for process in self._started:
             try:
-                process.wait(15)
+                process.wait(300)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -104,6 +105,14 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         yield machine
     finally:
         machine.end()
+
+
+def await_url(machine: Machine, server: subprocess.Popen[str]) -> str:
+    """Return the address that a server announces, once the whole line is there."""
+    line = re.compile(r"serving (http://\S+)\n")
+    wait_for(lambda: line.search(machine.err(server)) is not None, 300, "the API's start")
+    (found,) = line.findall(machine.err(server))
+    return str(found)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:

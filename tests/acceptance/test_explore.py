@@ -87,11 +87,11 @@ def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine, open_url: Ca
     endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
     config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
     command = machine.start("explore", config, "--device", "cpu")
-    wait_for(lambda: "BEXP102" in machine.out(command), 90, "the job's start")
+    wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
     assert profilers_of(psutil.Process(command.pid))
     command.send_signal(signal.SIGINT)
-    assert command.wait(60) == 130
+    assert command.wait(300) == 130
     await_gone(children, 0)
     assert states(open_url(machine.database_url)) == [JobState.CANCELLED]
     assert "Traceback" not in machine.err(command)
@@ -118,11 +118,11 @@ def test_a_killed_command_takes_worker_and_profiler_with_it(
     endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
     config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
     command = machine.start("explore", config, "--device", "cpu")
-    wait_for(lambda: "BEXP102" in machine.out(command), 90, "the job's start")
+    wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
     command.kill()
     command.wait()
-    await_gone(children, 60)
+    await_gone(children, 300)
     assert states(open_url(machine.database_url)) == [JobState.CANCELLED]
 
 
@@ -130,18 +130,18 @@ def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
     endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
     config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
     command = machine.start("explore", config, "--device", "cpu")
-    wait_for(lambda: "BEXP102" in machine.out(command), 90, "the job's start")
+    wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
     (worker,) = (child for child in children if child.cmdline()[-1] == "cpu" and "workers" in child.cmdline())
     worker.kill()
-    assert command.wait(60) == 3
+    assert command.wait(300) == 3
     assert "bexp: the embedded worker was ended by SIGKILL" in machine.err(command)
-    await_gone(children, 60)
+    await_gone(children, 300)
 
 
 def test_a_device_that_does_not_exist_is_exit_2(machine: Machine) -> None:
     command = machine.start("explore", machine.configure(), "--device", "cuda:99")
-    assert command.wait(60) == 2
+    assert command.wait(300) == 2
     assert "device 'cuda:99' does not exist" in machine.err(command)
     assert "usage" not in machine.err(command)
 
@@ -149,14 +149,14 @@ def test_a_device_that_does_not_exist_is_exit_2(machine: Machine) -> None:
 def test_a_choice_of_sharding_that_the_host_has_too_few_devices_for_ends_at_once(machine: Machine) -> None:
     config = machine.configure(num_devices=4, training={"sharding": "explore"}, device_kind=None)
     command = machine.start("explore", config)
-    assert command.wait(60) == 2
+    assert command.wait(300) == 2
     assert "4 devices are needed, and there is " in machine.err(command)
 
 
 def test_of_four_gpus_as_many_are_taken_as_can_be_used(machine: Machine) -> None:
     machine.environment["CUDA_VISIBLE_DEVICES"] = "MIG-0,MIG-1,MIG-2,MIG-3"  # which no process can open
     command = machine.start("explore", machine.configure(), "--num-devices", "2")
-    assert command.wait(60) == 3
+    assert command.wait(300) == 3
     assert re.search("rank [01] .* of {cuda:0, cuda:1} ", machine.err(command)), machine.err(command)
 
 

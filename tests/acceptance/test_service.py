@@ -14,7 +14,7 @@ import pytest
 
 from api.client import Client
 from explorer.records.event import EventCode, render_line
-from tests.acceptance.conftest import Machine, await_gone, profilers_of, wait_for
+from tests.acceptance.conftest import Machine, await_gone, await_url, profilers_of, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -22,12 +22,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def url(machine: Machine) -> str:
     """A running API, which later commands of the machine use."""
-    server = machine.start("serve", "--port", "0")
-    wait_for(lambda: "serving http" in machine.err(server), 90, "the API's start")
-    found = re.search(r"http://\S+", machine.err(server))
-    assert found is not None
-    machine.environment["BEXP_API_URL"] = found[0]
-    return found[0]
+    machine.environment["BEXP_API_URL"] = found = await_url(machine, machine.start("serve", "--port", "0"))
+    return found
 
 
 @pytest.fixture
@@ -38,7 +34,7 @@ def client(url: str) -> Iterator[Client]:
 
 def start_worker(machine: Machine) -> subprocess.Popen[str]:
     worker = machine.start("worker", "--device", "cpu")
-    wait_for(lambda: "is ready" in machine.err(worker), 90, "the worker's start")
+    wait_for(lambda: "is ready" in machine.err(worker), 300, "the worker's start")
     return worker
 
 
@@ -62,19 +58,18 @@ def test_submit_watch_and_resume_the_stream(machine: Machine, url: str, client: 
     assert json.loads(machine.run("best", job_id, "--json"))["recommendation"]["candidate"]["micro_batch_size"] == best
     profilers = profilers_of(psutil.Process(worker.pid))
     worker.send_signal(signal.SIGINT)
-    assert worker.wait(60) == 0
-    await_gone(profilers, 30)
+    assert worker.wait(300) == 0
+    await_gone(profilers, 300)
 
 
 def test_beyond_loopback_a_token_is_asked_for(machine: Machine) -> None:
     server = machine.start("serve", "--host", "0.0.0.0", "--port", "0")
-    wait_for(lambda: "serving http" in machine.err(server), 90, "the API's start")
-    port = machine.err(server).split(":")[-1].strip()
+    port = await_url(machine, server).rpartition(":")[2]
     machine.environment["BEXP_API_URL"] = f"http://127.0.0.1:{port}"
     refused = machine.start("list")
-    assert refused.wait(60) == 2
+    assert refused.wait(300) == 2
     assert "BEXP_API_TOKEN" in machine.err(refused)
     machine.environment["BEXP_API_TOKEN"] = machine.run("token", "create", "me").strip()
     assert machine.run("list", "--json") == "[]\n"
     server.terminate()
-    assert server.wait(60) == 0
+    assert server.wait(300) == 0

@@ -21,10 +21,19 @@ from storage.leases import Lease
 from storage.queue import Queue
 from tests.contracts.samples import make_report, make_request
 
+GRACE_SECONDS = 100
+"""How long a service that is told to stop waits for its clients. Far more than any test needs."""
+
 
 @pytest.fixture
 def settings(sqlite_url: str) -> ServiceSettings:
-    return ServiceSettings(sqlite_url, poll_seconds=0.02, waiting_check_seconds=60.0, token_check_seconds=0.02)
+    return ServiceSettings(
+        sqlite_url,
+        poll_seconds=0.02,
+        waiting_check_seconds=60.0,
+        token_check_seconds=0.02,
+        **dict.fromkeys(("header_seconds", "body_seconds", "answer_seconds"), 60.0),  # whatever else the host does
+    )
 
 
 @pytest.fixture
@@ -80,7 +89,7 @@ class Served:
         """Shut down as on SIGTERM; return how many seconds that took."""
         start = time.monotonic()
         self.server.should_exit = True
-        self.thread.join(60)
+        self.thread.join(2 * GRACE_SECONDS)
         assert not self.thread.is_alive()
         return time.monotonic() - start
 
@@ -95,7 +104,7 @@ def serve() -> Iterator[Callable[[ServiceSettings], Served]]:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         app = create_app(settings)
         protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
-        config = uvicorn.Config(app, http=protocol, log_level="warning", timeout_graceful_shutdown=15)
+        config = uvicorn.Config(app, http=protocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
         server = Server(config, app, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -113,7 +122,7 @@ def served(serve: Callable[[ServiceSettings], Served], settings: ServiceSettings
     return serve(settings)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Fail unless `condition` comes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -24,7 +24,7 @@ HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: appl
 @pytest.fixture
 def hasty(serve: Callable[[ServiceSettings], Served], settings: ServiceSettings) -> Served:
     """A service with short patience and few connections."""
-    return serve(replace(settings, max_connections=20, header_seconds=0.4, body_seconds=0.4))
+    return serve(replace(settings, max_connections=20, header_seconds=0.4))
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def opened() -> Iterator[ExitStack]:
 
 def connect(url: str, stack: ExitStack, sent: bytes = b"") -> socket.socket:
     address = urlsplit(url)
-    connection = socket.create_connection((address.hostname, address.port), timeout=10)
+    connection = socket.create_connection((address.hostname, address.port), timeout=60)
     stack.enter_context(connection)
     connection.sendall(sent)
     return connection
@@ -44,23 +44,24 @@ def connect(url: str, stack: ExitStack, sent: bytes = b"") -> socket.socket:
 @pytest.mark.parametrize("sent", [b"", b"G", HEAD])
 def test_a_connection_without_a_whole_header_is_closed(hasty: Served, opened: ExitStack, sent: bytes) -> None:
     connection = connect(hasty.url, opened, sent)
-    start = time.monotonic()
-    with pytest.raises(ConnectionResetError):
-        assert not connection.recv(1)
-        raise ConnectionResetError  # an orderly end is as good
-    assert time.monotonic() - start < 30
+    with suppress(ConnectionResetError):  # an orderly end is as good
+        assert connection.recv(1) == b""
 
 
 def test_single_bytes_do_not_extend_the_time_for_a_header(hasty: Served, opened: ExitStack) -> None:
     connection = connect(hasty.url, opened)
     with pytest.raises(OSError, match=r"reset|[Bb]roken|closed"):
-        for _ in range(50):
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             connection.sendall(b"G")
             time.sleep(0.05)
 
 
-def test_a_body_that_does_not_arrive_is_refused(hasty: Served, opened: ExitStack) -> None:
-    connection = connect(hasty.url, opened, HEAD + b"Content-Length: 100\r\n\r\n{")
+def test_a_body_that_does_not_arrive_is_refused(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
+) -> None:
+    url = serve(replace(settings, header_seconds=60.0, body_seconds=0.4)).url
+    connection = connect(url, opened, HEAD + b"Content-Length: 100\r\n\r\n{")
     assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
@@ -70,18 +71,19 @@ def test_idle_connections_make_room_for_a_new_one(
     url = serve(replace(settings, max_connections=20, header_seconds=60.0)).url
     for _ in range(60):
         connect(url, opened, b"G")
-    assert httpx.get(f"{url}/healthz", timeout=30).status_code == 200
+    assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
 
 
 def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:
     with started("127.0.0.1", sqlite_url) as (process, url), ExitStack() as stack:
         connect(url, stack, HEAD + b"Content-Length: 100\r\n\r\n{").close()
         httpx.get(f"{url}/healthz")
-        time.sleep(0.3)
+        assert process.stderr is not None
+        line = process.stderr.readline()
         process.terminate()
-        _, stderr = process.communicate(timeout=60)
-    (line,) = stderr.splitlines()
-    assert line == "warning: a client left before it had sent its request: /v1/explorations"
+        _, more = process.communicate(timeout=60)
+    assert line == "warning: a client left before it had sent its request: /v1/explorations\n"
+    assert more == ""
 
 
 def test_an_exception_is_one_line() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
@@ -14,7 +16,7 @@ from api import streams
 from api.app import create_app
 from api.routes import explorations
 from api.settings import ServiceSettings
-from storage.database import Database, DatabaseLimits
+from storage.database import Database, DatabaseLimits, open_database
 from storage.queue import Queue
 from tests.api.conftest import wait_until
 from tests.contracts.samples import make_progress, make_report, make_request
@@ -62,18 +64,26 @@ def test_the_api_opens_no_more_connections_than_its_budget(
     observer = open_url(postgresql_server)
     query = sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = :name")
     name = sa.make_url(postgresql_url).database
+    most = DatabaseLimits().max_connections
     counts: list[int] = []
 
+    def count() -> int:
+        with observer.read() as connection:
+            counts.append(connection.scalar(query, {"name": name}) or 0)
+        return counts[-1]
+
     def list_slowly(database: Database, **_: object) -> tuple[list[object], None]:
-        with database.read() as connection:
-            connection.execute(sa.text("SELECT pg_sleep(0.05)"))
-            with observer.read() as other:
-                counts.append(other.scalar(query, {"name": name}) or 0)
+        with database.read():
+            wait_until(lambda: count() == most or most in counts)
         return [], None
 
     monkeypatch.setattr(explorations, "list_jobs", list_slowly)
-    app = create_app(ServiceSettings(postgresql_url))
+    patient = timedelta(seconds=60)
+    monkeypatch.setattr(
+        "api.service.open_database", lambda url, limits: open_database(url, replace(limits, pool=patient))
+    )
+    app = create_app(ServiceSettings(postgresql_url, answer_seconds=60.0))
     with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(40) as pool:
         statuses = set(pool.map(lambda _: client.get("/v1/explorations").status_code, range(80)))
     assert statuses == {200}
-    assert max(counts) == DatabaseLimits().max_connections == 10
+    assert max(counts) == most == 10

@@ -13,8 +13,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from benchmarks.context_parallel import main
-from tests.forked_ranks import fork_ranks, free_port
+from tests.forked_ranks import fork_ranks
 
 NUM_RANKS = 2
 RUNS = {
@@ -30,6 +32,8 @@ def run(arguments: list[str], port: int, rank: int) -> None:
         "WORLD_SIZE": str(NUM_RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's: nobody else can take its port
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
     assert main(arguments) == 0
 
@@ -38,6 +42,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for name, options in RUNS.items():
         arguments = ["--device", "cpu", "--out", str(folder / "found.json"), *options]
-        if fork_ranks(partial(run, arguments, free_port()), NUM_RANKS):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if fork_ranks(partial(run, arguments, store.port), NUM_RANKS):
             sys.exit(1)
         shutil.copyfile(folder / "found.json", folder / f"{name}.json")

@@ -190,6 +190,7 @@ def test_the_flops_are_those_of_causal_attention() -> None:
     assert cell.flops == pytest.approx(3.5 * forward)
 
 
+@pytest.mark.slow
 def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the device lock of other tests is none of ours
     out = tmp_path / "table.json"

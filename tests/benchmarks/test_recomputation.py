@@ -81,6 +81,7 @@ def test_back_ends_that_do_not_serve_are_said(capsys: pytest.CaptureFixture[str]
     assert "fused: there is no back end of this name" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_on_the_host(tmp_path: Path) -> None:
     config, out = tmp_path / "small.yaml", tmp_path / "found.json"
     model = {**MODEL, "num_layers": 2, "hidden_size": 64, "seq_length": 64, "dtype": "float32"}

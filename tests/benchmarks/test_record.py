@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,11 +115,16 @@ def test_a_second_start_measures_only_what_is_missing(tmp_path: Path) -> None:
     assert again.plans == []
 
 
-def test_a_spent_budget_leaves_a_table_of_the_small_sizes(tmp_path: Path) -> None:
+def test_a_spent_budget_leaves_a_table_of_the_small_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
     class Slow(TableProfiler):
         def measure(self, plan: TrialPlan) -> Measurement:
-            time.sleep(0.01)
+            nonlocal now
+            now += 0.01
             return super().measure(plan)
+
+    monkeypatch.setattr("benchmarks.record.time", SimpleNamespace(monotonic=lambda: now))
 
     done, recorded = record(tmp_path / "t.jsonl", Slow(recording()), request(), seconds=0.4)
     assert not done
@@ -247,6 +252,7 @@ attention_backends: [flash]
 """
 
 
+@pytest.mark.slow
 def test_records_on_a_real_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,6 +226,7 @@ def test_out_of_memory_is_a_result_of_a_spoilt_process(monkeypatch: pytest.Monke
     assert getattr(found, "value", None) == {"outcome": "out_of_memory", "reason": "too much"}
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     for name, value in CHILD_DEFAULTS.items():

@@ -20,7 +20,7 @@ from benchmarks.isolation import Isolated, Lost
 from benchmarks.variable_gemm import DTYPES, LIMIT_BYTES, main, remaining, summary, tasks
 from explorer.spec.model import DType
 
-SMALL = Case(64, 1024, 512, 8, 3).shrunk(1024)
+SMALL = Case(64, 1024, 128, 8, 3).shrunk(1024)
 
 
 def _run(contender: str, **changes: Any) -> dict[str, Any]:
@@ -233,6 +233,7 @@ def test_ours_and_bmm_meet_every_case_before_anything_else() -> None:
     assert {name for _, name in rest[4 * len(DTYPES) * 7 :]} == {"loop", "grouped_mm"}
 
 
+@pytest.mark.slow
 def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "table.json"
     arguments = ["--device", "cpu", "--shrink", "4096", "--quick", "--seconds", "250", "--out", str(out)]

@@ -98,7 +98,7 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
     finished = queue.enqueue(request())[0].id
     for thread in threads:
         thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     with Client(url, token) as client:
         assert list(client.events(finished))[-1].message
         yield Service(url, token, database, queue, profiler, client, finished)
@@ -106,6 +106,6 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
     worker.stop()
     server.should_exit = True
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     database.dispose()

@@ -50,7 +50,8 @@ def count(browser: Chromium, selector: str) -> int:
 
 def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Service) -> None:
     paints: list[float] = []
-    while not paints or (paints[-1] >= MAX_PAINT_MILLISECONDS and len(paints) < 5):  # a busy host may delay some
+    end = time.monotonic() + 60
+    while not paints or (paints[-1] >= MAX_PAINT_MILLISECONDS and time.monotonic() < end):  # a busy host delays some
         log_in(browser, service)
         browser.wait_for("document.querySelector('.list tbody a')")
         paints.append(browser.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))

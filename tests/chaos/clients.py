@@ -77,7 +77,7 @@ class Clients:
 
     def time_cancel(self) -> float | None:
         """Return the seconds from the cancel of a running job to its end; null if it did not start in time."""
-        reply = httpx.post(f"{self._service.url}/v1/explorations", json=self._document(0, ENDLESS), timeout=10)
+        reply = httpx.post(f"{self._service.url}/v1/explorations", json=self._document(0, ENDLESS), timeout=60)
         job_id = str(reply.json()["id"])
         try:
             if not self._await(job_id, {JobState.RUNNING}):
@@ -85,7 +85,7 @@ class Clients:
             time.sleep(self._rng.uniform(0.0, 0.5))
         finally:
             begin = time.monotonic()
-            httpx.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=10)
+            httpx.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=60)
         self._await(job_id, {JobState.CANCELLED})
         return time.monotonic() - begin
 

@@ -25,7 +25,8 @@ class Service:
         self.database_url = database_url
         self.exits: dict[str, int] = {}
         self.workers: list[subprocess.Popen[bytes]] = []
-        self.port = free_port() if port is None else port
+        self._reserved = reserve(port or 0)
+        self.port: int = self._reserved.getsockname()[1]
         self.api_answers_since: float | None = None
         self._num_workers = num_workers
         self._log = (folder / "processes.log").open("w+b")
@@ -70,13 +71,14 @@ class Service:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         for process in processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._reserved.close()
         return [worker.returncode for worker in self.workers]
 
     def complaints(self) -> list[str]:
@@ -116,9 +118,17 @@ class Service:
         )
 
 
-def free_port(first: int = 0) -> int:
-    """Return a port that nobody listens on: any, or the next one from `first` on."""
-    for port in range(first, first + 1000) if first else (0,):
+def reserve(port: int) -> socket.socket:
+    """Return a socket that keeps `port` (0: any) for processes that listen on it one after the other."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", port))
+    return reserved
+
+
+def free_port(first: int) -> int:
+    """Return the next port from `first` on that nobody listens on."""
+    for port in range(first, first + 1000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.campaign import Plan, run_campaign
+from tests.chaos.clients import START_SECONDS
 from tests.chaos.result import Result, sum_results
 
 pytestmark = pytest.mark.slow
@@ -10,10 +11,11 @@ pytestmark = pytest.mark.slow
 
 def test_a_few_faults_break_no_promise() -> None:
     result = run_campaign(Plan(seconds=3.0, seed=1, num_trials=6, num_cancels=1))
-    found = sum_results([result])
-    assert found["violations"] == []
+    assert result.violations == []
     assert result.jobs >= 1
-    assert found["num_faults"] != 0
+    assert result.faults
+    (seconds,) = result.cancel_seconds
+    assert seconds < START_SECONDS, "a busy host takes longer than is promised, but not for ever"
 
 
 def test_campaigns_are_summed_up_with_what_each_broke() -> None:

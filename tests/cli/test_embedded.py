@@ -39,7 +39,7 @@ def await_gone(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def await_output(child: Child) -> str:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (output := child.log.read_text()).endswith("\n"):
         assert time.monotonic() < deadline, "the child says nothing"
         time.sleep(0.02)
@@ -96,7 +96,7 @@ def test_a_killed_command_leaves_no_process_and_cancels_its_exploration(
         assert children
         command.kill()
         command.wait()
-    await_gone(children, 30)
+    await_gone(children, 60)
     assert get_job(open_url(sqlite_url), job_id).state is JobState.CANCELLED
 
 
@@ -106,8 +106,8 @@ def test_ending_a_child_ends_its_group(tmp_path: Path) -> None:
     grandchild = psutil.Process(int(await_output(child)))
     child.check()
     child.ask_to_end()
-    child.end(5.0)
-    await_gone([grandchild], 10)
+    child.end(60.0)
+    await_gone([grandchild], 60)
     with pytest.raises(ServiceError, match="the embedded shell ended with status 0"):
         child.check()
 

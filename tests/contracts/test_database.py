@@ -48,7 +48,7 @@ def test_a_process_that_is_frozen_within_a_transaction_keeps_no_lock_of_postgres
     with pytest.raises(DATABASE_TROUBLE), limited.begin() as frozen:
         frozen.exec_driver_sql(change)
         with database.begin() as other:
-            other.exec_driver_sql("SET LOCAL lock_timeout = '20s'")
+            other.exec_driver_sql("SET LOCAL lock_timeout = '60s'")
             other.exec_driver_sql(change)
         frozen.exec_driver_sql(change)
     limited.dispose()

@@ -12,6 +12,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 import storage.migrations
 from explorer.formats.request import parse_request
@@ -22,7 +23,7 @@ from storage.jobs import get_job
 from storage.listing import JobFilter, list_jobs
 from storage.owners import ALL_SCOPES, LOCAL_OWNER
 from storage.queue import Queue
-from storage.schema import VERSION_TABLE, NewerSchemaError, include_name, is_current, upgrade
+from storage.schema import VERSION_TABLE, NewerSchemaError, include_name, is_current, latest_revision, upgrade
 from storage.tables import metadata
 from storage.tokens import digest_of, verify_token
 from storage.trials import StoredTrial, read_trials
@@ -48,6 +49,12 @@ def migrate(database: Database, direction: Callable[[Config, str], None], revisi
         direction(config, revision)
 
 
+def test_the_file_of_the_last_migration_is_named_after_its_revision() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(storage.migrations.__file__).parent))
+    assert latest_revision() == ScriptDirectory.from_config(config).get_current_head()
+
+
 def test_a_fresh_database_is_not_current(open_url: Callable[[str], Database], empty_database_url: str) -> None:
     assert not is_current(open_url(empty_database_url))
 
@@ -56,7 +63,7 @@ def test_upgrade_is_safe_when_several_processes_start_at_once(empty_database_url
     command = [sys.executable, "-c", UPGRADE, empty_database_url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors
 
 

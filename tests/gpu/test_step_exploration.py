@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import bexp
-from tests.forked_ranks import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,9 +34,9 @@ def test_a_size_that_does_not_fit_is_found_out_and_the_process_goes_on() -> None
     assert torch.cuda.memory_allocated() < free // 20
 
 
-def _rank(rank: int, port: int, answers: Any) -> None:
+def _rank(rank: int, store: Path, answers: Any) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
 
     def step(x: torch.Tensor) -> None:
         dist.all_reduce(x)
@@ -50,10 +50,10 @@ def _rank(rank: int, port: int, answers: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nobody_waits_for_a_process_that_fails_between_two_nccl_operations() -> None:
+def test_nobody_waits_for_a_process_that_fails_between_two_nccl_operations(tmp_path: Path) -> None:
     with multiprocessing.Manager() as manager:
         answers = manager.dict()
-        spawn(_rank, args=(free_port(), answers), nprocs=2)
+        spawn(_rank, args=(tmp_path / "store", answers), nprocs=2)
         (found, seconds), (other, _) = (answers[rank] for rank in (0, 1))
     assert found == other
     assert found.micro_batch_size == 1

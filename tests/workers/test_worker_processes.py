@@ -72,7 +72,7 @@ class Workers:
     def end(self) -> None:
         for process in self._started:
             process.kill()
-            process.wait(60)
+            process.wait(300)
             if process.stdin is not None:
                 process.stdin.close()
 
@@ -84,7 +84,7 @@ def workers(sqlite_database: Database, tmp_path: Path) -> Iterator[Workers]:
     started.end()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds, "it did not happen"
@@ -110,8 +110,8 @@ def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Databa
     orphans = profilers(first)
     assert orphans
     first.send_signal(signal.SIGKILL)
-    first.wait(60)
-    assert psutil.wait_procs(orphans, timeout=60)[1] == [], "a profiler outlives its worker"
+    first.wait(300)
+    assert psutil.wait_procs(orphans, timeout=300)[1] == [], "a profiler outlives its worker"
     before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     told = read_events(sqlite_database, job.id)
     assert get_job(sqlite_database, job.id).state is JobState.RUNNING
@@ -120,7 +120,7 @@ def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Databa
         connection.execute(sa.update(jobs).values(lease_expires_at=past))
 
     second = workers.start("--once")
-    assert second.wait(90) == 0
+    assert second.wait(300) == 0
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED
     assert done.attempt == 2
@@ -154,14 +154,14 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     busy = profilers(worker)
     queue.request_cancel(cancelled.id)
     wait_until(lambda: get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED)
-    assert psutil.wait_procs(busy, timeout=60)[1] == [], "the device is not free"
+    assert psutil.wait_procs(busy, timeout=300)[1] == [], "the device is not free"
 
     job, _ = queue.enqueue(REQUEST)
     wait_until(has_trials(sqlite_database, job.id, 1))
     busy = profilers(worker)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
-    assert psutil.wait_procs(busy, timeout=60)[1] == []
+    assert worker.wait(300) == 0
+    assert psutil.wait_procs(busy, timeout=300)[1] == []
     put_back = get_job(sqlite_database, job.id)
     assert (put_back.state, put_back.worker) == (JobState.QUEUED, None)
     assert read_trials(sqlite_database, job.id) != []
@@ -173,8 +173,8 @@ def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
     wait_until(lambda: profilers(worker) != [])
     assert worker.stdin is not None
     worker.stdin.close()
-    assert worker.wait(60) == 0
+    assert worker.wait(300) == 0
 
 
 def test_a_wrong_device_is_a_usage_error(workers: Workers) -> None:
-    assert workers.start("--device", "tpu").wait(60) == 2
+    assert workers.start("--device", "tpu").wait(300) == 2

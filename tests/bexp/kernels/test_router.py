@@ -74,7 +74,7 @@ def test_in_the_interpreter() -> None:
         pytest.skip("Triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
     child = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=200, check=False
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
 

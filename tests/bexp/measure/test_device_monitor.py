@@ -92,7 +92,7 @@ def test_a_slow_driver_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> N
     with watch:
         while time.monotonic() < started + 0.1:
             watch.poll()
-    assert gpu.polls == 1
+    assert 1 <= gpu.polls <= 1 + (time.monotonic() - started) / (0.01 / 0.05)
 
 
 def test_the_cpu_time_of_others_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

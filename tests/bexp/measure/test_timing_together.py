@@ -19,7 +19,7 @@ class Together:
     """Ranks that meet to compare; one that waits for another in vain is an error."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(NUM_RANKS, timeout=20)
+        self._barrier = threading.Barrier(NUM_RANKS, timeout=60)
         self._said: dict[int, tuple[float, ...]] = {}
 
     def of(self, rank: int) -> Any:

@@ -24,7 +24,7 @@ import bexp
 from bexp.transformers.layers import decoder_layers
 from tests.bexp.recommendations import document
 from tests.bexp.transformers import models
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import SHARDING, fork_ranks
 
 NUM_RANKS = 2
 WRAPPERS = ("ddp", "fully_shard")
@@ -69,4 +69,4 @@ def _whole(gradient: Any) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS, shared=SHARDING))

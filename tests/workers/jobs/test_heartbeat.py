@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
+import pytest
 import sqlalchemy as sa
 
 from storage.database import Database
@@ -13,7 +15,9 @@ from storage.jobs import JobState, get_job
 from storage.leases import Claim, HeartbeatStatus, Lease
 from storage.queue import Queue
 from storage.queue_settings import QueueSettings
+from storage.tables import jobs
 from tests.contracts.samples import make_request
+from workers.jobs import heartbeat
 from workers.jobs.heartbeat import Interruption, LeaseHeartbeat
 
 POLL = timedelta(milliseconds=20)
@@ -33,12 +37,33 @@ def keeping(queue: Queue, lease: Lease) -> Iterator[tuple[LeaseHeartbeat, thread
         yield keeper, interrupted
 
 
-def test_a_kept_lease_outlives_its_length(sqlite_database: Database) -> None:
-    length = timedelta(seconds=2)  # a busy host may hold up a heartbeat for a second
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def expiry(database: Database) -> datetime:
+    """The end of the only job's lease."""
+    with database.read() as connection:
+        found: datetime = connection.execute(sa.select(jobs.c.lease_expires_at)).scalar_one()
+    return found
+
+
+def test_a_lease_is_extended_to_its_full_length_three_times_in_its_length(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length, now = timedelta(seconds=60), 0.0
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
     queue = Queue(sqlite_database, QueueSettings(lease=length))
     held = claim(queue)
     with keeping(queue, held.lease) as (keeper, interrupted):
-        time.sleep(length.total_seconds() + 0.2)
+        for _ in range(4):
+            before = expiry(sqlite_database)
+            now += length.total_seconds() / 3
+            wait_until(lambda before=before: expiry(sqlite_database) > before)  # type: ignore[misc]
+        assert expiry(sqlite_database) - datetime.now(UTC) > length / 2
         assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint="f") is None
         assert not interrupted.is_set()
     assert keeper.reason is None
@@ -67,20 +92,26 @@ def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterw
     sqlite_database: Database,
 ) -> None:
     away = threading.Event()
+    failures: list[Lease] = []
 
     class Away(Queue):
         def heartbeat(self, lease: Lease) -> HeartbeatStatus:
             if away.is_set():
+                failures.append(lease)
                 raise sa.exc.OperationalError("UPDATE", {}, Exception("the server is gone"))
             return super().heartbeat(lease)
 
         watch = heartbeat
 
-    queue = Away(sqlite_database, QueueSettings(lease=timedelta(seconds=0.3)))
+    queue = Away(sqlite_database)
     held = claim(queue)
     with keeping(queue, held.lease) as (keeper, interrupted):
         away.set()
-        assert not interrupted.wait(1.0)
+        wait_until(lambda: len(failures) > 5)
+        assert not interrupted.is_set()
+        with sqlite_database.begin() as connection:
+            past = sqlite_database.clock(timedelta(seconds=-1))
+            connection.execute(sa.update(jobs).values(lease_expires_at=past))
         assert Queue(sqlite_database).claim("b", device_kind="cpu", num_devices=1, fingerprint="f") is not None
         away.clear()
         assert interrupted.wait(60)

@@ -44,7 +44,7 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         done = pool.submit(worker.run)
         queue = Queue(sqlite_database)
         job, _ = queue.enqueue(make_request())
-        assert seen.wait(20)
+        assert seen.wait(60)
         assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
         assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
         assert list_workers(sqlite_database)[0].info.versions.items() >= installed_software().items()
@@ -53,7 +53,7 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
             time.sleep(0.01)
         assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
         worker.stop()
-        done.result(timeout=20)
+        done.result(timeout=60)
     assert list_workers(sqlite_database) == []
 
 

@@ -15,6 +15,7 @@ import pytest
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.measurement import Measurement, Outcome
 from explorer.spec.training import Sharding, TrainingSpec
+from tests.workers.process.conftest import Act
 from tests.workers.process.test_profiler import ENVIRONMENT, HUGE, measured_whole
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.devices.lock import DeviceBusyError
@@ -59,10 +60,6 @@ def long_trial(profiler: Profiler, m: int = 8, **fields: float) -> Measurement:
     chosen = candidate(m, layout="zigzag", size=2)
     attention = components_of(chosen, LARGE)[1:2]
     return profiler.measure(plan(chosen, attention, model=LARGE, num_processes=2, **fields))
-
-
-def in_the_middle(act: Callable[[], object], delay: float = 0.7) -> None:
-    threading.Timer(delay, act).start()
 
 
 def test_ranks_measure_together_what_they_share_and_what_they_do_not(group: Profiler) -> None:
@@ -153,12 +150,10 @@ def test_one_rank_that_runs_out_of_memory_ends_the_trial_once_and_the_next_works
     restarts, before = group.restarts, processes(group)
     small = before[2].memory_info().rss + (48 << 20)
     before[2].rlimit(psutil.RLIMIT_DATA, (small, small))
-    started = time.monotonic()
     result = long_trial(group, 16)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     assert "rank 1" in (result.reason or "")
     assert result.failed_component is not None
-    assert time.monotonic() - started < 60, "the other rank waits for it, and nobody for that one"
     assert group.restarts == restarts + 1
     assert not any(is_alive(process) for process in before)
     assert group.pid is None, "nothing was started again"
@@ -184,7 +179,7 @@ def test_ranks_that_run_out_of_memory_by_themselves_go_on(group: Profiler) -> No
     assert processes(group) == before
 
 
-def test_a_killed_rank_is_a_crash_that_names_it_and_is_not_started_again(group: Profiler) -> None:
+def test_a_killed_rank_is_a_crash_that_names_it_and_is_not_started_again(group: Profiler, in_the_middle: Act) -> None:
     group.begin(REQUEST)
     assert works(group)
     restarts, before = group.restarts, processes(group)
@@ -199,11 +194,11 @@ def test_a_killed_rank_is_a_crash_that_names_it_and_is_not_started_again(group: 
     assert group.pid != before[0].pid
 
 
-def test_interrupt_ends_every_rank_at_once(group: Profiler) -> None:
+def test_interrupt_ends_every_rank_at_once(group: Profiler, in_the_middle: Act) -> None:
     group.begin(REQUEST)
     assert works(group)
     before = processes(group)
-    in_the_middle(group.interrupt)
+    in_the_middle(lambda: threading.Thread(target=group.interrupt).start())
     with pytest.raises(ProfilerInterruptedError):
         long_trial(group)
     assert not any(is_alive(process) for process in before)
@@ -225,9 +220,10 @@ def test_whoever_dies_between_trials_takes_the_others_along_and_is_replaced_in_s
     assert works(group)
 
 
-def test_a_hanging_rank_times_out_with_the_group(tmp_path: Path) -> None:
-    four = Profiler(("cpu",) * 4, environment=ENVIRONMENT, lock_directory=tmp_path, setup_allowance_seconds=0.0)
-    with four:
+def test_a_hanging_rank_times_out_with_the_group(
+    tmp_path: Path, in_the_middle: Act, pass_time: Callable[[float], None]
+) -> None:
+    with Profiler(("cpu",) * 4, environment=ENVIRONMENT, lock_directory=tmp_path) as four:
         four.begin(REQUEST)
         rings = candidate(1, layout="striped", size=2)
         for chosen in (rings, candidate(1, layout="zigzag", size=4)):
@@ -236,14 +232,17 @@ def test_a_hanging_rank_times_out_with_the_group(tmp_path: Path) -> None:
         with pytest.raises(DeviceBusyError):
             Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, lock_timeout_seconds=0.1).start()
         before = processes(four)
-        in_the_middle(lambda: os.kill(before[4].pid, signal.SIGSTOP), delay=0.2)
-        started = time.monotonic()
+
+        def hang() -> None:
+            os.kill(before[4].pid, signal.SIGSTOP)
+            pass_time(1000)
+
+        in_the_middle(hang)
         chosen = candidate(8, layout="zigzag", size=4)
         attention = components_of(chosen, LARGE)[1:2]
-        result = four.measure(plan(chosen, attention, model=LARGE, num_processes=4, timeout_seconds=2.0))
+        result = four.measure(plan(chosen, attention, model=LARGE, num_processes=4, timeout_seconds=600.0))
         assert result.outcome is Outcome.TIMED_OUT
         assert result.failed_component is not None
-        assert time.monotonic() - started < 30  # the whole of it would not end
         assert not any(is_alive(process) for process in before)
 
 

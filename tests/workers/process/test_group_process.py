@@ -49,7 +49,7 @@ REQUEST = ExplorationRequest(
 def run_worker(database: Database, folder: Path, *options: str) -> int:
     environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "workers", *options, "--once"]
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=100, check=False).returncode
+    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=500, check=False).returncode
 
 
 def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: Database, tmp_path: Path) -> None:

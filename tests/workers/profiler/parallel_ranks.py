@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.profiler.samples import MODEL, candidate
 from workers.profiler.training.choice import data_parallel
 from workers.profiler.training.data_parallel import DataParallel, SingleProcess
@@ -117,4 +117,4 @@ def train_nothing(model: ModelSpec) -> list[Tensor]:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS, shared=SHARDING))

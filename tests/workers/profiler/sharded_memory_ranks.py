@@ -27,7 +27,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import SHARDING, fork_ranks
 from workers.profiler.training.choice import data_parallel
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
@@ -56,7 +56,7 @@ def request_of(case: Case) -> ExplorationRequest:
     sharding, dtype, gradients = case
     model = ModelSpec(
         name="deep",
-        num_layers=6,
+        num_layers=4,
         hidden_size=256,
         ffn_hidden_size=1024,
         num_attention_heads=4,
@@ -151,4 +151,4 @@ def run(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS))
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1])), NUM_RANKS, shared=SHARDING))

@@ -84,7 +84,7 @@ def ready(pool: RayDevicePool, number: int, request: ExplorationRequest | None =
     return pool
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it does not come to be"

@@ -43,18 +43,22 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore")  # torch's tracer warns about its own use of deprecated parts
 @pytest.mark.parametrize(
-    ("fields", "choice"),
+    ("loss", "fields", "choice"),
     [
-        ({}, {}),
-        ({"qk_norm": "head", "rotary_fraction": 0.5, "num_query_groups": 2}, {"recompute": "selective"}),
-        ({"moe": small_moe(first_k_dense=1)}, {"expert_backend": "grouped_mm", "bta_tile": 1, "recompute": "full"}),
-        ({"moe": small_moe(norm_topk_prob=True)}, {"expert_backend": "loop"}),
-        ({"moe": small_moe(), "dtype": "bfloat16"}, {"expert_backend": "grouped_mm"}),
+        ("full", {}, {}),
+        ("chunked", {}, {}),
+        ("chunked", {"qk_norm": "head", "rotary_fraction": 0.5, "num_query_groups": 2}, {"recompute": "selective"}),
+        (
+            "chunked",
+            {"moe": small_moe(first_k_dense=1)},
+            {"expert_backend": "grouped_mm", "bta_tile": 1, "recompute": "full"},
+        ),
+        ("chunked", {"moe": small_moe(norm_topk_prob=True)}, {"expert_backend": "loop"}),
+        ("full", {"moe": small_moe(), "dtype": "bfloat16"}, {"expert_backend": "grouped_mm"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_compiled_equals_eager(fields: dict[str, Any], choice: dict[str, Any], loss: str, graphs: list[int]) -> None:
+def test_compiled_equals_eager(loss: str, fields: dict[str, Any], choice: dict[str, Any], graphs: list[int]) -> None:
     model = small_model(num_layers=2, **fields)
     candidate = Candidate.model_validate(
         {"micro_batch_size": 2, "attention_backend": "flash", "num_query_groups": model.query_groups, **choice}

@@ -24,7 +24,7 @@ from explorer.records.measurement import ComponentMeasurement
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.training import Sharding
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.targets.transformers.targets import CPU, request_for
 from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.instruments import Instruments
@@ -149,4 +149,5 @@ def run(folder: Path, kinds: list[str], rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(run, Path(sys.argv[1]), sys.argv[2:]), NUM_RANKS))
+    shared = (*SHARDING, "transformers", "accelerate")
+    sys.exit(fork_ranks(partial(run, Path(sys.argv[1]), sys.argv[2:]), NUM_RANKS, shared=shared))
