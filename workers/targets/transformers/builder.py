@@ -14,7 +14,7 @@ from workers.targets.transformers.expert_inputs import ExpertInputs
 from workers.targets.transformers.layers import LayerPart
 from workers.targets.transformers.model import BuildSettings, build_model
 from workers.targets.transformers.shell import ShellPart
-from workers.targets.transformers.skeleton import LayerCall, Skeleton
+from workers.targets.transformers.skeleton import Skeleton
 
 
 class PartsBuilder:
@@ -68,7 +68,9 @@ class PartsBuilder:
         index = self.kinds.index(kind)
         call = self.skeleton.call(self.batch(micro_batch_size), index)
         module = self.skeleton.layers[index]
-        return LayerPart(module, self._inputs.deepened(call, index, micro_batch_size), self.settings, self._followed.get(kind))
+        return LayerPart(
+            module, self._inputs.deepened(call, index, micro_batch_size), self.settings, self._followed.get(kind)
+        )
 
     def shell(self, micro_batch_size: int) -> ShellPart:
         """Embedding, norm, head and loss, ready to run."""
