@@ -81,6 +81,12 @@ class TrainerCallback(_Callback):
         done = applied_to(model) if model is not None else None
         self._run = _Run(applied=done is not None and done.recommendation.settings == self.recommendation.settings)
         self.report = None
+        if done is not None and _recomputes_layers(args) and done.recommendation.settings.recompute != "full":
+            _LOGGER.warning(
+                "TrainingArguments recompute every layer, in place of the recommended recomputation '%s': "
+                "leave gradient checkpointing out of them",
+                done.recommendation.settings.recompute,
+            )
         _reset_peak()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -254,6 +260,11 @@ class _Run:
 def _is_followed(control: Any) -> bool:
     """Whether an evaluation or a checkpoint comes next."""
     return control is not None and bool(control.should_evaluate or control.should_save)
+
+
+def _recomputes_layers(args: Any) -> bool:
+    """Whether the Trainer enables the library's checkpointing, under its present name or the older one."""
+    return any(getattr(args, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
 
 
 def _micro_batch_size(args: Any, state: Any) -> int:

@@ -18,6 +18,8 @@ from bexp.transformers.set_up import Applied, set_up
 
 _LOGGER = logging.getLogger(__name__)
 _APPLIED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+_MARK = "_bexp_applied"
+"""An attribute of a model that is set up. A deep copy has it, too, and is not in `_APPLIED`."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def apply(
     measured. A model that was set up before is restored first. What was done is logged and returned.
 
     Another device, version or sequence length is a warning; with `strict` it raises.
-    Raises RecommendationError for another architecture, SettingsError if the model cannot have a setting.
+    Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model
+    cannot have a setting.
     """
     told = Recommendation.read(recommendation)
     inner = _inner(model)
@@ -57,10 +60,13 @@ def apply(
     restore(inner)
     warnings = [text for text in [set_allocator(told.settings.allocator)] if text]
     warnings += _differences(told, seq_length, inner)
+    if _is_compiled(model):
+        warnings.append("the model was compiled before it was set up: call bexp.apply first, then torch.compile")
     if strict and warnings:
         raise RecommendationError("; ".join(warnings))
     report = Report(told, set_up(inner, told.settings), tuple(warnings))
     _APPLIED[inner] = report
+    setattr(inner, _MARK, True)
     for warning in warnings:
         _LOGGER.warning("%s", warning)
     _LOGGER.info("%s", report)
@@ -68,11 +74,19 @@ def apply(
 
 
 def restore(model: nn.Module) -> bool:
-    """Take back what `apply` set on a model; return false if nothing was set. The allocator's setting stays."""
-    report = _APPLIED.pop(_inner(model), None)
+    """Take back what `apply` set on a model; return false if nothing was set. The allocator's setting stays.
+
+    Raises RecommendationError for a deep copy of a model that was set up: it trains as the original does, but what was
+    set cannot be taken back.
+    """
+    inner = _inner(model)
+    report = _APPLIED.pop(inner, None)
     if report is None:
+        if _MARK in vars(inner):
+            raise RecommendationError("this is a copy of a model that was set up: copy the model before bexp.apply")
         return False
     report.applied.undo()
+    vars(inner).pop(_MARK)
     return True
 
 
@@ -102,13 +116,18 @@ def versions() -> dict[str, str]:
 
 def _inner(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, a compiled wrapper, or peft's wrapper of a model with adapters."""
-    while not hasattr(model, "config"):
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    inner = model._modules.get("_orig_mod")  # a compiled wrapper passes attributes on, `config` among them
+    if inner is None and not hasattr(model, "config"):
+        inner = model._modules.get("module")
+    if inner is not None:
+        return _inner(inner)
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    compiled_in_place = getattr(_inner(model), "_compiled_call_impl", None) is not None
+    return compiled_in_place or any("_orig_mod" in part._modules for part in model.modules())
 
 
 def _refuse_another_architecture(model: nn.Module, told: Recommendation) -> None:

@@ -38,29 +38,23 @@ def set_loss(model: Any, changes: Changes, *, chunk: int | None = None, liger: b
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise SettingsError(f"the loss of {name} cannot be chunked: it is not transformers' causal language model loss")
     entropy = _liger_entropy() if liger else functools.partial(causal_cross_entropy, chunk=chunk)
-    changes.set(head, "forward", _lazy_forward(head))
+    changes.set(head, "forward", functools.partial(_lazy_forward, head, head.forward))
     changes.set(model, "_loss_function", _chunked_loss(model.loss_function, entropy))
 
 
-def _lazy_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
-    plain = head.forward
-
-    @functools.wraps(plain)
-    def forward(hidden: Tensor) -> Tensor:
-        if not (head.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-            return plain(hidden)
-        if _is_sharded_alone(head):
-            _warn_of_sharded_head()
-            return plain(hidden)
-        weight: Tensor = head.weight
-        bias: Tensor | None = head.bias
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return LazyLogits(hidden, weight, bias)
-
-    return forward
+def _lazy_forward(head: nn.Linear, plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    if not (head.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return plain(hidden)
+    if _is_sharded_alone(head):
+        _warn_of_sharded_head()
+        return plain(hidden)
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return LazyLogits(hidden, weight, bias)
 
 
 def _liger_entropy() -> Callable[..., Tensor]:

@@ -28,6 +28,8 @@ _ATTENTION_OPERATORS = (
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+LAYERS_KEPT = ("none", "selective", "experts")
+"""Policies that recompute no layer as a whole. Checkpointing of layers would change what they mean."""
 _PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm")
 
 
@@ -67,6 +69,18 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
     for index, part in enumerate(chosen_parts):
         function = run if groups is None else groups[index]
         changes.set(part, "_gradient_checkpointing_func", function)
+
+
+def is_checkpointing(module: nn.Module) -> bool:
+    """Whether transformers recomputes layers of `module`."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+
+
+def stop_checkpointing(module: nn.Module, changes: Changes) -> None:
+    """Keep what the layers compute, whatever was enabled before."""
+    for part in module.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            changes.set(part, "gradient_checkpointing", False)
 
 
 def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
@@ -112,14 +126,10 @@ def _recompute_experts(module: nn.Module, changes: Changes) -> None:
     if not parts:
         raise SettingsError(f"{type(module).__name__} has no experts to recompute")
     for part in parts:
-        changes.set(part, "forward", _recomputed(part.forward))
+        changes.set(part, "forward", functools.partial(_run_recomputed, part.forward))
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+def _run_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

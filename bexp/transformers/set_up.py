@@ -12,7 +12,7 @@ from bexp.transformers.experts import set_experts
 from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
 from bexp.transformers.loss import set_loss
-from bexp.transformers.recompute import set_recompute
+from bexp.transformers.recompute import LAYERS_KEPT, is_checkpointing, set_recompute, stop_checkpointing
 from bexp.transformers.settings import OPERATION_POLICIES, Settings
 from bexp.transformers.tiling import set_tile
 from bexp.transformers.undo import Changes
@@ -82,6 +82,8 @@ def _steps(
         steps.append(
             (f"attention tiles of {settings.bta_tile} sequences", lambda: set_tile(module, settings.bta_tile, changes))
         )
+    if settings.recompute in LAYERS_KEPT and is_checkpointing(module):
+        steps.append(("gradient checkpointing: switched off", lambda: stop_checkpointing(module, changes)))
     if settings.recompute != "none" and not core:
         steps.append((f"recomputation: {settings.recompute}", lambda: set_recompute(module, settings, changes)))
     if settings.loss != "library" and not is_layer(module):

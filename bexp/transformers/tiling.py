@@ -31,36 +31,31 @@ def set_tile(module: nn.Module, tile: int | None, changes: Changes) -> None:
     if not mixers or any(not token_mixers(layer) for layer in layers):
         raise SettingsError(f"the attention modules of {type(module).__name__} are not found, so they cannot be tiled")
     for mixer in mixers:
-        changes.set(mixer, "forward", tiled_forward(mixer.forward, tile))
+        changes.set(mixer, "forward", functools.partial(run_tiled, mixer.forward, tile))
 
 
-def tiled_forward(forward: Callable[..., Any], tile: int) -> Callable[..., Any]:
+def run_tiled(forward: Callable[..., Any], tile: int, *args: Any, **kwargs: Any) -> Any:
     """Run `forward` in tiles of `tile` sequences. The last tile is smaller if the batch is not a multiple of `tile`.
 
     The first tensor (B, S, ...) defines the batch size. Every tensor argument with that many sequences is split as
     well, also inside tuples. Arguments that all sequences share are passed through. With a cache the module runs whole.
     """
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        sample = _first_tensor(args, kwargs)
-        if sample is None or any(kwargs.get(name) is not None for name in _CACHES):
-            return forward(*args, **kwargs)
-        batch, length = sample.shape[:2]
-        if batch <= tile and not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        outputs = []
-        for start in range(0, batch, tile):
-            part = functools.partial(_cut, batch=batch, length=length, start=start, tile=tile)
-            tile_args = tuple(part(arg) for arg in args)
-            tile_kwargs = {name: part(value) for name, value in kwargs.items()}
-            if torch.is_grad_enabled():
-                outputs.append(checkpoint(forward, *tile_args, use_reentrant=False, **tile_kwargs))
-            else:
-                outputs.append(forward(*tile_args, **tile_kwargs))
-        return _joined(outputs)
-
-    return run
+    sample = _first_tensor(args, kwargs)
+    if sample is None or any(kwargs.get(name) is not None for name in _CACHES):
+        return forward(*args, **kwargs)
+    batch, length = sample.shape[:2]
+    if batch <= tile and not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    outputs = []
+    for start in range(0, batch, tile):
+        part = functools.partial(_cut, batch=batch, length=length, start=start, tile=tile)
+        tile_args = tuple(part(arg) for arg in args)
+        tile_kwargs = {name: part(value) for name, value in kwargs.items()}
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(forward, *tile_args, use_reentrant=False, **tile_kwargs))
+        else:
+            outputs.append(forward(*tile_args, **tile_kwargs))
+    return _joined(outputs)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from bexp.allocator import current_allocator, set_allocator
 from bexp.model_setup import applied_to
 from bexp.recommendation import RecommendationError
 from bexp.transformers.layers import decoder_layers
+from bexp.transformers.recompute import is_checkpointing
 from bexp.transformers.settings import SettingsError
 from tests.bexp.recommendations import document
 from tests.bexp.transformers import models
@@ -77,6 +79,45 @@ def test_a_second_recommendation_replaces_the_first() -> None:
     bexp.apply(model, document())
     bexp.apply(model, document(bta_tile=None, recompute="none"))
     bexp.restore(model)
+    assert models.snapshot(model) == before
+
+
+@pytest.mark.parametrize("recompute", ["partial_50", "groups_2", "experts"])
+def test_a_copy_of_a_model_computes_with_its_own_weights(recompute: str) -> None:
+    model, batch = models.tiny("olmoe"), models.batch()
+    bexp.apply(model, document(recompute=recompute))
+    copied = copy.deepcopy(model)
+    plain = models.tiny("olmoe")
+    with torch.no_grad():
+        for parameter in [*copied.parameters(), *plain.parameters()]:
+            parameter.mul_(1.5)
+    models.assert_same(models.step(copied, batch), models.step(plain, batch))
+    for refused in (lambda: bexp.restore(copied), lambda: bexp.apply(copied, document())):
+        with pytest.raises(RecommendationError, match="copy the model before"):
+            refused()
+    assert bexp.restore(model)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "experts"])
+def test_checkpointing_that_was_enabled_before_gives_way_and_comes_back(recompute: str) -> None:
+    model = models.tiny("olmoe")
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    report = bexp.apply(model, document(recompute=recompute))
+    assert "checkpointing: switched off" in str(report)
+    assert not is_checkpointing(model)
+    bexp.restore(model)
+    assert is_checkpointing(model)
+
+
+def test_a_compiled_wrapper_is_set_up_inside_and_warned_of() -> None:
+    model = models.tiny("olmoe")
+    wrapper = torch.compile(model, backend="eager")
+    before = models.snapshot(model)
+    report = bexp.apply(wrapper, document())
+    assert any("then torch.compile" in warning for warning in report.warnings)
+    assert applied_to(model) is report
+    assert bexp.restore(wrapper)
     assert models.snapshot(model) == before
 
 

@@ -15,6 +15,7 @@ import bexp
 from bexp.model_setup import device_name
 from explorer.records.run_report import RunReport
 from tests.bexp.recommendations import document
+from tests.bexp.transformers import models
 
 ARGS = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2)
 STATE = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100, num_input_tokens_seen=0)
@@ -175,3 +176,17 @@ def test_a_run_that_misses_what_was_promised_is_a_warning(caplog: pytest.LogCapt
         with caplog.at_level(logging.INFO, "bexp"):
             callback.on_train_end(ARGS, STATE, None)
         assert [record.levelno for record in caplog.records] == [level]
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_by_the_trainer_that_replaces_the_policy_is_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.tiny("olmoe")
+    for recompute, warned in (("partial_50", True), ("full", False)):
+        told = document(recompute=recompute)
+        bexp.apply(model, told)
+        caplog.clear()
+        arguments = SimpleNamespace(**vars(ARGS), **{name: True})
+        bexp.TrainerCallback(told).on_train_begin(arguments, STATE, None, model=model)
+        assert ("in place of the recommended recomputation" in caplog.text) is warned

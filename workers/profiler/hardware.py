@@ -50,30 +50,40 @@ def _measure_cpu() -> HardwareSpec:
     )
 
 
-def _measure_cuda(device: torch.device, used_by_others: int | None) -> HardwareSpec:
+def _measure_cuda(device: torch.device, used_before: int | None) -> HardwareSpec:
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
-    total = int(properties.total_memory)
     matmul = _matmul_peaks(device, _cuda_matmul_peak)
     bandwidth = _bandwidth(device, CUDA_COPY_BYTES)
     launch = _launch_seconds(device)
     torch.cuda.empty_cache()
-    if used_by_others is None:
-        free, total = torch.cuda.mem_get_info(device)
-        used_by_others, context = 0, total - free - torch.cuda.memory_reserved(device)
-    else:
-        context = (used_bytes(device) or 0) - used_by_others - torch.cuda.memory_reserved(device)
+    total, limit, context = cuda_memory(device, used_before)
     return HardwareSpec(
         device_kind="cuda",
         device_name=properties.name,
         memory_bytes=total,
-        memory_limit_bytes=max(1, total - used_by_others),
-        context_bytes=max(0, context),
+        memory_limit_bytes=limit,
+        context_bytes=context,
         matmul_flops_per_second=matmul,
         memory_bandwidth_bytes_per_second=bandwidth,
         launch_seconds=launch,
         versions=_versions(device),
     )
+
+
+def cuda_memory(device: torch.device, used_before: int | None) -> tuple[int, int, int]:
+    """Return the device's memory, what other processes leave of it, and this process's context, in bytes.
+
+    NVML counts what the driver keeps for itself as used (480 MiB of an H100), and CUDA leaves it out of the device's
+    memory. NVML's figures therefore serve as a difference only, for what this process has taken since `used_before`.
+    Without them all that is in use counts as this process's own.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    in_use = total - free
+    used_now = None if used_before is None else used_bytes(device)
+    own = in_use if used_before is None or used_now is None else used_now - used_before
+    limit = total - max(0, in_use - own)
+    return total, max(1, limit), max(0, own - torch.cuda.memory_reserved(device))
 
 
 def _matmul_peaks(device: torch.device, measure: Callable[[torch.device, torch.dtype], float]) -> dict[DType, float]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from workers.targets.transformers.batch import Padding, make_batch
 from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
+from workers.targets.transformers.expert_inputs import ExpertInputs
 from workers.targets.transformers.layers import LayerPart
 from workers.targets.transformers.model import BuildSettings, build_model
 from workers.targets.transformers.shell import ShellPart
@@ -44,6 +45,7 @@ class PartsBuilder:
         self._followed = followed_outputs or {}
         self._classes = classes
         self._skeleton: Skeleton | None = None
+        self._expert_inputs: ExpertInputs | None = None
 
     def batch(self, micro_batch_size: int) -> dict[str, Tensor]:
         """Random token ids and labels on the device, and an attention mask if the builder pads."""
@@ -57,13 +59,18 @@ class PartsBuilder:
         self.padding = padding
 
     def layer(self, kind: str, micro_batch_size: int) -> LayerPart:
-        """One layer of `kind`, ready to run. KeyError if there is no such kind."""
+        """One layer of `kind`, ready to run. KeyError if there is no such kind.
+
+        If it has experts, its hidden states are those of a typical depth of the model. Else they are the embedding's.
+        """
         if kind not in self.kinds:
             raise KeyError(kind)
         index = self.kinds.index(kind)
         call = self.skeleton.call(self.batch(micro_batch_size), index)
         module = self.skeleton.layers[index]
-        return LayerPart(module, call, self.settings, self._followed.get(kind))
+        return LayerPart(
+            module, self._inputs.deepened(call, index, micro_batch_size), self.settings, self._followed.get(kind)
+        )
 
     def shell(self, micro_batch_size: int) -> ShellPart:
         """Embedding, norm, head and loss, ready to run."""
@@ -87,6 +94,18 @@ class PartsBuilder:
     def release(self) -> None:
         """Frees what the builder holds on the device and on the host."""
         self._skeleton = None
+        self._expert_inputs = None
+
+    @property
+    def _inputs(self) -> ExpertInputs:
+        if self._expert_inputs is None:
+            self._expert_inputs = ExpertInputs(self.skeleton, self._sequence)
+        return self._expert_inputs
+
+    def _sequence(self, number: int) -> dict[str, Tensor]:
+        """A micro-batch of one sequence without padding."""
+        seed = self.settings.seed + number
+        return make_batch(self.resolved.config, 1, self.resolved.seq_length, self.device, seed=seed)
 
     @property
     def skeleton(self) -> Skeleton:

@@ -34,6 +34,14 @@ class LayerCall:
         """The hidden states that go in."""
         return hidden_states(self.args, self.kwargs)
 
+    def with_hidden(self, values: Tensor) -> LayerCall:
+        """The call with other hidden states of the same shape."""
+        own = self.hidden
+        assert values.shape == own.shape, "hidden states of the same micro-batch size"
+        replaced = values.to(own.device, own.dtype).requires_grad_(own.requires_grad)
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda tensor: replaced if tensor is own else tensor)
+        return LayerCall(args, kwargs)
+
 
 class Skeleton:
     """A model of which one layer of each kind is real; the others lie on the meta device and are never run.

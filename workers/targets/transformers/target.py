@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Loss, Settings, SettingsError
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.part_costs import COMPILED
+from bexp.transformers.settings import Settings, SettingsError
+from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution, Kernels
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.routing import RoutingSpec
 from explorer.spec.training import Sharding
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
@@ -29,6 +28,12 @@ from workers.targets.target import ComponentPasses, Miniature, OptimizerPart
 from workers.targets.transformers.adapters import add_adapters
 from workers.targets.transformers.batch import make_batch
 from workers.targets.transformers.builder import PartsBuilder
+from workers.targets.transformers.candidate_settings import (
+    BY_OPERATION,
+    WHOLE_LAYER,
+    settings_of,
+    settings_of_component,
+)
 from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
 from workers.targets.transformers.describe import describe_parts
 from workers.targets.transformers.materialize import build_by_layers
@@ -38,16 +43,6 @@ from workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from workers.targets.transformers.resolved import ResolvedModel, resolve
 from workers.targets.transformers.tiny import num_layers_for
 from workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
-
-_BY_OPERATION = {
-    BlockRecompute.SELECTIVE: "selective",
-    BlockRecompute.ACTIVATIONS: "activations",
-    BlockRecompute.PROJECTIONS: "projections",
-}
-_WHOLE = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
-"""What recomputes a layer alone as a whole; a group runs to its end."""
-
-_LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
 
 
 class TransformersTarget:
@@ -97,7 +92,7 @@ class TransformersTarget:
             named={
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
-                    for name in _BY_OPERATION.values()
+                    for name in BY_OPERATION.values()
                 },
                 **{policy.value: self._resolved.group_problem for policy in named if policy.group_size is not None},
             },
@@ -129,7 +124,7 @@ class TransformersTarget:
     ) -> Iterator[ComponentPasses]:
         """A layer or the shell, with the component's settings."""
         builder = self._parts()
-        settings = self._settings_of(component)
+        settings = settings_of_component(component, self._request)
         if settings.compile:
             torch.compiler.reset()  # code of another size would make this one's sizes dynamic, and slower
         passes: Any
@@ -139,7 +134,7 @@ class TransformersTarget:
             else:
                 assert component.part is not None, "a layer names its kind"
                 part = builder.layer(component.part, component.micro_batch_size)
-                passes = LayerPasses(part, self._build, settings, recompute=_WHOLE.get(component.recompute))
+                passes = LayerPasses(part, self._build, settings, recompute=WHOLE_LAYER.get(component.recompute))
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         try:
@@ -223,21 +218,6 @@ class TransformersTarget:
             self._builder = self._resolved.builder(self._device, padding=self._request.padding)
         return self._builder
 
-    def _settings_of(self, component: Component) -> Settings:
-        if component.kind is ComponentKind.SHELL:
-            return Settings(loss=_LOSSES.get(component.backend, "library"))
-        assert component.backend is not None, "a layer names its attention"
-        attention, *others = component.backend.split("+")
-        experts = [name for name in others if name not in (COMPILED, Kernels.LIGER)]
-        return Settings(
-            attention=attention,
-            experts=experts[0] if experts else None,
-            recompute=_BY_OPERATION.get(component.recompute, "none"),
-            bta_tile=component.bta_tile,
-            compile=self._request.execution is Execution.COMPILE or COMPILED in others,
-            kernels="liger" if Kernels.LIGER in others else "library",
-        )
-
     def _optimizer(
         self, request: ExplorationRequest, parameters: Callable[[PartsBuilder], list[nn.Parameter]]
     ) -> Callable[[], TrainerOptimizer]:
@@ -261,20 +241,6 @@ def _resolved(config: str, seq_length: int, build: BuildSettings) -> ResolvedMod
     return resolve(json.loads(config), seq_length, settings=build)
 
 
-def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
-    """What a candidate sets on a whole model."""
-    return Settings(
-        attention=candidate.attention_backend,
-        experts=candidate.expert_backend,
-        recompute=candidate.recompute.value,
-        bta_tile=candidate.bta_tile,
-        loss=_LOSSES.get(candidate.loss, "library"),
-        compile=(candidate.execution or request.execution) is Execution.COMPILE,
-        allocator=request.allocator,
-        kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
-    )
-
-
 def _layer_parameters(kind: str) -> Callable[[PartsBuilder], list[nn.Parameter]]:
     return lambda builder: list(builder.layer(kind, 1).module.parameters())
 
@@ -292,5 +258,7 @@ def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
             "sharded training is measured with precision 'pure': with float32 parameters, trainers gather another "
             "format than they keep"
         )
+    if request.routing != RoutingSpec():
+        raise UnsupportedTrialError("a routing is drawn with target 'bexp' only: here the model's own routers decide")
     if max(request.context_parallel_sizes) > 1:
         raise UnsupportedTrialError("context parallelism is measured with target 'bexp' only")

@@ -31,9 +31,10 @@ from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.trials import communication
 from workers.targets.reference.optimizer import own
+from workers.targets.transformers.candidate_settings import settings_of
 from workers.targets.transformers.describe import describe_parts
 from workers.targets.transformers.self_check import SelfCheck
-from workers.targets.transformers.target import TransformersTarget, settings_of
+from workers.targets.transformers.target import TransformersTarget
 
 NUM_RANKS = 2
 LEVELS = tuple(Sharding)

@@ -16,10 +16,10 @@ from explorer.spec.request import ExplorationRequest
 from tests.bexp.transformers import fake_liger
 from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, request_for
 from workers.targets.transformers.builder import PartsBuilder
+from workers.targets.transformers.candidate_settings import settings_of
 from workers.targets.transformers.describe import describe_parts
 from workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from workers.targets.transformers.resolved import ResolvedModel, resolve
-from workers.targets.transformers.target import settings_of
 
 modeling: Any = pytest.importorskip("transformers.modeling_utils")
 

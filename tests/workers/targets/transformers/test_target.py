@@ -14,6 +14,7 @@ from explorer.cost_model.part_costs import PartsDecomposer
 from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from explorer.spec.candidate import Candidate
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
+from workers.profiler.failures import UnsupportedTrialError
 
 pytest.importorskip("transformers")
 
@@ -68,3 +69,9 @@ def test_a_number_beyond_the_layers_of_a_config_is_refused_with_the_nearest() ->
     assert report.parts is not None
     with pytest.raises(EmptySpaceError, match="has 3 layers; the nearest policy is 'full'"):
         enumerate_candidates(request_for(recompute=["layers_4"]), report, report.parts)
+
+
+@pytest.mark.parametrize("routing", [{"kind": "zipf"}, {"kind": "shares", "shares": [3, 1]}])
+def test_a_routing_that_the_models_own_routers_would_not_follow_is_refused(routing: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedTrialError, match="the model's own routers decide"):
+        open_target(routing=routing)

@@ -1,0 +1,51 @@
+"""What a candidate, or one component of it, sets on a transformers model."""
+
+from __future__ import annotations
+
+from bexp.transformers.settings import Loss, Settings
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.part_costs import COMPILED
+from explorer.spec.candidate import Candidate
+from explorer.spec.execution import Execution, Kernels
+from explorer.spec.request import ExplorationRequest
+
+BY_OPERATION = {
+    BlockRecompute.SELECTIVE: "selective",
+    BlockRecompute.ACTIVATIONS: "activations",
+    BlockRecompute.PROJECTIONS: "projections",
+}
+WHOLE_LAYER = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
+"""What recomputes a layer alone as a whole; a group runs to its end."""
+
+_LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
+
+
+def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
+    """What a candidate sets on a whole model."""
+    return Settings(
+        attention=candidate.attention_backend,
+        experts=candidate.expert_backend,
+        recompute=candidate.recompute.value,
+        bta_tile=candidate.bta_tile,
+        loss=_LOSSES.get(candidate.loss, "library"),
+        compile=(candidate.execution or request.execution) is Execution.COMPILE,
+        allocator=request.allocator,
+        kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
+    )
+
+
+def settings_of_component(component: Component, request: ExplorationRequest) -> Settings:
+    """What a component sets on the shell or on a layer; recomputation of a layer as a whole is left out."""
+    if component.kind is ComponentKind.SHELL:
+        return Settings(loss=_LOSSES.get(component.backend, "library"))
+    assert component.backend is not None, "a layer names its attention"
+    attention, *others = component.backend.split("+")
+    experts = [name for name in others if name not in (COMPILED, Kernels.LIGER)]
+    return Settings(
+        attention=attention,
+        experts=experts[0] if experts else None,
+        recompute=BY_OPERATION.get(component.recompute, "none"),
+        bta_tile=component.bta_tile,
+        compile=request.execution is Execution.COMPILE or COMPILED in others,
+        kernels="liger" if Kernels.LIGER in others else "library",
+    )

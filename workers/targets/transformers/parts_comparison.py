@@ -1,0 +1,209 @@
+"""The parts of a tiny model, compared with what crosses the borders of its layers in a whole pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.targets.transformers.batch import Padding, make_batch
+from workers.targets.transformers.builder import PartsBuilder
+from workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
+from workers.targets.transformers.config import ResolvedConfig
+from workers.targets.transformers.kinds import kind_names
+from workers.targets.transformers.layers import LayerPart
+from workers.targets.transformers.model import BuildSettings
+from workers.targets.transformers.reference_run import LayerRecord, ReferenceRun, run_reference
+from workers.targets.transformers.saved_bytes import bytes_saved_by
+from workers.targets.transformers.skeleton import hidden_states
+from workers.targets.transformers.trees import tensors_of
+
+CPU = torch.device("cpu")
+
+
+class OtherLayerError(DifferenceError):
+    """A layer of the same kind does not stand for this one."""
+
+
+class PartsComparison:
+    """Compares layers and shell, each built alone, with one whole model on the CPU.
+
+    kinds:                 the kind of each layer
+    followed_outputs:      by kind, the places of the outputs that get a gradient
+    saved_bytes_per_token: by kind, what a layer keeps for its backward pass; known once layers were replayed
+    """
+
+    def __init__(self, tiny: ResolvedConfig, settings: BuildSettings, model: Any, layers: Sequence[nn.Module]) -> None:
+        self.tiny = tiny
+        self.settings = settings
+        self.model = model
+        self.layers = layers
+        self.kinds = tuple(kind_names(layers, model.config))
+        self.followed_outputs: dict[str, tuple[int, ...]] = {}
+        self.saved_bytes_per_token: dict[str, float] = {}
+        self._separate = False  # each layer is built on its own, since one does not stand for another
+        self._runs: dict[tuple[int, Padding], ReferenceRun] = {}
+        self._layer_gradients: dict[int, dict[int, Tensor]] = {}
+        self._builder: PartsBuilder | None = None
+
+    def build_separately(self) -> None:
+        """Build each layer on its own from now on."""
+        self._separate = True
+        self._builder = None
+
+    def reference(self, size: int, padding: Padding = "none") -> ReferenceRun:
+        """The whole model's pass with a micro-batch of `size` sequences."""
+        if (size, padding) not in self._runs:
+            run = run_reference(
+                self.model, self.layers, make_batch(self.tiny.config, size, self.tiny.seq_length, CPU, padding=padding)
+            )
+            self._runs[size, padding] = run
+        return self._runs[size, padding]
+
+    def replay_all(self, size: int, padding: Padding = "none") -> None:
+        """Replay every layer alone: same outputs, and same gradients of arguments and parameters.
+
+        DifferenceError if not; OtherLayerError if a layer differs that another one of its kind stands for.
+        """
+        run = self.reference(size, padding)
+        builder = self._parts(padding)
+        for index, name in enumerate(builder.kinds):
+            part = builder.layer(name, size)
+            part.module.load_state_dict(self.layers[index].state_dict())
+            record = run.records[index]
+            represents_itself = builder.kinds.index(name) == index
+            if represents_itself:
+                _require_same_arguments(index, part, record)
+            try:
+                self._replay(index, part, record, run)
+            except DifferenceError as error:
+                if represents_itself:
+                    raise
+                raise OtherLayerError(str(error)) from error
+            if padding == "none":
+                kept = bytes_saved_by(part) / (size * self.tiny.seq_length)
+                self.saved_bytes_per_token[self.kinds[index]] = kept
+
+    def _replay(self, index: int, part: LayerPart, record: LayerRecord, run: ReferenceRun) -> None:
+        _take_values(part, record)
+        part.clear_gradients()
+        output = part.forward_all()
+        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        known = [tensor for tensor in tensors_of(record.output) if tensor.is_floating_point()]
+        if len(floating) != len(known):
+            raise DifferenceError(f"layer {index}: {len(floating)} outputs instead of {len(known)}")
+        names = [f"layer {index}, output {place}" for place in range(len(known))]
+        require_all_equal("value", zip(names, floating, known, strict=True))
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip(floating, record.output_gradients, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        followed = {id(tensor) for tensor in part.followed(output)}
+        if any(id(tensor) not in followed for tensor, _ in pairs):
+            raise DifferenceError(f"layer {index}: a gradient comes back to an output that is not the hidden states")
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        arguments = [tensor for tensor in tensors_of((part.args, part.kwargs)) if tensor.is_floating_point()]
+        names = [f"layer {index}, argument {place}" for place in range(len(arguments))]
+        found = [tensor.grad for tensor in arguments]
+        require_all_equal("gradient", zip(names, found, record.input_gradients, strict=True))
+        gradients = self._layer_gradients.setdefault(index, {})
+        gradients.clear()
+        for (name, own), parameter in zip(part.module.named_parameters(), self.layers[index].parameters(), strict=True):
+            if own.grad is not None:
+                gradients[id(parameter)] = own.grad.clone()
+            if id(parameter) not in self._shared():
+                require_equal(f"gradient of layer {index}, {name}", own.grad, run.gradients.get(id(parameter)))
+
+    def _shared(self) -> set[int]:
+        """Parameters that more than one layer, or a layer and the shell, hold: their gradients are compared as sums."""
+        seen: dict[int, int] = {}
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+        return {key for key, count in seen.items() if count > 1}
+
+    def require_shell(self, size: int) -> None:
+        """DifferenceError unless the shell has the model's logits and loss, and its backward reaches the embedding."""
+        self._shell_gradients(self.reference(size), size, "none")
+        part = self._parts("none").shell(size)
+        loss = part.forward()
+        loss.backward()
+        embedding = part.model.get_input_embeddings().weight
+        reached = embedding.grad is not None or not embedding.requires_grad
+        part.clear_gradients()
+        if not bool(torch.isfinite(loss)) or not reached:
+            raise DifferenceError("the backward pass does not reach the embedding")
+
+    def _shell_gradients(self, run: ReferenceRun, size: int, padding: Padding) -> dict[int, Tensor]:
+        part = self._parts(padding).shell(size)
+        self._copy_shell_weights(part.model)
+        part.clear_gradients()
+        output = part.forward_with([run.records[index].stand_in() for index in range(len(self.layers))])
+        require_equal("logits of the shell", output.logits, run.logits)
+        require_equal("loss of the shell", output.loss, run.loss)
+        output.loss.backward()
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        ours = dict(part.model.named_parameters())
+        found = {key: ours[name].grad for key, name in names.items() if ours[name].grad is not None}
+        part.clear_gradients()
+        return found
+
+    def _copy_shell_weights(self, model: Any) -> None:
+        theirs = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if tensor.device.type != "meta":
+                    tensor.copy_(theirs[name])
+
+    def require_sum(self, size: int, padding: Padding = "none") -> None:
+        """DifferenceError unless the gradients of layers and shell add up to the model's."""
+        run = self.reference(size, padding)
+        self.replay_all(size, padding)
+        total = self._shell_gradients(run, size, padding)
+        for gradients in self._layer_gradients.values():
+            for key, gradient in gradients.items():
+                total[key] = gradient if key not in total else total[key] + gradient
+        triples = ((name, total.get(id(p)), run.gradients.get(id(p))) for name, p in self.model.named_parameters())
+        require_all_equal("summed gradient", triples)
+
+    def _parts(self, padding: Padding) -> PartsBuilder:
+        if self._builder is None:
+            kinds = self.kinds
+            names = [f"{kind}@{index}" for index, kind in enumerate(kinds)] if self._separate else kinds
+            followed = {name: self.followed_outputs[kind] for name, kind in zip(names, kinds, strict=True)}
+            classes = frozenset(type(layer) for layer in self.layers)
+            self._builder = PartsBuilder(
+                self.tiny, names, CPU, self.settings, classes=classes, followed_outputs=followed
+            )
+        builder: PartsBuilder = self._builder
+        if builder.padding != padding:
+            builder.pad(padding)
+        return builder
+
+
+def _require_same_arguments(index: int, part: LayerPart, record: LayerRecord) -> None:
+    """The skeleton hands over what the model does, but for hidden states and what is computed from them."""
+    ours = list(tensors_of((part.args, part.kwargs)))
+    theirs = list(tensors_of((record.call.args, record.call.kwargs)))
+    if len(ours) != len(theirs):
+        raise DifferenceError(f"layer {index}: {len(ours)} tensors are handed over instead of {len(theirs)}")
+    for place, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
+        if not expected.requires_grad:
+            require_equal(f"argument {place} of layer {index}", found.double(), expected.double())
+
+
+def _take_values(part: LayerPart, record: LayerRecord) -> None:
+    """The true hidden states, and all that depends on them, in place of those that the skeleton computed."""
+    if hidden_states(record.call.args, record.call.kwargs).shape != part.hidden.shape:
+        raise DifferenceError("the hidden states have another shape")
+    with torch.no_grad():
+        pairs = zip(
+            tensors_of((part.args, part.kwargs)), tensors_of((record.call.args, record.call.kwargs)), strict=True
+        )
+        for ours, theirs in pairs:
+            if theirs.requires_grad:
+                ours.requires_grad_(True)
+                ours.copy_(theirs)
