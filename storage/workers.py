@@ -30,7 +30,8 @@ class WorkerInfo:
 
     `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
     and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
-    that one and three more.
+    that one and three more. `memory_limit_bytes` is what a job may use of a device by default; null in the entry of an
+    earlier version.
     """
 
     id: str
@@ -43,6 +44,7 @@ class WorkerInfo:
     targets: Mapping[str, str] = field(default_factory=dict)
     devices: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    memory_limit_bytes: int | None = None
 
 
 class WorkerState(StrEnum):

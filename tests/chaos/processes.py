@@ -45,6 +45,7 @@ class Service:
         self._environment |= {
             "BEXP_DATABASE_URL": database_url,
             "BEXP_LEASE_SECONDS": str(LEASE_SECONDS),
+            "BEXP_MAX_ATTEMPTS": "100",  # faults come so fast that one job may be struck 20 times before its next trial
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
             "TMPDIR": str(folder),

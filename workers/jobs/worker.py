@@ -94,6 +94,7 @@ class Worker:
                 targets=self._targets,
                 devices=self._device,
                 versions=hardware.versions.model_dump(exclude_none=True) | self._software,
+                memory_limit_bytes=hardware.memory_limit_bytes,
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
@@ -186,6 +187,7 @@ class Worker:
                 targets=self._targets,
                 software=self._software,
                 description=hardware.describe(),
+                memory_limit_bytes=hardware.memory_limit_bytes,
                 among=None if self._job_ids is None else tuple(self._job_ids),
             )
         except DATABASE_TROUBLE as error:
