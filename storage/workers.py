@@ -75,6 +75,14 @@ class KnownWorker:
     last_seen_at: datetime
 
 
+def is_run_by_another(database: Database, job_id: str, own_prefix: str) -> bool:
+    """Whether a live worker runs a job whose id does not begin with this prefix."""
+    return any(
+        worker.job_id == job_id and worker.state is WorkerState.MEASURING and not worker.info.id.startswith(own_prefix)
+        for worker in list_known_workers(database)
+    )
+
+
 def register_worker(database: Database, worker: WorkerInfo) -> None:
     """Enter a worker, replacing an entry of the same id; entries that are long dead are dropped."""
     with database.begin() as connection:

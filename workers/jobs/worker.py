@@ -16,6 +16,7 @@ from storage.database import DATABASE_TROUBLE, Database
 from storage.leases import Claim
 from storage.notifications import Listener
 from storage.queue import Queue
+from storage.worker_ids import worker_prefix
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
 from workers.jobs.runner import Explore, JobEnd, run_job
@@ -60,7 +61,7 @@ class Worker:
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
     ) -> None:
         host = socket.gethostname()
-        self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
+        self.id = f"{worker_prefix(host, os.getpid())}{device}-{secrets.token_hex(2)}"
         self._host = host
         self._device = device
         self._queue = queue
