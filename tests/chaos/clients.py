@@ -9,9 +9,11 @@ from random import Random
 from typing import Any
 
 import httpx
+import sqlalchemy as sa
 
 from storage.database import DATABASE_TROUBLE, Database
 from storage.jobs import JobState, get_summary
+from storage.tables import jobs
 from tests.chaos.processes import TABLE, Service
 from workers.replay.recording import Recording
 
@@ -84,19 +86,29 @@ class Clients:
             time.sleep(0.1)
         raise RuntimeError("the API does not start")
 
+    def start_long(self) -> str:
+        """Submit a job that would run for long; return its id."""
+        reply = self._http.post(f"{self._service.url}/v1/explorations", json=self._document(0, ENDLESS), timeout=10)
+        return str(reply.json()["id"])
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job, and wait for its end."""
+        self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=10)
+        self._await(job_id, {JobState.CANCELLED})
+
+    def owner_of(self, job_id: str) -> str:
+        """Return the worker that holds a job."""
+        with self._database.read() as connection:
+            return str(connection.scalar(sa.select(jobs.c.owner).where(jobs.c.id == job_id)))
+
     def time_cancel(self) -> float | None:
         """Return the seconds from the cancel of a running job to its end; null if it did not start in time."""
-        reply = self._http.post(f"{self._service.url}/v1/explorations", json=self._document(0, ENDLESS), timeout=10)
-        job_id = str(reply.json()["id"])
-        try:
-            if not self._await(job_id, {JobState.RUNNING}):
-                return None
-            time.sleep(self._rng.uniform(0.0, 0.5))
-        finally:
-            begin = time.monotonic()
-            self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=10)
-        self._await(job_id, {JobState.CANCELLED})
-        return time.monotonic() - begin
+        job_id = self.start_long()
+        started = self._await(job_id, {JobState.RUNNING})
+        time.sleep(self._rng.uniform(0.0, 0.5))
+        begin = time.monotonic()
+        self.cancel(job_id)
+        return time.monotonic() - begin if started else None
 
     def _await(self, job_id: str, states: set[JobState]) -> bool:
         deadline = time.monotonic() + START_SECONDS
