@@ -12,11 +12,23 @@ from fastapi import Depends, FastAPI
 from pydantic.json_schema import models_json_schema
 
 from api import examples
+from api.administration import QuotaLimits
 from api.auth import authorize
 from api.deadlines import DeadlineMiddleware
 from api.metrics import LatencyMiddleware, Metrics
 from api.problems import Problem, install_problem_handlers
-from api.routes import explorations, logs, monitoring, results, resuming, run_reports, schemas, web, workers
+from api.routes import (
+    administration,
+    explorations,
+    logs,
+    monitoring,
+    results,
+    resuming,
+    run_reports,
+    schemas,
+    web,
+    workers,
+)
 from api.service import run_service
 from api.settings import ServiceSettings
 from explorer.spec.request import ExplorationRequest
@@ -60,7 +72,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
-    for module in (explorations, resuming, results, run_reports, logs, workers, schemas):
+    for module in (explorations, resuming, results, run_reports, logs, workers, administration, schemas):
         app.include_router(module.router, dependencies=[Depends(authorize)], responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
     app.include_router(web.router)
@@ -79,7 +91,7 @@ def _describe(app: FastAPI) -> None:
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             _, definitions = models_json_schema(
-                [(Problem, "serialization"), (ExplorationRequest, "validation")],
+                [(Problem, "serialization"), (ExplorationRequest, "validation"), (QuotaLimits, "validation")],
                 ref_template="#/components/schemas/{model}",
             )
             for name, schema in definitions["$defs"].items():

@@ -74,6 +74,7 @@ def _caller_with(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
 Reader = Annotated[Caller, Depends(_caller_with(Scope.READ))]
 Submitter = Annotated[Caller, Depends(_caller_with(Scope.SUBMIT))]
 Canceller = Annotated[Caller, Depends(_caller_with(Scope.CANCEL))]
+Administrator = Annotated[Caller, Depends(_caller_with(Scope.ADMIN))]
 
 
 def _limit(limiter: RateLimiter, key: str, what: str) -> None:

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from types import TracebackType
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bexp.client.connection import (
     EXPLORATIONS,
     JOB_ID,
+    ConnectedClient,
     Connection,
     ProblemError,
     ServiceError,
@@ -134,7 +134,7 @@ class JobPage:
     next_cursor: str | None
 
 
-class Client:
+class Client(ConnectedClient):
     """Talks to one service, as `Connection` does. Close it, or use it in a `with`."""
 
     def __init__(
@@ -146,25 +146,9 @@ class Client:
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._connection = Connection(url, token, timeout, transport=transport)
+        self.connection = Connection(url, token, timeout, transport=transport)
         self._sleep = sleep
-        self.url = self._connection.url
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._connection.close()
-
-    def is_alive(self) -> bool:
-        """Return whether a service of this kind answers at the URL."""
-        return self._connection.is_alive()
+        self.url = self.connection.url
 
     def submit(
         self,
@@ -177,12 +161,12 @@ class Client:
         body = request.model_dump(mode="json") if isinstance(request, ExplorationRequest) else request
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         params = {"priority": priority} if priority else {}
-        document = self._connection.request("POST", EXPLORATIONS, json=body, headers=headers, params=params)
+        document = self.connection.request("POST", EXPLORATIONS, json=body, headers=headers, params=params)
         return _parse(Job, document)
 
     def get(self, job_id: str) -> Job:
         """Return one exploration."""
-        return _parse(Job, self._connection.request("GET", exploration_path(job_id)))
+        return _parse(Job, self.connection.request("GET", exploration_path(job_id)))
 
     def list(
         self,
@@ -196,56 +180,56 @@ class Client:
         """Return a page of explorations, of those that have each of `labels`, `key=value`."""
         asked = {"state": state, "model": model, "label": [*labels] or None, "limit": limit, "cursor": cursor}
         params = {key: value for key, value in asked.items() if value is not None}
-        page = self._connection.page(EXPLORATIONS, params=params)
+        page = self.connection.page(EXPLORATIONS, params=params)
         return JobPage(tuple(_parse(Job, item) for item in page["items"]), page.get("next_cursor"))
 
     def cancel(self, job_id: str) -> Job:
         """Cancel an exploration; its worker stops within seconds."""
-        return _parse(Job, self._connection.request("POST", exploration_path(job_id, "cancel")))
+        return _parse(Job, self.connection.request("POST", exploration_path(job_id, "cancel")))
 
     def resume(self, job_id: str) -> Job:
         """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is."""
-        return _parse(Job, self._connection.request("POST", exploration_path(job_id, "resume")))
+        return _parse(Job, self.connection.request("POST", exploration_path(job_id, "resume")))
 
     def delete(self, job_id: str) -> None:
         """Delete an exploration that has ended, and all that belongs to it."""
-        self._connection.send("DELETE", exploration_path(job_id))
+        self.connection.send("DELETE", exploration_path(job_id))
 
     def workers(self) -> tuple[Worker, ...]:
         """Return the workers that live, and those that were lost within a day."""
-        page = self._connection.page("/v1/workers")
+        page = self.connection.page("/v1/workers")
         return tuple(_parse(Worker, item) for item in page["items"])
 
     def recommendation(self, job_id: str) -> Result | None:
         """Return the best candidate so far and, at the end, the whole answer; null while nothing is known."""
-        document = self._connection.recommendation(job_id)
+        document = self.connection.recommendation(job_id)
         return None if document is None else _parse(Result, document)
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework, in the format called `name`."""
         path = exploration_path(job_id, "recommendation")
-        response = self._connection.send("GET", path, params={"format": name})
+        response = self.connection.send("GET", path, params={"format": name})
         return Export(response.text, tuple(response.headers.get_list(NOTE_HEADER)))
 
     def trials(self, job_id: str) -> tuple[Trial, ...]:
         """Return every trial that is stored so far, in the order of their numbers."""
-        items = self._connection.pages(exploration_path(job_id, "trials"))
+        items = self.connection.pages(exploration_path(job_id, "trials"))
         return tuple(sorted((_parse(Trial, item) for item in items), key=lambda trial: trial.number))
 
     def report_run(self, job_id: str, report: RunReport) -> None:
         """Send back what a real run of the recommendation reached."""
         path = exploration_path(job_id, "run-reports")
-        self._connection.request("POST", path, json=report.model_dump(mode="json"))
+        self.connection.request("POST", path, json=report.model_dump(mode="json"))
 
     def run_reports(self, job_id: str) -> tuple[RunReport, ...]:
         """Return every report of a real run, in the order in which they arrived."""
-        page = self._connection.page(exploration_path(job_id, "run-reports"), params={"limit": 1000})
+        page = self.connection.page(exploration_path(job_id, "run-reports"), params={"limit": 1000})
         return tuple(_parse(RunReport, item.get("report")) for item in page["items"])
 
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Event]:
         """Follow a job's events from `after` (exclusive) to its end, as `follow_events` does."""
         for document in follow_events(
-            self._connection, job_id, after=after, patience_seconds=patience_seconds, sleep=self._sleep
+            self.connection, job_id, after=after, patience_seconds=patience_seconds, sleep=self._sleep
         ):
             try:
                 yield Event.model_validate(document)
@@ -257,7 +241,7 @@ class Client:
         events: list[Event] = []
         while True:
             params = {"after": events[-1].seq if events else 0}
-            page = self._connection.page(exploration_path(job_id, "events"), params=params, headers=_JSON)
+            page = self.connection.page(exploration_path(job_id, "events"), params=params, headers=_JSON)
             events += [_parse(Event, item) for item in page["items"]]
             if page.get("next_cursor") is None or not page["items"]:
                 return tuple(events)

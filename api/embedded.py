@@ -23,6 +23,7 @@ from typing import Self
 
 from api.client import Client, ServiceError
 from bexp.child_process import module_command, safe_environment
+from storage.worker_ids import worker_prefix
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 8.0
@@ -178,10 +179,22 @@ class EmbeddedService:
         if kind is None or not issubclass(kind, ServiceError):
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
-    def adopt(self, job_id: str) -> None:
-        """Make the worker run only this exploration, and make the service cancel it if the command is killed."""
-        for child in self._children:
+    def adopt(self, job_id: str, *, spares_others: bool = False) -> None:
+        """Make the worker run only this exploration, and make the service cancel it if the command is killed.
+
+        With `spares_others`, the service leaves it alone while another worker runs it.
+        """
+        service, *worker = self._children
+        service.tell(f"{job_id} {self._worker_prefix()}" if spares_others else job_id)
+        for child in worker:
             child.tell(job_id)
+
+    def owns(self, worker_id: str) -> bool:
+        """Whether a worker is the embedded one."""
+        return worker_id.startswith(self._worker_prefix())
+
+    def _worker_prefix(self) -> str:
+        return worker_prefix(socket.gethostname(), self._children[-1].pid)
 
     def last_words(self) -> str:
         """Return the last lines of the worker's log."""

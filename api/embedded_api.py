@@ -2,7 +2,8 @@
 
 The database comes from the environment. The command writes the ids of its explorations, one a line, to the child's
 stdin. The child ends on SIGTERM; when stdin closes, because the command was killed, it first cancels the explorations
-that have not ended, because nobody waits for them any more.
+that have not ended, because nobody waits for them any more. After an id may stand how the id of the command's worker
+begins: the exploration is then left alone while another worker runs it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from storage.database import Database, describe_trouble, open_database
 from storage.jobs import JobNotFoundError
 from storage.queue import Queue
 from storage.schema import upgrade
+from storage.workers import is_run_by_another
 
 CANCEL_SECONDS = 6.0
 NEVER = 1e9
@@ -65,17 +67,20 @@ def _end(status: int, sentence: str) -> NoReturn:
 
 
 def _end_with_parent(database: Database) -> None:
-    job_ids = sys.stdin.read().split()
+    open_jobs = [line.partition(" ") for line in sys.stdin.read().splitlines()]
     queue = Queue(database)
     deadline = time.monotonic() + CANCEL_SECONDS
-    while job_ids and time.monotonic() < deadline:
-        job_ids = [job_id for job_id in job_ids if not _is_cancelled(queue, job_id)]
+    while open_jobs and time.monotonic() < deadline:
+        open_jobs = [job for job in open_jobs if not is_settled(queue, job[0], job[2])]
         time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _is_cancelled(queue: Queue, job_id: str) -> bool:
+def is_settled(queue: Queue, job_id: str, own_prefix: str = "") -> bool:
+    """Cancel an exploration; return whether it has ended, or another worker than the command's own runs it."""
     try:
+        if own_prefix and is_run_by_another(queue.database, job_id, own_prefix):
+            return True
         if queue.request_cancel(job_id).state.is_final:
             return True
     except JobNotFoundError:

@@ -237,6 +237,24 @@ NOT_FINISHED: dict[str, Any] = {
 }
 
 
+AUDIT: dict[str, Any] = {
+    "items": [
+        {
+            "at": "2026-11-21T09:00:00Z",
+            "action": "cancel",
+            "subject": JOB_ID,
+            "owner": "team-a",
+            "token": "ci",
+            "origin": "10.0.0.7",
+        }
+    ],
+    "next_cursor": "41",
+}
+LIMITS: dict[str, Any] = {"max_queued": 100, "max_running": 4, "max_device_seconds": None}
+QUOTA: dict[str, Any] = LIMITS | {"owner": "team-a", "inherited": False}
+QUOTAS: dict[str, Any] = {"items": [QUOTA]}
+
+
 def problems(instance: str, *statuses: HTTPStatus, **details: str) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses for the problems that a route may answer with; `details` replace those of a status."""
     return {

@@ -27,8 +27,9 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """One action. `owner`, `token` and `origin` are those of the caller."""
+    """One action. `owner`, `token` and `origin` are those of the caller; `id` grows from row to row."""
 
+    id: int
     at: datetime
     action: Action
     subject: str
@@ -46,14 +47,27 @@ def note_action(database: Database, connection: sa.Connection, by: Caller, actio
     connection.execute(sa.insert(audit), [who | {"subject": subject} for subject in subjects])
 
 
-def read_audit(database: Database, *, owner: str | None = None, limit: int = 100) -> list[AuditRecord]:
-    """Return the latest `limit` records, the newest first; with `owner`, those of this caller alone."""
-    query = sa.select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(limit)
+def read_audit(
+    database: Database, *, owner: str | None = None, before: int | None = None, limit: int = 100
+) -> list[AuditRecord]:
+    """Return the latest `limit` records, the newest first.
+
+    Args:
+        database: where they are.
+        owner: only those of this caller.
+        before: only those before the record with this id.
+        limit: how many at most.
+    """
+    query = sa.select(audit).order_by(audit.c.id.desc()).limit(limit)
     if owner is not None:
         query = query.where(audit.c.owner == owner)
+    if before is not None:
+        query = query.where(audit.c.id < before)
     with database.read() as connection:
         rows = connection.execute(query).all()
-    return [AuditRecord(row.at, Action(row.action), row.subject, row.owner, row.token, row.origin) for row in rows]
+    return [
+        AuditRecord(row.id, row.at, Action(row.action), row.subject, row.owner, row.token, row.origin) for row in rows
+    ]
 
 
 def prune_audit(database: Database, older_than: timedelta) -> int:

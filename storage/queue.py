@@ -15,38 +15,33 @@ from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
-from pydantic import ValidationError
 
 from explorer.records.event import EventCode, EventDraft, Progress
 from explorer.records.recommendation import Answer
-from explorer.records.trial import Trial
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, describe_target
+from explorer.spec.target import BEXP
 from storage.audit import Action, note_action
-from storage.changes import change_job, end_event, end_job, end_values, fence, is_unowned, write_job
+from storage.changes import change_job, end_event, end_job, end_values, fence, write_job
+from storage.claims import Claimant, claim_next, end_abandoned
 from storage.components import find_earlier_runs
 from storage.database import Database
-from storage.events import insert_events
-from storage.jobs import Job, JobState, describe_unreadable, get_job, job_from_row, select_row
+from storage.jobs import Job, JobState, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
 from storage.notifications import QUEUED_JOBS, notify
 from storage.owners import LOCAL, Caller
 from storage.queue_settings import QueueSettings
 from storage.resuming import resume_job
-from storage.reuse import Offer, find_answer, offer_of, software_of
 from storage.run_reports import find_reported_runs
-from storage.steps import claim_event, step_values
+from storage.steps import step_values
 from storage.submission import Submission, insert_submission
-from storage.tables import UTCDateTime, jobs
-from storage.trials import dump_trial, insert_trial, select_trial_documents
-from storage.turns import await_turn, find_next, held_since, take_turn
+from storage.tables import jobs
+from storage.trials import dump_trial, insert_trial
+from storage.turns import held_since
 from storage.waiting import MAX_WAIT, end_overdue, note_reasons
 from storage.workers import LIVE_WITHIN
 
 WAITING_GRACE = timedelta(seconds=3)
-
-_LOST = "in a row that ended with the worker or its device and brought no trial"
 
 
 class Queue:
@@ -92,6 +87,7 @@ class Queue:
         targets: Mapping[str, str] = MappingProxyType({BEXP: ""}),
         software: Mapping[str, str] = MappingProxyType({}),
         description: str | None = None,
+        memory_limit_bytes: int | None = None,
         among: Collection[str] | None = None,
     ) -> Claim | None:
         """Take the next job that `worker` can run; return null if there is none.
@@ -102,56 +98,13 @@ class Queue:
         with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another
         target is left. `software` has the version of each other package that a measurement depends on. `description`
         of the hardware goes into the event. If another version stored the job and this one cannot read it, the job is
-        ended and the next one is taken. A job that a stored answer serves is ended with that.
+        ended and the next one is taken. A job that a stored answer serves is ended with that, which needs the memory
+        that a job may use there by default (`memory_limit_bytes`).
         """
-        self._end_abandoned(jobs.c.cancel_requested | self._is_exhausted())
-        conditions = (
-            is_unowned(self.database),
-            sa.not_(jobs.c.cancel_requested),
-            sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == device_kind),
-            jobs.c.target.in_(targets),
-            jobs.c.devices_needed <= num_devices,
-            sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == fingerprint),
-            sa.not_(self._is_exhausted()),
-            sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= self.database.clock()),
-            *([jobs.c.id.in_(among)] if among is not None else []),
+        claimant = Claimant(
+            worker, device_kind, num_devices, fingerprint, targets, software, description, memory_limit_bytes
         )
-        values = {
-            "state": JobState.RUNNING.value,
-            "owner": worker,
-            "attempt": jobs.c.attempt + 1,
-            "lease_expires_at": self.database.clock(self.settings.lease),
-            "software": _software(targets, software),
-            "started_at": sa.func.coalesce(jobs.c.started_at, self.database.clock(), type_=UTCDateTime()),
-            "claimed_at": self.database.clock(),
-            "waiting_reason": None,
-            "not_before": None,
-            "last_seq": jobs.c.last_seq + 1,
-            "version": jobs.c.version + 1,
-        }
-        while True:
-            with self.database.read() as connection:  # an idle worker takes no write lock
-                found = find_next(self.database, connection, conditions)
-            if found is None:
-                return None
-            take = sa.update(jobs).where(jobs.c.id == found.scalar_subquery()).values(values).returning(*jobs.c)
-            with self.database.begin() as connection:
-                await_turn(self.database, connection)
-                row = connection.execute(take).one_or_none()
-                if row is None:
-                    return None
-                if not take_turn(self.database, connection, row.owned_by):
-                    connection.rollback()
-                    continue
-                documents = select_trial_documents(connection, row.id)
-                measured = describe_target(row.target, targets[row.target])
-                draft = claim_event(row.attempt, worker, description, measured, len(documents))
-                insert_events(self.database, connection, row.id, row.last_seq, [draft])
-            claim = self._open_claim(job_from_row(row), worker, documents)
-            if claim is not None and not self._answer_from_stored(
-                claim, row.owned_by, offer_of(claim.request, fingerprint, num_devices, targets, software)
-            ):
-                return claim
+        return claim_next(self.database, self.settings, claimant, among)
 
     def pin(
         self, lease: Lease, report: DeviceReport, *, software: Mapping[str, str] = MappingProxyType({})
@@ -350,36 +303,9 @@ class Queue:
 
         A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
         """
-        self._end_abandoned(jobs.c.cancel_requested)
+        end_abandoned(self.database, self.settings, jobs.c.cancel_requested)
         note_reasons(self.database, live_within=live_within, grace=grace)
         end_overdue(self.database, max_wait)
-
-    def _open_claim(self, job: Job, worker: str, documents: Sequence[Any]) -> Claim | None:
-        """Return the claim of a job that `worker` has just taken. If the job cannot be read, end it and return null."""
-        lease = Lease(job.id, worker, job.attempt)
-        history: tuple[Trial, ...] = ()
-        unreadable = job.unreadable
-        try:
-            history = tuple(Trial.model_validate(document) for document in documents)
-        except ValidationError as error:
-            unreadable = unreadable or describe_unreadable("trial", error)
-        if unreadable is not None or job.request is None:
-            with self.database.begin() as connection:
-                end_job(self.database, connection, fence(lease), JobState.FAILED, unreadable)
-            return None
-        return Claim(job, job.request, lease, history)
-
-    def _answer_from_stored(self, claim: Claim, submitter: str, offer: Offer) -> bool:
-        """End a claimed job that has measured nothing yet with a stored answer, if there is one; return whether."""
-        if claim.history:
-            return False
-        stored = find_answer(self.database, claim.request, submitter, [offer])
-        if stored is None:
-            return False
-        values = {**stored.values, **end_values(self.database, JobState.SUCCEEDED, None)}
-        with self.database.begin() as connection:
-            write_job(self.database, connection, claim.lease, stored.drafts, **values)
-        return True
 
     def _put_back(
         self,
@@ -401,31 +327,8 @@ class Queue:
         write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
         notify(self.database, connection, QUEUED_JOBS)
 
-    def _is_exhausted(self) -> sa.ColumnElement[bool]:
-        return jobs.c.attempt - jobs.c.num_releases >= self.settings.max_attempts
-
-    def _end_abandoned(self, abandoned: sa.ColumnElement[bool]) -> None:
-        """End the `abandoned` jobs that nobody runs: cancelled ones, or those whose workers were lost too often."""
-        conditions = [is_unowned(self.database), abandoned]
-        with self.database.read() as connection:
-            found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
-        for row in found:
-            with self.database.begin() as connection:
-                here = [jobs.c.id == row.id, *conditions]
-                if row.cancel_requested:
-                    end_job(self.database, connection, here, JobState.CANCELLED)
-                else:
-                    error = f"given up after {self.settings.max_attempts} attempts {_LOST}"
-                    end_job(self.database, connection, here, JobState.FAILED, error)
-
 
 def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:
     if cancel_requested is None:
         raise LeaseLostError(lease)
     return HeartbeatStatus(cancel_requested)
-
-
-def _software(targets: Mapping[str, str], versions: Mapping[str, str]) -> sa.ColumnElement[str | None]:
-    """Return what a job that is claimed has been measured with: null if an earlier claim had other versions."""
-    own = sa.case({target: software_of(target, targets, versions) for target in targets}, value=jobs.c.target)
-    return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)

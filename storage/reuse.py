@@ -14,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from explorer.cost_model.step import memory_limit
 from explorer.records.event import EventCode, EventDraft, recommendation_event
 from explorer.search.event_messages import end_event
 from explorer.spec.hardware import SoftwareVersions
@@ -29,16 +30,38 @@ _COPIED = (
     *("fingerprint", "report", "space", "recommendation", "micro_batch_size", "confidence", "answer"),
     *("devices_needed", "software", "request_key"),
 )
+MEMORY_TOLERANCE = 0.1
+"""The free memory of a host or a GPU is never twice the same; by more than this, other candidates would fit."""
+
+_MOST_TRIED = 5
 _IN_FINGERPRINT = frozenset(SoftwareVersions.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a worker measures a request with: its hardware, its versions, and how many of its devices."""
+    """What a worker measures a request with: its hardware, its versions, how many of its devices, and their memory.
+
+    `memory_limit_bytes` is what a job may use of a device by default; null if the worker does not tell it.
+    """
 
     fingerprint: str
     software: str
     devices_needed: int
+    memory_limit_bytes: int | None
+
+    @classmethod
+    def of(
+        cls,
+        request: ExplorationRequest,
+        fingerprint: str,
+        num_devices: int,
+        targets: Mapping[str, str],
+        versions: Mapping[str, str],
+        memory_limit_bytes: int | None,
+    ) -> Offer:
+        """Return what a worker offers a request that it can run."""
+        software = software_of(request.target_name, targets, versions)
+        return cls(fingerprint, software, request.devices_needed(num_devices), memory_limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +83,6 @@ def software_of(target: str, targets: Mapping[str, str], versions: Mapping[str, 
     return ", ".join(describe_target(name, version) for name, version in (*measured, *others))
 
 
-def offer_of(
-    request: ExplorationRequest,
-    fingerprint: str,
-    num_devices: int,
-    targets: Mapping[str, str],
-    versions: Mapping[str, str],
-) -> Offer:
-    """Return what a worker offers a request that it can run."""
-    software = software_of(request.target_name, targets, versions)
-    return Offer(fingerprint, software, request.devices_needed(num_devices))
-
-
 def find_answer_of_live(database: Database, request: ExplorationRequest, owner: str) -> StoredAnswer | None:
     """Return a stored answer to an owner's request, measured with what a live worker has; null if there is none."""
     if request.fresh:
@@ -79,7 +90,10 @@ def find_answer_of_live(database: Database, request: ExplorationRequest, owner: 
     with database.read() as connection:
         live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
     offers = {
-        offer_of(request, worker.fingerprint, worker.num_devices, worker.targets, worker.versions)
+        Offer.of(
+            *(request, worker.fingerprint, worker.num_devices, worker.targets, worker.versions),
+            worker.memory_limit_bytes,
+        )
         for worker in live
         if request.target_name in worker.targets
         and request.device_kind in {None, worker.device_kind}
@@ -96,11 +110,13 @@ def find_answer(
     It must belong to the `owner` of the request, because nobody learns what others have measured.
 
     An exploration answers if it measured, if it succeeded, and if its confidence is at least what the request's budget
-    asks for, or its search for as much ended by its own rule. A report of a real run that the owner sent later says
-    more than the answer knows, so it does not answer any more.
+    asks for, or its search for as much ended by its own rule. The offered memory must be about what it was measured
+    with, and what it recommends must fit. A report of a real run that the owner sent later says more than the answer
+    knows, so it does not answer any more.
     """
+    offers = tuple(offers)
     key = request_key(request)
-    alike = [
+    measured_alike = [
         sa.and_(
             jobs.c.fingerprint == offer.fingerprint,
             jobs.c.software == offer.software,
@@ -108,7 +124,7 @@ def find_answer(
         )
         for offer in offers
     ]
-    if request.fresh or key is None or not alike:
+    if request.fresh or key is None or not measured_alike:
         return None
     same = jobs.alias()
     reported_since = (
@@ -130,18 +146,33 @@ def find_answer(
             jobs.c.state == JobState.SUCCEEDED.value,
             jobs.c.reused_from.is_(None),
             jobs.c.serves_up_to >= request.budget.confidence_target,
-            sa.or_(*alike),
+            sa.or_(*measured_alike),
             ~reported_since,
         )
         .order_by(jobs.c.finished_at.desc(), jobs.c.id.desc())
-        .limit(1)
+        .limit(_MOST_TRIED)
     )
     with database.read() as connection:
-        row = connection.execute(query).one_or_none()
-    if row is None:
-        return None
-    job = job_from_row(row)
-    return None if job.unreadable is not None else _stored_answer(job, row)
+        rows = connection.execute(query).all()
+    for row in rows:
+        job = job_from_row(row)
+        measured_with = (row.fingerprint, row.software, row.devices_needed)
+        alike = (o for o in offers if (o.fingerprint, o.software, o.devices_needed) == measured_with)
+        if job.unreadable is None and any(_has_room(job, request, offer.memory_limit_bytes) for offer in alike):
+            return _stored_answer(job, row)
+    return None
+
+
+def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int | None) -> bool:
+    """Whether a stored answer holds with such a limit of the device's memory, too."""
+    best = None if job.answer is None else job.answer.recommendation
+    if job.report is None or best is None or limit_bytes is None:
+        return False
+    hardware = job.report.hardware
+    measured = memory_limit(request, hardware)
+    offered = memory_limit(request, hardware.model_copy(update={"memory_limit_bytes": limit_bytes}))
+    required = max(best.required_bytes, best.dividing.required_bytes if best.dividing is not None else 0)
+    return required <= offered and abs(offered - measured) <= MEMORY_TOLERANCE * measured
 
 
 def _stored_answer(job: Job, row: sa.Row[Any]) -> StoredAnswer | None:

@@ -185,6 +185,7 @@ workers = sa.Table(
     sa.Column("devices", sa.String(255), nullable=False, server_default=""),
     sa.Column("versions", _JSON, nullable=False, server_default="{}", doc="Of what it measures with, by name."),
     sa.Column("targets", _JSON, nullable=False, server_default="{}", doc="The version of each target, by name."),
+    sa.Column("memory_limit_bytes", sa.BigInteger, doc="What a job may use of a device by default."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),
 )

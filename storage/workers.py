@@ -30,7 +30,8 @@ class WorkerInfo:
 
     `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
     and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
-    that one and three more.
+    that one and three more. `memory_limit_bytes` is what a job may use of a device by default; null in the entry of an
+    earlier version.
     """
 
     id: str
@@ -43,6 +44,7 @@ class WorkerInfo:
     targets: Mapping[str, str] = field(default_factory=dict)
     devices: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    memory_limit_bytes: int | None = None
 
 
 class WorkerState(StrEnum):
@@ -71,6 +73,14 @@ class KnownWorker:
     job_id: str | None
     started_at: datetime
     last_seen_at: datetime
+
+
+def is_run_by_another(database: Database, job_id: str, own_prefix: str) -> bool:
+    """Whether a live worker runs a job whose id does not begin with this prefix."""
+    return any(
+        worker.job_id == job_id and worker.state is WorkerState.MEASURING and not worker.info.id.startswith(own_prefix)
+        for worker in list_known_workers(database)
+    )
 
 
 def register_worker(database: Database, worker: WorkerInfo) -> None:

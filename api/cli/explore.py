@@ -120,24 +120,31 @@ def run_embedded(
     target: str | None,
     *,
     as_json: bool,
+    spares_others: bool = False,
 ) -> ExitCode:
     """Run an exploration as `open_embedded` does, follow it to its end and print the answer."""
     local = target if options.split_target(target)[1] is not None else None
-    with open_embedded(request, start, device, target) as (client, job, watchdog):
+    with open_embedded(request, start, device, target, spares_others=spares_others) as (client, job, watchdog):
         say(f"exploration {job.id}, kept in {shown_url(environment().database_url)}")
         given = [part for name, value in (("--device", device), ("--target", local)) if value for part in (name, value)]
         again = shlex.join(["bexp", "resume", job.id, *given])
-        last = _follow_or_cancel(client, job, watchdog, again, as_json=as_json)
+        last = follow_or_cancel(client, job, watchdog, again, as_json=as_json, spares_others=spares_others)
         return conclude(client, job.id, last, as_json=as_json)
 
 
 @contextmanager
 def open_embedded(
-    request: ExplorationRequest, start: Callable[[Client], Job], device: str | None, target: str | None = None
+    request: ExplorationRequest,
+    start: Callable[[Client], Job],
+    device: str | None,
+    target: str | None = None,
+    *,
+    spares_others: bool = False,
 ) -> Iterator[tuple[Client, Job, Watchdog]]:
     """Start a service with one worker and `start` an exploration there, which is the worker's only one.
 
-    `device` and `target` are as on the command line, null if they were not given.
+    `device` and `target` are as on the command line, null if they were not given. What ends the command cancels the
+    exploration, with `spares_others` only if no other worker runs it.
     """
     counts = usable_device_counts(request)
     group = counts[-1] > 1
@@ -155,7 +162,7 @@ def open_embedded(
         Client(service.url) as client,
     ):
         job = start(client)
-        service.adopt(job.id)
+        service.adopt(job.id, spares_others=spares_others)
         yield client, job, Watchdog(client, job, service, counts[0])
 
 
@@ -185,13 +192,19 @@ def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
     return tuple(sorted({request.devices_needed(available) for available in steps}))
 
 
-def _follow_or_cancel(client: Client, job: Job, watchdog: Watchdog, again: str, *, as_json: bool) -> Event:
+def follow_or_cancel(
+    client: Client, job: Job, watchdog: Watchdog, again: str, *, as_json: bool, spares_others: bool
+) -> Event:
+    """Follow an exploration to its end. What stops this stops the exploration, too, because nobody waits for it."""
     try:
         return follow(client, job, to_stderr=as_json, check=watchdog)
     except BaseException as error:
-        # No other worker will run the exploration, so what stopped the command stops it, too.
         with suppress(ProblemError, ServiceError):
-            cancel(client, job.id)
+            other = watchdog.other_worker() if spares_others else None
+            if other is None:
+                cancel(client, job.id)
+            else:
+                say(f"exploration {job.id} goes on: worker {other} runs it")
         if isinstance(error, KeyboardInterrupt):
             say_best(client, job.id)
             say(f"`{again}` goes on where it stopped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from api.cli.errors import CommandError, ExitCode, say
 from api.cli.explore import WorkerDevice, run_embedded
 from api.cli.job_ids import find_job
 from api.cli.jobs import JobId, follow_job
+from api.client import Client
 
 LocalTarget = Annotated[
     str | None, typer.Option("--target", metavar="FILE.py:NAME", help="The class of your own that is measured.")
@@ -44,4 +46,5 @@ def resume(
         )
     if job.state == "running":
         say("it runs already, or its worker has died: this command's worker takes it over if it has")
-    raise typer.Exit(run_embedded(job.request, lambda client: client.resume(job.id), device, target, as_json=as_json))
+    start = partial(Client.resume, job_id=job.id)
+    raise typer.Exit(run_embedded(job.request, start, device, target, as_json=as_json, spares_others=True))

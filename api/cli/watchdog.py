@@ -52,9 +52,17 @@ class Watchdog:
             return
         self._ask_at = self._clock() + ASK_SECONDS
         now = self._client.get(self._job.id)
-        self._is_claimed = now.attempt > self._job.attempt or now.is_final
+        self._is_claimed = now.attempt > self._job.attempt or now.is_final or self.other_worker() is not None
         if not self._is_claimed:
             self._look(self._service.last_words())
+
+    def other_worker(self) -> str | None:
+        """Return the live worker that runs the job and is not the embedded one; null if there is none."""
+        for worker in self._client.workers():
+            here = worker.exploration == self._job.id and worker.state == "measuring"
+            if here and not self._service.owns(worker.id):
+                return worker.id
+        return None
 
     def _look(self, words: str) -> None:
         if READY in words:

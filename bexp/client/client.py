@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.connection import EXPLORATIONS, Connection, exploration_path
+from bexp.client.connection import EXPLORATIONS, ConnectedClient, Connection, exploration_path
 from bexp.client.events import PATIENCE_SECONDS, follow_events
 from bexp.client.exploration import Event, Exploration
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8642"
 
 
-class Client:
+class Client(ConnectedClient):
     """Talks to one service. Close it, or use it in a `with`.
 
     `url` and `token` are those of BEXP_API_URL and BEXP_API_TOKEN if they are not given. `timeout` is in seconds, for
@@ -30,22 +29,6 @@ class Client:
         self.connection = Connection(
             url or os.environ.get("BEXP_API_URL") or DEFAULT_URL, token or os.environ.get("BEXP_API_TOKEN"), timeout
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.connection.close()
-
-    def is_alive(self) -> bool:
-        """Return whether a service answers."""
-        return self.connection.is_alive()
 
     def submit(self, config: Configuration, *, idempotency_key: str | None = None, **fields: Any) -> Exploration:
         """Submit a configuration, with `fields` of the request in place of its own.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import httpx
 
@@ -134,6 +135,28 @@ class Connection:
         if isinstance(error, httpx.TimeoutException):
             return f"the service at {self.url} did not answer in time"
         return f"the connection to {self.url} broke: {error or type(error).__name__}"
+
+
+class ConnectedClient:
+    """What all clients of one `connection` share. Close it, or use it in a `with`."""
+
+    connection: Connection
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.connection.close()
+
+    def is_alive(self) -> bool:
+        """Return whether a service of this kind answers at the URL."""
+        return self.connection.is_alive()
 
 
 def exploration_path(job_id: str, *rest: str) -> str:

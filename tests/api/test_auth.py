@@ -25,6 +25,10 @@ PROTECTED = [
     ("GET", "/v1/explorations/0/run-reports"),
     ("POST", "/v1/explorations/0/run-reports"),
     ("GET", "/v1/workers"),
+    ("GET", "/v1/audit"),
+    ("GET", "/v1/quotas"),
+    ("GET", "/v1/owners/{owner}/quota"),
+    ("PUT", "/v1/owners/{owner}/quota"),
     ("GET", "/v1/schema"),
     ("GET", "/metrics"),
 ]

@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter
 
-from api import examples, resources
+from api import administration, examples, resources
 from api.problems import Problem
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
@@ -84,6 +84,8 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
         (resources.TrialPage, examples.TRIALS),
         (resources.RunReportResource, examples.RUN_REPORT),
         (resources.RunReportPage, examples.RUN_REPORTS),
+        (administration.AuditPage, examples.AUDIT),
+        (administration.QuotaList, examples.QUOTAS),
     ],
 )
 def test_the_examples_are_what_the_service_answers(model: type[BaseModel], example: dict[str, Any]) -> None:

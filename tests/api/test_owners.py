@@ -22,7 +22,7 @@ from api.settings import ServiceSettings
 from storage.audit import Action, read_audit
 from storage.database import Database
 from storage.jobs import JobState
-from storage.owners import USUAL_SCOPES, Scope
+from storage.owners import ALL_SCOPES, USUAL_SCOPES, Scope
 from storage.queue import Queue
 from storage.quotas import Quota, set_quota
 from storage.tables import tokens
@@ -45,28 +45,30 @@ def header(
 def needed_scope(method: str, path: str) -> Scope | None:
     if path == "/v1/schema":
         return None
+    if path in {"/v1/audit", "/v1/quotas", "/v1/owners/{owner}/quota"}:
+        return Scope.ADMIN
     if method == "get":
         return Scope.READ
     return Scope.CANCEL if method == "delete" or path.endswith("/cancel") else Scope.SUBMIT
 
 
 def test_every_route_needs_a_scope(guarded: TestClient, sqlite_database: Database) -> None:
-    others = {
-        scope: header(sqlite_database, f"not-{scope}", *(USUAL_SCOPES - {scope})) for scope in sorted(USUAL_SCOPES)
-    }
+    others = {scope: header(sqlite_database, f"not-{scope}", *(USUAL_SCOPES - {scope})) for scope in sorted(ALL_SCOPES)}
     refused = 0
     for path, item in guarded.get("/openapi.json").json()["paths"].items():
         for method in item:
             scope = needed_scope(method, path)
             if path in {"/healthz", "/readyz"} or scope is None:
                 continue
-            response = guarded.request(method, path.replace("{exploration_id}", "0"), headers=others[scope])
+            response = guarded.request(
+                method, path.replace("{exploration_id}", "0").replace("{owner}", "a"), headers=others[scope]
+            )
             assert_problem(response, 403)
             assert response.json()["type"] == "urn:bexp:problem:insufficient-scope"
             assert f"'{scope}'" in response.json()["detail"]
             assert 'error="insufficient_scope"' in response.headers["WWW-Authenticate"]
             refused += 1
-    assert refused >= 11
+    assert refused >= 15
 
 
 def test_a_token_with_one_scope_does_what_it_says(guarded: TestClient, sqlite_database: Database, queue: Queue) -> None:
@@ -251,3 +253,37 @@ def test_a_network_of_an_ipv6_host_is_one_address() -> None:
     assert address_key("2001:db8:1:2:3::4") == address_key("2001:db8:1:2::9") != address_key("2001:db8:1:3::9")
     assert address_key(None) == address_key("") == "unknown"
     assert address_key("testclient") == "testclient"
+
+
+def test_an_administrator_reads_the_audit_page_by_page(guarded: TestClient, sqlite_database: Database) -> None:
+    admin = header(sqlite_database, "root", Scope.ADMIN, owner="ops")
+    for owner in ("team-a", "team-b"):
+        assert guarded.put(f"/v1/owners/{owner}/quota", json={"max_queued": 1}, headers=admin).is_success
+    first = guarded.get("/v1/audit", params={"limit": 2}, headers=admin).json()
+    assert [(one["action"], one["subject"], one["owner"], one["token"]) for one in first["items"]] == [
+        ("set quota", "team-b", "ops", "root"),
+        ("set quota", "team-a", "ops", "root"),
+    ]
+    rest = guarded.get("/v1/audit", params={"cursor": first["next_cursor"]}, headers=admin).json()
+    assert [one["action"] for one in rest["items"]] == ["create token"]
+    assert rest["next_cursor"] is None
+    assert guarded.get("/v1/audit", params={"owner": "team-a"}, headers=admin).json()["items"] == []
+
+
+def test_an_administrator_sets_and_removes_quotas(guarded: TestClient, sqlite_database: Database) -> None:
+    admin = header(sqlite_database, "root", Scope.ADMIN)
+    here, everybody = "/v1/owners/team-a/quota", "/v1/owners/*/quota"
+    none = {"max_queued": None, "max_running": None, "max_device_seconds": None}
+    assert guarded.get(here, headers=admin).json() == none | {"owner": "team-a", "inherited": True}
+    assert guarded.put(everybody, json={"max_running": 2}, headers=admin).json()["max_running"] == 2
+    assert guarded.get(here, headers=admin).json() == none | {"max_running": 2, "owner": "team-a", "inherited": True}
+    own = guarded.put(here, json={"max_queued": 0, "max_device_seconds": 60}, headers=admin).json()
+    assert own == none | {"max_queued": 0, "max_device_seconds": 60, "owner": "team-a", "inherited": False}
+    listed = guarded.get("/v1/quotas", headers=admin).json()["items"]
+    assert [one["owner"] for one in listed] == ["*", "team-a"]
+    submitter = header(sqlite_database, "ci")
+    assert_problem(guarded.post(HERE, json=REQUEST, headers=submitter), 429)
+    assert guarded.put(here, json={}, headers=admin).json()["inherited"]
+    for wrong in ({"max_queued": -1}, {"max_queued": "5"}, {"queued": 5}):
+        assert_problem(guarded.put(here, json=wrong, headers=admin), 422)
+    assert_problem(guarded.put("/v1/owners/-/quota", json={}, headers=admin), 404)

@@ -19,13 +19,13 @@ from storage.workers import WorkerInfo, register_worker
 from tests.contracts.samples import make_recommendation, make_report, make_request
 
 EXPLORATIONS = "/v1/explorations"
-FINGERPRINT = make_report().hardware.fingerprint
+HARDWARE = make_report().hardware
 TARGETS = {"bexp": ""}
 
 
 def add_worker(queue: Queue, worker_id: str) -> None:
-    info = WorkerInfo(worker_id, "host", 1, "cpu", "A device", 1, FINGERPRINT, TARGETS, "cpu", {"torch": "2.13"})
-    register_worker(queue.database, info)
+    told = (HARDWARE.fingerprint, TARGETS, "cpu", {"torch": "2.13"}, HARDWARE.memory_limit_bytes)
+    register_worker(queue.database, WorkerInfo(worker_id, "host", 1, "cpu", "A device", 1, *told))
 
 
 def listed(client: TestClient) -> dict[str, dict[str, Any]]:

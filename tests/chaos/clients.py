@@ -9,9 +9,11 @@ from random import Random
 from typing import Any
 
 import httpx
+import sqlalchemy as sa
 
 from storage.database import DATABASE_TROUBLE, Database
 from storage.jobs import JobState, get_summary
+from storage.tables import jobs
 from tests.chaos.processes import TABLE, Service
 from workers.replay.recording import Recording
 
@@ -20,7 +22,7 @@ CANCEL_SHARE = 0.1
 ENDLESS = 2000
 """Trials of a job that takes long enough to be cancelled while it runs."""
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 
 
 class Clients:
@@ -30,6 +32,8 @@ class Clients:
         self.job_ids: dict[str, str] = {}
         """By idempotency key."""
         self.finished: set[str] = set()
+        self.last_seqs: dict[str, int] = {}
+        """How long the log of each job was when it was last looked at."""
         self.cancelled: set[str] = set()
         """Jobs that somebody has asked to cancel."""
         self._service = service
@@ -37,6 +41,7 @@ class Clients:
         self._rng = rng
         self._open_jobs = open_jobs
         self._num_trials = num_trials
+        self._http = httpx.Client()
         self._request = Recording.read(TABLE).header.request
         self._ended = threading.Event()
         self._errors: list[BaseException] = []
@@ -58,11 +63,17 @@ class Clients:
         for error in self._errors:
             raise error
 
+    def close(self) -> None:
+        """Close the connections to the API."""
+        self._http.close()
+
     def note_finished(self) -> None:
         """Look which jobs have finished."""
         with suppress(*DATABASE_TROUBLE):
             for job_id in self.open:
-                if get_summary(self._database, job_id).state.is_final:
+                summary = get_summary(self._database, job_id)
+                self.last_seqs[job_id] = summary.last_seq
+                if summary.state.is_final:
                     self.finished.add(job_id)
 
     def await_start(self) -> None:
@@ -70,24 +81,34 @@ class Clients:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError):
-                if httpx.get(f"{self._service.url}/readyz", timeout=5).is_success:
+                if self._http.get(f"{self._service.url}/readyz", timeout=5).is_success:
                     return
             time.sleep(0.1)
         raise RuntimeError("the API does not start")
 
+    def start_long(self) -> str:
+        """Submit a job that would run for long; return its id."""
+        reply = self._http.post(f"{self._service.url}/v1/explorations", json=self._document(0, ENDLESS), timeout=60)
+        return str(reply.json()["id"])
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job, and wait for its end."""
+        self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=60)
+        self._await(job_id, {JobState.CANCELLED})
+
+    def owner_of(self, job_id: str) -> str:
+        """Return the worker that holds a job."""
+        with self._database.read() as connection:
+            return str(connection.scalar(sa.select(jobs.c.owner).where(jobs.c.id == job_id)))
+
     def time_cancel(self) -> float | None:
         """Return the seconds from the cancel of a running job to its end; null if it did not start in time."""
-        reply = httpx.post(f"{self._service.url}/v1/explorations", json=self._document(0, ENDLESS), timeout=60)
-        job_id = str(reply.json()["id"])
-        try:
-            if not self._await(job_id, {JobState.RUNNING}):
-                return None
-            time.sleep(self._rng.uniform(0.0, 0.5))
-        finally:
-            begin = time.monotonic()
-            httpx.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=60)
-        self._await(job_id, {JobState.CANCELLED})
-        return time.monotonic() - begin
+        job_id = self.start_long()
+        started = self._await(job_id, {JobState.RUNNING})
+        time.sleep(self._rng.uniform(0.0, 0.5))
+        begin = time.monotonic()
+        self.cancel(job_id)
+        return time.monotonic() - begin if started else None
 
     def _await(self, job_id: str, states: set[JobState]) -> bool:
         deadline = time.monotonic() + START_SECONDS
@@ -102,7 +123,7 @@ class Clients:
             while not self._ended.is_set():
                 self.note_finished()
                 with suppress(httpx.HTTPError):
-                    httpx.get(f"{self._service.url}/healthz", timeout=1)
+                    self._http.get(f"{self._service.url}/healthz", timeout=1)
                     self._service.note_answer()
                     self._submit()
                 self._ended.wait(PAUSE_SECONDS)
@@ -116,7 +137,7 @@ class Clients:
             if key in self.job_ids or self._ended.is_set():
                 continue
             with suppress(httpx.HTTPError, KeyError, ValueError):
-                reply = httpx.post(
+                reply = self._http.post(
                     f"{self._service.url}/v1/explorations",
                     json=self._document(number % 3, self._num_trials),
                     headers={"Idempotency-Key": key},
@@ -130,7 +151,7 @@ class Clients:
     def _cancel_some(self, job_id: str) -> None:
         if self._rng.random() < CANCEL_SHARE:
             self.cancelled.add(job_id)
-            httpx.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=5)
+            self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=5)
 
     def _document(self, seed: int, num_trials: int) -> dict[str, Any]:
         budget = self._request.budget.model_copy(

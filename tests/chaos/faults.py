@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
 
+import sqlalchemy as sa
+
+from storage.database import DATABASE_TROUBLE, Database
+from storage.jobs import JobState
+from storage.tables import jobs
 from tests.chaos.databases import ChaosDatabase
+from tests.chaos.fork_server import StartedProcess
 from tests.chaos.processes import LEASE_SECONDS, Service
 
-API_LIFE_SECONDS = 3.0
+API_LIFE_SECONDS = 1.0
 """An API that is killed sooner after its first answer would hardly serve anybody."""
+
+DATABASE_LIFE_SECONDS = 8.0
+"""Between two outages the others find something to do."""
+
+AIMED_SHARE = 0.8
+"""Of the faults of a worker: they strike one that runs a job. The others strike whichever, such as one that starts."""
 
 
 class Faults:
     """Kills, freezes and outages. `hurt` begins one, `tend` ends what is over and starts what has died."""
 
-    def __init__(self, service: Service, database: ChaosDatabase, rng: Random) -> None:
+    def __init__(self, service: Service, database: ChaosDatabase, opened: Database, rng: Random) -> None:
         self.counts: Counter[str] = Counter()
+        self.num_during_jobs = 0
+        """How many faults struck a worker that ran a job."""
+        self._opened = opened
         self._service = service
         self._database = database
         self._rng = rng
-        self._frozen: dict[int, tuple[float, subprocess.Popen[bytes]]] = {}  # by pid: until when
+        self._frozen: dict[int, tuple[float, StartedProcess]] = {}  # by pid: until when
         self._outage: threading.Thread | None = None
+        self._database_answers_since = time.monotonic()
 
-    def hurt(self) -> None:
-        """Begin one fault."""
+    def hurt(self) -> bool:
+        """Begin one fault, if the one that is drawn can begin now."""
         choices: list[tuple[str, int, Callable[[], bool]]] = [
             ("worker_kill", 4, self._kill_worker),
             ("worker_freeze_past_lease", 4, self._freeze_worker),
@@ -38,7 +53,9 @@ class Faults:
             (self._database.fault, 1, self._hurt_database),
         ]
         name, _, begin = self._rng.choices(choices, weights=[weight for _, weight, _ in choices])[0]
-        self.counts[name] += begin()
+        begun = begin()
+        self.counts[name] += begun
+        return begun
 
     def tend(self) -> None:
         """Let go on what was frozen long enough, and start another process for each that has ended."""
@@ -59,20 +76,40 @@ class Faults:
             time.sleep(0.05)
 
     def _kill_worker(self) -> bool:
-        worker = self._rng.choice(self._service.workers)
+        worker = self._choose_worker(self._service.workers)
+        if worker is None:
+            return False
         worker.kill()
         worker.wait()
         return True
 
     def _freeze_worker(self) -> bool:
         """Freeze a worker until its lease is over; meanwhile another one may take its job."""
-        running = [worker for worker in self._service.workers if worker.pid not in self._frozen]
-        if not running:
+        worker = self._choose_worker([worker for worker in self._service.workers if worker.pid not in self._frozen])
+        if worker is None:
             return False
-        worker = self._rng.choice(running)
         worker.send_signal(signal.SIGSTOP)
         self._frozen[worker.pid] = (time.monotonic() + LEASE_SECONDS + self._rng.uniform(0.2, 2.0), worker)
         return True
+
+    def _choose_worker(self, among: Sequence[StartedProcess]) -> StartedProcess | None:
+        """Return the worker to strike: mostly one that runs a job. Null if there is none."""
+        owners = self._owners()
+        alive = [worker for worker in among if worker.poll() is None]
+        busy = [worker for worker in alive if any(f"-{worker.pid}-replay-" in owner for owner in owners)]
+        choices = busy if self._rng.random() < AIMED_SHARE else alive
+        if not choices:
+            return None
+        worker = self._rng.choice(choices)
+        self.num_during_jobs += worker in busy
+        return worker
+
+    def _owners(self) -> list[str]:
+        """The workers that hold a job, as far as the database tells it now."""
+        query = sa.select(jobs.c.owner).where(jobs.c.state == JobState.RUNNING.value)
+        with suppress(*DATABASE_TROUBLE), self._opened.read() as connection:
+            return [str(owner) for owner in connection.scalars(query)]
+        return []
 
     def _kill_api(self) -> bool:
         answers_since = self._service.api_answers_since
@@ -85,7 +122,13 @@ class Faults:
     def _hurt_database(self) -> bool:
         if self._outage is not None and self._outage.is_alive():
             return False
-        rng = Random(self._rng.random())
-        self._outage = threading.Thread(target=self._database.hurt, args=(rng,))
+        if time.monotonic() - self._database_answers_since < DATABASE_LIFE_SECONDS:
+            return False
+
+        def hurt(rng: Random) -> None:
+            self._database.hurt(rng)
+            self._database_answers_since = time.monotonic()
+
+        self._outage = threading.Thread(target=hurt, args=(Random(self._rng.random()),))
         self._outage.start()
         return True

@@ -10,21 +10,33 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import psutil
 
+from tests.chaos.fork_server import ForkServer, StartedProcess
+
 ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 2.0
+END_SECONDS = 90.0
+"""How long a process may take to end, on a machine that has more to do."""
+
 TABLE = ROOT / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
 
 
 class Service:
-    """Starts processes on one database, and starts another for each that has ended."""
+    """Starts processes on one database, and starts another for each that has ended.
 
-    def __init__(self, database_url: str, folder: Path, num_workers: int, port: int | None = None) -> None:
+    `cold_share` of them are started by the interpreter, the others by a fork server.
+    """
+
+    def __init__(
+        self, database_url: str, folder: Path, num_workers: int, port: int | None = None, cold_share: float = 0.05
+    ) -> None:
         self.database_url = database_url
         self.exits: dict[str, int] = {}
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self.num_cold_starts = 0
+        self.workers: list[StartedProcess] = []
         self._reserved = reserve(port or 0)
         self.port: int = self._reserved.getsockname()[1]
         self.api_answers_since: float | None = None
@@ -34,6 +46,7 @@ class Service:
         self._environment |= {
             "BEXP_DATABASE_URL": database_url,
             "BEXP_LEASE_SECONDS": str(LEASE_SECONDS),
+            "BEXP_MAX_ATTEMPTS": "100",  # faults come so fast that one job may be struck 20 times before its next trial
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
             "TMPDIR": str(folder),
@@ -41,6 +54,9 @@ class Service:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
         }
+        self._cold_share = cold_share
+        self._rng = Random(num_workers)
+        self._fork_server = ForkServer(self._environment, self._log)
         self.api = self._start_api()
         self.workers = [self._start_worker() for _ in range(num_workers)]
 
@@ -71,7 +87,7 @@ class Service:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + END_SECONDS
         for process in processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
@@ -79,7 +95,9 @@ class Service:
                 process.kill()
                 process.wait()
         self._reserved.close()
-        return [worker.returncode for worker in self.workers]
+        statuses = [worker.wait() for worker in self.workers]
+        self._fork_server.end()
+        return statuses
 
     def complaints(self) -> list[str]:
         """The errors that the processes logged, apart from a database that was away when a worker started."""
@@ -97,20 +115,23 @@ class Service:
                 found += process.environ().get("BEXP_DATABASE_URL") == self.database_url
         return found
 
-    def _note(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def _note(self, name: str, process: StartedProcess) -> None:
         key = f"{name} {process.returncode}"
         self.exits[key] = self.exits.get(key, 0) + 1
 
-    def _start_api(self) -> subprocess.Popen[bytes]:
+    def _start_api(self) -> StartedProcess:
         self.api_answers_since = None
-        return self._start("-m", "api.cli", "serve", "--port", str(self.port))
+        return self._start("api.cli", "serve", "--port", str(self.port))
 
-    def _start_worker(self) -> subprocess.Popen[bytes]:
-        return self._start("-m", "workers", "--device", f"replay:{TABLE}")
+    def _start_worker(self) -> StartedProcess:
+        return self._start("workers", "--device", f"replay:{TABLE}")
 
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(self, module: str, *arguments: str) -> StartedProcess:
+        if self._rng.random() >= self._cold_share:
+            return self._fork_server.start(module, *arguments)
+        self.num_cold_starts += 1
         return subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-m", module, *arguments],
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,

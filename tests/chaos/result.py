@@ -20,13 +20,23 @@ CANCEL_LIMIT_SECONDS = 5.0
 
 @dataclass
 class Result:
-    """What one campaign did, and what it found. `cancel_seconds` were taken while nothing was hurt."""
+    """What one campaign did, and what it found.
+
+    Attributes:
+        cpu_seconds: of the harness and the service, without a PostgreSQL server.
+        cold_starts: processes that the interpreter started; the others were forks.
+        faults_during_jobs: those of a worker that ran a job, and not of an idle one or of one that was starting.
+        cancel_seconds: taken while nothing was hurt.
+    """
 
     commit: str
     database: str
     seed: int
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    cold_starts: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    faults_during_jobs: int = 0
     jobs: int = 0
     cancelled_jobs: int = 0
     attempts: int = 0
@@ -54,8 +64,11 @@ def sum_results(results: Sequence[Result], lost: Sequence[str] = ()) -> dict[str
         "campaigns": len(results) + len(lost),
         "seeds": [result.seed for result in results],
         "seconds": max((result.seconds for result in results), default=0.0),
+        "cpu_seconds": round(sum(result.cpu_seconds for result in results), 1),
+        "cold_starts": sum(result.cold_starts for result in results),
         "num_faults": sum(faults.values()),
         "faults": dict(sorted(faults.items())),
+        "faults_during_jobs": sum(result.faults_during_jobs for result in results),
         "jobs": sum(result.jobs for result in results),
         "cancelled_jobs": sum(result.cancelled_jobs for result in results),
         "attempts": sum(result.attempts for result in results),

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from pathlib import Path
+
 import pytest
 
 from tests.chaos.campaign import Plan, run_campaign
 from tests.chaos.clients import START_SECONDS
 from tests.chaos.result import Result, sum_results
+from tests.chaos.rounds import read_rounds, run_rounds
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_few_faults_break_no_promise() -> None:
-    result = run_campaign(Plan(seconds=3.0, seed=1, num_trials=6, num_cancels=1))
+    result = run_campaign(Plan(seconds=3.0, seed=1, fault_seconds=0.5, num_trials=6, num_cancels=1))
     assert result.violations == []
     assert result.jobs >= 1
     assert result.faults
@@ -25,3 +31,25 @@ def test_campaigns_are_summed_up_with_what_each_broke() -> None:
     found = sum_results([calm, hurt], ["seed 3: no result"])
     assert (found["campaigns"], found["jobs"], found["num_faults"]) == (3, 5, 7)
     assert found["violations"] == ["seed 2: 2 orphans", "seed 3: no result", "of 101 cancels, 1% took 9 s or longer"]
+
+
+def test_rounds_are_added_to_a_file_on_both_databases_until_a_signal_ends_them(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.json"
+
+    def run(plan: Plan, ending: threading.Event) -> Result:
+        if len(read_rounds(path)) == 1:
+            raise RuntimeError("the API does not start")
+        if len(read_rounds(path)) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ending.wait(5)
+        return Result("c", "PostgreSQL" if plan.postgres else "SQLite", plan.seed, faults={"api_kill": 2})
+
+    assert run_rounds(1, Plan(seconds=1, seed=0), path, run=run) == 0
+    assert run_rounds(9, Plan(seconds=1, seed=0), path, run=run) == 1
+    rounds = read_rounds(path)
+    assert [(done["database"], done["num_faults"]) for done in rounds] == [
+        ("SQLite", 2),
+        ("PostgreSQL", 0),
+        ("SQLite", 2),
+    ]
+    assert rounds[1]["violations"][0].endswith("the campaign stopped: RuntimeError: the API does not start")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from tests.cli.conftest import Run
 from tests.cli.samples import ANSWER, TINY
 from tests.contracts.samples import make_report
 
-REPORT = make_report()
+ROOM = {"memory_bytes": 1 << 34, "memory_limit_bytes": 1 << 33}
+REPORT = make_report().model_copy(update={"hardware": make_report().hardware.model_copy(update=ROOM)})
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored
     claim = queue.claim("w-1", device_kind="cpu", num_devices=1, fingerprint=REPORT.hardware.fingerprint)
     assert claim is not None
     info = WorkerInfo("w-1", "host", 1, "cpu", "A device", 1, REPORT.hardware.fingerprint, {"bexp": ""}, "cpu")
-    register_worker(queue.database, info)
+    register_worker(queue.database, replace(info, memory_limit_bytes=REPORT.hardware.memory_limit_bytes))
     assert f"measuring {first}" in bexp("workers").stdout
     queue.pin(claim.lease, REPORT)
     (variant,) = ANSWER.variants

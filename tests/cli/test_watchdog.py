@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import pytest
 
+from api.cli import explore
 from api.cli.errors import CommandError
 from api.cli.watchdog import Watchdog
-from api.client import Client, Job, ServiceError
+from api.client import Client, Job, ServiceError, Worker
 from api.embedded import NOTHING, EmbeddedService
 from tests.cli.samples import job_document
 
@@ -20,6 +21,8 @@ class Stub:
         self.words = words
         self.job = Job.model_validate(job_document("queued", **job))
         self.now = 100.0
+        self.running_worker: str | None = None
+        self.cancelled: list[str] = []
 
     def check(self) -> None:
         if self.words == "dead":
@@ -30,6 +33,20 @@ class Stub:
 
     def get(self, _job_id: str) -> Job:
         return self.job
+
+    def workers(self) -> tuple[Worker, ...]:
+        if self.running_worker is None:
+            return ()
+        known = {"id": self.running_worker, "state": "measuring", "exploration": self.job.id, "host": "h"}
+        known |= {"devices": "cpu", "num_devices": 1, "device_name": "cpu", "versions": {}, "targets": {}}
+        return (Worker.model_validate(known | {"last_heartbeat_at": "2026-11-22T10:00:00Z"}),)
+
+    def owns(self, worker_id: str) -> bool:
+        return worker_id.startswith("own-")
+
+    def cancel(self, job_id: str) -> Job:
+        self.cancelled.append(job_id)
+        return self.job.model_copy(update={"state": "cancelled"})
 
     def watchdog(self, num_devices: int = 1) -> Watchdog:
         client, service = cast("Client", self), cast("EmbeddedService", self)
@@ -84,3 +101,33 @@ def test_a_job_that_has_been_claimed_is_not_watched_any_more(capsys: pytest.Capt
 def test_a_dead_child_ends_the_watch() -> None:
     with pytest.raises(ServiceError, match="dead"):
         Stub("dead").watchdog()()
+
+
+@pytest.mark.parametrize(
+    ("worker", "spares_others", "ends"),
+    [("own-7-cpu", True, True), (None, True, True), ("other-7-cpu", True, False), ("other-7-cpu", False, True)],
+)
+def test_an_interrupted_resume_leaves_alone_what_another_worker_runs(
+    monkeypatch: pytest.MonkeyPatch, worker: str | None, spares_others: bool, ends: bool
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(explore, "follow", interrupt)
+    monkeypatch.setattr(explore, "say_best", lambda *_: None)
+    stub = Stub("the worker w is ready: a CPU")
+    stub.running_worker = worker
+    with pytest.raises(KeyboardInterrupt):
+        explore.follow_or_cancel(
+            cast("Client", stub), stub.job, stub.watchdog(), "again", as_json=False, spares_others=spares_others
+        )
+    assert stub.cancelled == ([stub.job.id] if ends else [])
+
+
+def test_a_job_that_another_worker_runs_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    stub = Stub("the worker w is ready: a CPU")
+    stub.running_worker = "other-7-cpu"
+    watchdog = stub.watchdog()
+    for _ in range(4):
+        stub.later(9, watchdog)
+    assert capsys.readouterr().err == ""

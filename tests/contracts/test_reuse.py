@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,22 +16,29 @@ from explorer.spec.request_key import request_key
 from storage.audit import Action, read_audit
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import Job, JobNotFoundError, JobState
+from storage.jobs import Job, JobNotFoundError, JobState, get_job
 from storage.leases import Claim
 from storage.owners import LOCAL, USUAL_SCOPES, Caller
 from storage.pruning import delete_job, prune
 from storage.queue import Queue
+from storage.quotas import QueuedQuotaError, Quota, set_quota
 from storage.run_reports import insert_run_report
-from storage.workers import WorkerInfo, WorkerState, list_known_workers, register_worker
+from storage.workers import WorkerInfo, WorkerState, forget_worker, list_known_workers, register_worker
 from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial
 
-FINGERPRINT = make_report().hardware.fingerprint
+HARDWARE = make_report().hardware
+FINGERPRINT = HARDWARE.fingerprint
 TARGETS = {"bexp": "0.2.0"}
 PACKAGES = {"bexp": "0.2.0", "liger-kernel": "0.6.0"}
 OTHER = Caller("other", USUAL_SCOPES)
 
 
-def claim_next(queue: Queue, targets: dict[str, str] | None = None, fingerprint: str = FINGERPRINT) -> Claim | None:
+def claim_next(
+    queue: Queue,
+    targets: dict[str, str] | None = None,
+    fingerprint: str = FINGERPRINT,
+    memory_limit_bytes: int | None = HARDWARE.memory_limit_bytes,
+) -> Claim | None:
     return queue.claim(
         "w",
         device_kind="cpu",
@@ -38,11 +46,18 @@ def claim_next(queue: Queue, targets: dict[str, str] | None = None, fingerprint:
         fingerprint=fingerprint,
         targets=TARGETS if targets is None else targets,
         software=PACKAGES,
+        memory_limit_bytes=memory_limit_bytes,
     )
 
 
 def measure(
-    queue: Queue, *, confidence: int = 96, completed_target: int | None = None, by: Caller = LOCAL, **changes: Any
+    queue: Queue,
+    *,
+    confidence: int = 96,
+    completed_target: int | None = None,
+    required_bytes: int = 1 << 21,
+    by: Caller = LOCAL,
+    **changes: Any,
 ) -> Job:
     """Submit a request, and end it with a trial and an answer of this confidence."""
     job, _ = queue.enqueue(make_request(**changes), by=by)
@@ -50,7 +65,7 @@ def measure(
     assert claim is not None
     assert claim.job.id == job.id
     queue.pin(claim.lease, make_report())
-    found = make_recommendation().model_copy(update={"confidence": confidence})
+    found = make_recommendation().model_copy(update={"confidence": confidence, "required_bytes": required_bytes})
     variant = VariantAnswer(
         num_query_groups=4, num_parameters=1, recommendation=found, completed_target=completed_target
     )
@@ -64,11 +79,11 @@ def add_worker(
     fingerprint: str = FINGERPRINT,
     targets: Mapping[str, str] = TARGETS,
     packages: Mapping[str, str] = PACKAGES,
+    memory_limit_bytes: int | None = HARDWARE.memory_limit_bytes,
 ) -> None:
     versions = {"python": "3.12", "torch": "2.13", **packages}
-    register_worker(
-        database, WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, targets, "cpu", versions)
-    )
+    info = WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, targets, "cpu", versions)
+    register_worker(database, replace(info, memory_limit_bytes=memory_limit_bytes))
 
 
 def source(queue: Queue, **changes: Any) -> str | None:
@@ -130,6 +145,49 @@ def test_other_hardware_and_other_versions_measure_again(database: Database) -> 
     assert source(queue) is None
     add_worker(database, packages=PACKAGES | {"liger-kernel": "0.7.0"})
     assert source(queue) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "changes", "serves"),
+    [
+        (1.0, {}, True),
+        (0.95, {}, True),
+        (1.3, {}, False),  # other candidates may fit
+        (0.7, {}, False),
+        (0.7, {"memory_limit_gib": 0.25}, True),  # the request's own limit holds on a CPU, whatever is free
+        (None, {}, False),  # a worker of an earlier version does not tell it
+    ],
+)
+def test_an_answer_serves_where_about_as_much_memory_may_be_used(
+    database: Database, share: float | None, changes: dict[str, Any], serves: bool
+) -> None:
+    queue = Queue(database)
+    limit = None if share is None else round(share * HARDWARE.memory_limit_bytes)
+    first = measure(queue, **changes)
+    add_worker(database, memory_limit_bytes=limit)
+    assert source(queue, **changes) == (first.id if serves else None)
+    forget_worker(database, "live")
+    job, _ = queue.enqueue(make_request(**changes))  # the rule is the same when a worker takes it
+    claim = claim_next(queue, memory_limit_bytes=limit)
+    assert (claim is None) == serves
+    assert (get_job(database, job.id).reused_from is not None) == serves
+
+
+def test_an_answer_whose_recommendation_does_not_fit_does_not_serve(database: Database) -> None:
+    queue = Queue(database)
+    measure(queue, required_bytes=HARDWARE.memory_limit_bytes - 1)
+    add_worker(database, memory_limit_bytes=HARDWARE.memory_limit_bytes - 2)
+    assert source(queue) is None
+
+
+def test_a_stored_answer_takes_nothing_of_a_quota(database: Database) -> None:
+    queue = Queue(database)
+    first = measure(queue)
+    set_quota(database, LOCAL.owner, Quota(max_queued=0, max_running=0, max_device_seconds=0))
+    with pytest.raises(QueuedQuotaError):
+        queue.enqueue(make_request())
+    add_worker(database)
+    assert source(queue) == first.id
 
 
 def test_an_answer_that_its_budget_cut_short_serves_lower_targets_alone(database: Database) -> None:

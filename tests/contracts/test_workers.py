@@ -4,9 +4,13 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
+from api.embedded_api import is_settled
 from storage.database import Database
+from storage.jobs import JobState, get_job
+from storage.queue import Queue
 from storage.tables import workers
 from storage.workers import WorkerInfo, forget_worker, list_workers, register_worker, worker_heartbeat
+from tests.contracts.samples import make_request
 
 WORKER = WorkerInfo("host-1-cpu", "host", 1, "cpu", "A device", 1, "f", {"bexp": "0.1.0", "transformers": "5.23.0"})
 
@@ -35,3 +39,17 @@ def test_registering_again_replaces_and_drops_the_long_dead(database: Database) 
     other = WorkerInfo("host-2-cpu", "host", 2, "cpu", "A device", 1, "f")
     register_worker(database, other)
     assert [worker.info for worker in list_workers(database, live_within=timedelta(days=9))] == [other]
+
+
+def test_what_another_worker_runs_outlives_a_command_that_only_joined_it(database: Database) -> None:
+    queue = Queue(database)
+    register_worker(database, WORKER)
+    job, _ = queue.enqueue(make_request())
+    assert queue.claim(WORKER.id, device_kind="cpu", num_devices=1, fingerprint="f") is not None
+    assert is_settled(queue, job.id, "host-2-")
+    assert get_job(database, job.id).cancel_requested is False
+    assert not is_settled(queue, job.id, "host-1-")  # its own worker has to see the request first
+    assert get_job(database, job.id).cancel_requested is True
+    age(database, timedelta(minutes=1))  # a worker that died runs nothing
+    assert not is_settled(queue, job.id, "host-2-")
+    assert get_job(database, job.id).state is JobState.RUNNING

@@ -16,6 +16,7 @@ from storage.database import DATABASE_TROUBLE, Database
 from storage.leases import Claim
 from storage.notifications import Listener
 from storage.queue import Queue
+from storage.worker_ids import worker_prefix
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
 from workers.jobs.runner import Explore, JobEnd, run_job
@@ -60,7 +61,7 @@ class Worker:
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
     ) -> None:
         host = socket.gethostname()
-        self.id = f"{host[:64]}-{os.getpid()}-{device}-{secrets.token_hex(2)}"
+        self.id = f"{worker_prefix(host, os.getpid())}{device}-{secrets.token_hex(2)}"
         self._host = host
         self._device = device
         self._queue = queue
@@ -94,6 +95,7 @@ class Worker:
                 targets=self._targets,
                 devices=self._device,
                 versions=hardware.versions.model_dump(exclude_none=True) | self._software,
+                memory_limit_bytes=hardware.memory_limit_bytes,
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
@@ -186,6 +188,7 @@ class Worker:
                 targets=self._targets,
                 software=self._software,
                 description=hardware.describe(),
+                memory_limit_bytes=hardware.memory_limit_bytes,
                 among=None if self._job_ids is None else tuple(self._job_ids),
             )
         except DATABASE_TROUBLE as error:

@@ -1,0 +1,54 @@
+"""What the routes of administration show: the audit, and quotas."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.resources import NextCursor
+from storage.audit import Action
+
+QuotaLimit = Annotated[int, Field(ge=0, le=2_000_000_000)] | None
+
+
+class AuditResource(BaseModel):
+    """Who did what: `owner`, `token` and `origin` are those of the caller."""
+
+    at: datetime
+    action: Action
+    subject: Annotated[str, Field(description="The id of an exploration, or the name of a token or an owner.")]
+    owner: str
+    token: Annotated[str | None, Field(description="Its name; null without a token.")]
+    origin: Annotated[str | None, Field(description="The client's address, or user and host of a command.")]
+
+
+class AuditPage(BaseModel):
+    """Records of the audit, the newest first."""
+
+    items: list[AuditResource]
+    next_cursor: NextCursor
+
+
+class QuotaLimits(BaseModel):
+    """The limits of an owner; null is no limit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    max_queued: QuotaLimit = Field(None, description="Explorations in the queue.")
+    max_running: QuotaLimit = Field(None, description="Explorations that run at the same time.")
+    max_device_seconds: QuotaLimit = Field(None, description="Device seconds a day (UTC).")
+
+
+class QuotaResource(QuotaLimits):
+    """The quota of an owner."""
+
+    owner: str
+    inherited: Annotated[bool, Field(description="Whether it is that of `*`, because the owner has none of its own.")]
+
+
+class QuotaList(BaseModel):
+    """The quotas that are set, in the order of the owners' names."""
+
+    items: list[QuotaResource]

@@ -1,0 +1,156 @@
+"""What happens when a worker asks for a job: the choice, the lease, and a stored answer instead of a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from pydantic import ValidationError
+
+from explorer.records.trial import Trial
+from explorer.spec.target import describe_target
+from storage.changes import end_job, end_values, fence, is_unowned, write_job
+from storage.database import Database
+from storage.events import insert_events
+from storage.jobs import Job, JobState, describe_unreadable, job_from_row
+from storage.leases import Claim, Lease
+from storage.queue_settings import QueueSettings
+from storage.reuse import Offer, find_answer, software_of
+from storage.steps import claim_event
+from storage.tables import UTCDateTime, jobs
+from storage.trials import select_trial_documents
+from storage.turns import Conditions, await_turn, find_next, take_turn
+
+_LOST = "in a row that ended with the worker or its device and brought no trial"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A worker that asks for a job; `Queue.claim` explains the fields."""
+
+    worker: str
+    device_kind: str
+    num_devices: int
+    fingerprint: str
+    targets: Mapping[str, str]
+    software: Mapping[str, str]
+    description: str | None
+    memory_limit_bytes: int | None
+
+
+def claim_next(
+    database: Database, settings: QueueSettings, by: Claimant, among: Collection[str] | None = None
+) -> Claim | None:
+    """Take the next job that a worker can run, as `Queue.claim` says."""
+    end_abandoned(database, settings, jobs.c.cancel_requested | _is_exhausted(settings))
+    conditions = _claimable(database, settings, by, among)
+    while True:
+        with database.read() as connection:  # an idle worker takes no write lock
+            found = find_next(database, connection, conditions)
+        if found is None:
+            return None
+        take = sa.update(jobs).where(jobs.c.id == found.scalar_subquery()).values(_values(database, settings, by))
+        with database.begin() as connection:
+            await_turn(database, connection)
+            row = connection.execute(take.returning(*jobs.c)).one_or_none()
+            if row is None:
+                return None
+            if not take_turn(database, connection, row.owned_by):
+                connection.rollback()
+                continue
+            documents = select_trial_documents(connection, row.id)
+            measured = describe_target(row.target, by.targets[row.target])
+            draft = claim_event(row.attempt, by.worker, by.description, measured, len(documents))
+            insert_events(database, connection, row.id, row.last_seq, [draft])
+        claim = _open(database, job_from_row(row), by.worker, documents)
+        if claim is not None and not _answer_from_stored(database, claim, row.owned_by, by):
+            return claim
+
+
+def end_abandoned(database: Database, settings: QueueSettings, abandoned: sa.ColumnElement[bool]) -> None:
+    """End the `abandoned` jobs that nobody runs: cancelled ones, or those whose workers were lost too often."""
+    conditions = [is_unowned(database), abandoned]
+    with database.read() as connection:
+        found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
+    for row in found:
+        with database.begin() as connection:
+            here = [jobs.c.id == row.id, *conditions]
+            if row.cancel_requested:
+                end_job(database, connection, here, JobState.CANCELLED)
+            else:
+                error = f"given up after {settings.max_attempts} attempts {_LOST}"
+                end_job(database, connection, here, JobState.FAILED, error)
+
+
+def _claimable(database: Database, settings: QueueSettings, by: Claimant, among: Collection[str] | None) -> Conditions:
+    """Return what holds for a job that the worker can take now."""
+    return (
+        is_unowned(database),
+        sa.not_(jobs.c.cancel_requested),
+        sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == by.device_kind),
+        jobs.c.target.in_(by.targets),
+        jobs.c.devices_needed <= by.num_devices,
+        sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == by.fingerprint),
+        sa.not_(_is_exhausted(settings)),
+        sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= database.clock()),
+        *([jobs.c.id.in_(among)] if among is not None else []),
+    )
+
+
+def _values(database: Database, settings: QueueSettings, by: Claimant) -> dict[str, Any]:
+    """Return the columns of a job that the worker takes."""
+    return {
+        "state": JobState.RUNNING.value,
+        "owner": by.worker,
+        "attempt": jobs.c.attempt + 1,
+        "lease_expires_at": database.clock(settings.lease),
+        "software": _software(by),
+        "started_at": sa.func.coalesce(jobs.c.started_at, database.clock(), type_=UTCDateTime()),
+        "claimed_at": database.clock(),
+        "waiting_reason": None,
+        "not_before": None,
+        "last_seq": jobs.c.last_seq + 1,
+        "version": jobs.c.version + 1,
+    }
+
+
+def _software(by: Claimant) -> sa.ColumnElement[str | None]:
+    """Return what a job that is claimed has been measured with: null if an earlier claim had other versions."""
+    own = sa.case({target: software_of(target, by.targets, by.software) for target in by.targets}, value=jobs.c.target)
+    return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)
+
+
+def _open(database: Database, job: Job, worker: str, documents: Sequence[Any]) -> Claim | None:
+    """Return the claim of a job that `worker` has just taken. If the job cannot be read, end it and return null."""
+    lease = Lease(job.id, worker, job.attempt)
+    history: tuple[Trial, ...] = ()
+    unreadable = job.unreadable
+    try:
+        history = tuple(Trial.model_validate(document) for document in documents)
+    except ValidationError as error:
+        unreadable = unreadable or describe_unreadable("trial", error)
+    if unreadable is not None or job.request is None:
+        with database.begin() as connection:
+            end_job(database, connection, fence(lease), JobState.FAILED, unreadable)
+        return None
+    return Claim(job, job.request, lease, history)
+
+
+def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Claimant) -> bool:
+    """End a claimed job that has measured nothing yet with a stored answer, if there is one; return whether."""
+    if claim.history:
+        return False
+    offer = Offer.of(claim.request, by.fingerprint, by.num_devices, by.targets, by.software, by.memory_limit_bytes)
+    stored = find_answer(database, claim.request, submitter, [offer])
+    if stored is None:
+        return False
+    values = {**stored.values, **end_values(database, JobState.SUCCEEDED, None)}
+    with database.begin() as connection:
+        write_job(database, connection, claim.lease, stored.drafts, **values)
+    return True
+
+
+def _is_exhausted(settings: QueueSettings) -> sa.ColumnElement[bool]:
+    return jobs.c.attempt - jobs.c.num_releases >= settings.max_attempts

@@ -1,0 +1,228 @@
+"""Times what the service promises, each figure by a command: `python -m tests.chaos.figures posts [--postgres]`.
+
+The result is JSON. It names the load of the machine, because each of these times grows with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+import sqlalchemy as sa
+
+from storage.database import Database, DatabaseLimits, open_database
+from storage.jobs import JobState, get_job
+from storage.queue import Queue
+from storage.schema import upgrade
+from storage.tables import events, jobs
+from storage.trials import read_trials
+from tests.chaos.clients import Clients
+from tests.chaos.databases import PostgresServer, SqliteFile
+from tests.chaos.followers import follow_jobs
+from tests.chaos.processes import LEASE_SECONDS, Service
+from tests.chaos.result import percentile, read_commit, write_document
+from tests.contracts.samples import make_progress, make_request
+
+NUM_FINISHED, NUM_QUEUED, NUM_CLIENTS = 10_000, 1_000, 8
+POST_LIMITS_SECONDS = {"SQLite": 0.25, "PostgreSQL": 0.1}
+NUM_IDLE = 1_100
+HEALTH_LIMIT_SECONDS = 0.1
+LOG_LIMIT_BYTES_A_MINUTE = 1e6
+RECOVERY_LIMIT_SECONDS = LEASE_SECONDS + 5.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A service on a database of its own. `number` says how often the figure is taken."""
+
+    service: Service
+    database: Database
+    clients: Clients
+    kind: str
+    number: int
+    log: Path
+
+
+@contextmanager
+def open_bench(number: int, *, postgres: bool, num_workers: int) -> Iterator[Bench]:
+    """Start an API and workers, and end them."""
+    with tempfile.TemporaryDirectory(prefix="bexp-figures-") as name, ExitStack() as stack:
+        folder = Path(name)
+        folder.chmod(0o711)  # PostgreSQL runs as a user of its own
+        chosen = PostgresServer(folder) if postgres else SqliteFile(folder)
+        stack.callback(chosen.close)
+        database = open_database(chosen.url, DatabaseLimits())
+        stack.callback(database.dispose)
+        upgrade(database)
+        service = Service(chosen.url, folder, num_workers, cold_share=0.0)
+        stack.callback(service.end)
+        clients = Clients(service, database, Random(0), num_trials=24, open_jobs=0)
+        stack.callback(clients.close)
+        clients.await_start()
+        kind = "PostgreSQL" if postgres else "SQLite"
+        yield Bench(service, database, clients, kind, number, folder / "processes.log")
+
+
+def time_posts(bench: Bench) -> dict[str, Any]:
+    """Time submissions by several clients, while many explorations are stored and many wait."""
+    _fill(bench.database)
+    seconds: list[float] = []
+    statuses: set[int] = set()
+    document = make_request(device_kind="cuda", fresh=True).model_dump(mode="json")
+
+    def submit() -> None:
+        with httpx.Client(base_url=bench.service.url, timeout=30) as client:
+            for _ in range(bench.number // NUM_CLIENTS):
+                start = time.perf_counter()
+                statuses.add(client.post("/v1/explorations", json=document).status_code)
+                seconds.append(time.perf_counter() - start)
+
+    api = psutil.Process(bench.service.api.pid)
+    used = sum(api.cpu_times()[:2])
+    threads = [threading.Thread(target=submit) for _ in range(NUM_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = {"finished": NUM_FINISHED, "queued": NUM_QUEUED, "clients": NUM_CLIENTS, **_times(seconds)}
+    told["cpu_seconds_of_one"] = round((sum(api.cpu_times()[:2]) - used) / len(seconds), 4)
+    limit = POST_LIMITS_SECONDS[bench.kind]
+    wrong = [] if statuses == {202} else [f"answers {sorted(statuses)}"]
+    return told | {"violations": wrong + _above("p99 of a submission", told["p99"], limit)}
+
+
+def _fill(database: Database) -> None:
+    """Copy one finished and one waiting exploration, with their logs."""
+    queue = Queue(database)
+    done, waits = (queue.enqueue(make_request(device_kind="cuda"))[0] for _ in range(2))
+    claim = queue.claim("w", device_kind="cuda", num_devices=1, fingerprint="f", among=[done.id])
+    assert claim is not None
+    for number in range(12):
+        queue.record(claim.lease, make_progress(number))
+    queue.finish(claim.lease, JobState.CANCELLED)
+    for job_id, num in ((done.id, NUM_FINISHED), (waits.id, NUM_QUEUED)):
+        with database.begin() as connection:
+            for table, key in ((jobs, "id"), (events, "job_id")):
+                found = connection.execute(sa.select(table).where(table.c[key] == job_id)).all()
+                rows = [dict(row._mapping) for row in found]
+                for first in range(0, num - 1, 200):
+                    new = [f"{job_id[:8]}{number:08x}" for number in range(first, min(first + 200, num - 1))]
+                    connection.execute(sa.insert(table), [row | {key: name} for name in new for row in rows])
+
+
+def time_health(bench: Bench) -> dict[str, Any]:
+    """Time health checks while many connections are open that have sent one byte each."""
+    seconds: list[float] = []
+    size, start = bench.log.stat().st_size, time.monotonic()
+    with ExitStack() as stack, httpx.Client(base_url=bench.service.url, timeout=30) as client:
+        idle = [_half_open(bench.service.port, stack) for _ in range(NUM_IDLE)]
+        for number in range(bench.number):
+            begun = time.perf_counter()
+            assert client.get("/healthz").is_success
+            seconds.append(time.perf_counter() - begun)
+            for index in range(number % 10, NUM_IDLE, 10):  # the API closes them after a while
+                with suppress(BlockingIOError):
+                    if not idle[index].recv(1):
+                        idle[index] = _half_open(bench.service.port, stack)
+            time.sleep(0.05)
+    grown = 60 * (bench.log.stat().st_size - size) / (time.monotonic() - start)
+    told = {"connections": NUM_IDLE, "log_bytes_a_minute": round(grown), **_times(seconds)}
+    wrong = _above("p99 of /healthz", told["p99"], HEALTH_LIMIT_SECONDS)
+    return told | {"violations": wrong + _above("the log's bytes a minute", grown, LOG_LIMIT_BYTES_A_MINUTE)}
+
+
+def _half_open(port: int, stack: ExitStack) -> socket.socket:
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+    connection.sendall(b"G")
+    connection.setblocking(False)
+    return connection
+
+
+def time_recovery(bench: Bench) -> dict[str, Any]:
+    """Time from the kill of a worker to the moment when another one has its exploration."""
+    seconds: list[float] = []
+    wrong: list[str] = []
+    for _ in range(bench.number):
+        job_id = bench.clients.start_long()
+        while not read_trials(bench.database, job_id, limit=1):
+            time.sleep(0.02)
+        before = get_job(bench.database, job_id)
+        owner = bench.clients.owner_of(job_id)
+        (worker,) = [worker for worker in bench.service.workers if f"-{worker.pid}-" in owner]
+        worker.kill()
+        killed = time.monotonic()
+        while get_job(bench.database, job_id).attempt == before.attempt and time.monotonic() - killed < 60:
+            time.sleep(0.02)
+        seconds.append(time.monotonic() - killed)
+        bench.service.tend()
+        bench.clients.cancel(job_id)
+        numbers = [stored.trial.number for stored in read_trials(bench.database, job_id, limit=10_000)]
+        wrong += [] if numbers == list(range(len(numbers))) else [f"{job_id}: a trial is stored twice, or is missing"]
+    told = {"lease_seconds": LEASE_SECONDS, **_times(seconds)}
+    return told | {"violations": wrong + _above("the longest recovery", told["max"], RECOVERY_LIMIT_SECONDS)}
+
+
+def time_cancels(bench: Bench) -> dict[str, Any]:
+    """Time from the cancel of a running exploration to its end."""
+    found = [bench.clients.time_cancel() for _ in range(bench.number)]
+    told = _times([seconds for seconds in found if seconds is not None])
+    late = [f"{found.count(None)} did not start"] if None in found else []
+    return told | {"violations": late + _above("p99 of a cancel", told["p99"], 5.0)}
+
+
+def follow(bench: Bench) -> dict[str, Any]:
+    """Follow 50 explorations with `number` followers, with five disconnects each and 20 kills of the API."""
+    return follow_jobs(bench.service, bench.database, bench.number)
+
+
+FIGURES: dict[str, tuple[Callable[[Bench], dict[str, Any]], int, int]] = {
+    "posts": (time_posts, 400, 0),
+    "health": (time_health, 400, 0),
+    "recovery": (time_recovery, 20, 2),
+    "cancels": (time_cancels, 200, 2),
+    "followers": (follow, 2000, 0),
+}
+"""By name: how it is taken, how often by default, and with how many workers."""
+
+
+def _times(seconds: list[float]) -> dict[str, Any]:
+    ordered = sorted(seconds)
+    figures = {"p50": percentile(ordered, 0.5), "p99": percentile(ordered, 0.99), "max": ordered[-1]}
+    return {"num": len(ordered)} | {name: round(value or 0.0, 4) for name, value in figures.items()}
+
+
+def _above(what: str, found: float, limit: float) -> list[str]:
+    return [f"{what} is {found:.3g}, and the limit {limit:g}"] if found > limit else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.figures", description=__doc__)
+    parser.add_argument("figure", choices=FIGURES)
+    parser.add_argument("--number", type=int, help="how often it is taken")
+    parser.add_argument("--postgres", action="store_true", help="on PostgreSQL (pgserver) instead of SQLite")
+    parser.add_argument("--output", type=Path, help="a file for the JSON; default: standard output")
+    options = parser.parse_args()
+    take, number, num_workers = FIGURES[options.figure]
+    with open_bench(options.number or number, postgres=options.postgres, num_workers=num_workers) as bench:
+        taken = take(bench)
+    machine = {"cores": os.cpu_count(), "load": [round(load, 1) for load in os.getloadavg()]}
+    kind = "PostgreSQL" if options.postgres else "SQLite"
+    head = {"commit": read_commit(), "figure": options.figure, "database": kind, "machine": machine}
+    return write_document(head | taken, options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Followers of many explorations, who lose their connection again and again, also because the API is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+from explorer.records.event import EventCode, EventDraft, Progress
+from storage.database import DATABASE_TROUBLE, Database
+from storage.jobs import JobState, get_summary
+from storage.leases import Lease
+from storage.queue import Queue
+from storage.queue_settings import QueueSettings
+from tests.chaos.processes import Service
+from tests.contracts.samples import make_request
+
+NUM_JOBS, NUM_EVENTS, NUM_DISCONNECTS, NUM_RESTARTS = 50, 60, 5, 20
+"""Explorations, events of each, disconnects of each follower, and kills of the API."""
+
+SECONDS = 100.0
+"""How long events come."""
+
+STALL_SECONDS = 120.0
+RETRY_SECONDS = 0.3
+
+
+@dataclass
+class Follower:
+    """What one follower has got."""
+
+    job_id: str
+    seen: list[int] = field(default_factory=list)
+    disconnects: int = 0
+    wanted_disconnects: int = NUM_DISCONNECTS
+
+
+def follow_jobs(service: Service, database: Database, num_followers: int) -> dict[str, Any]:
+    """Write the events of the explorations, kill the API, and check what each follower got."""
+    queue = Queue(database, QueueSettings(lease=timedelta(hours=1)))
+    leases = []
+    for _ in range(NUM_JOBS):
+        queue.enqueue(make_request(device_kind="cuda"))
+        claim = queue.claim("w", device_kind="cuda", num_devices=1, fingerprint="f")
+        assert claim is not None
+        leases.append(claim.lease)
+    followers = [Follower(leases[number % NUM_JOBS].job_id) for number in range(num_followers)]
+    writer = threading.Thread(target=_write, args=(queue, leases, service), daemon=True)
+    started = time.monotonic()
+    writer.start()
+    asyncio.run(_follow_all(service.port, followers, writer))
+    writer.join()
+    last = {lease.job_id: get_summary(database, lease.job_id).last_seq for lease in leases}
+    wrong = [f"{f.job_id}: a follower got {f.seen}" for f in followers if f.seen != list(range(1, last[f.job_id] + 1))]
+    return {
+        "followers": num_followers,
+        "explorations": NUM_JOBS,
+        "events": sum(len(follower.seen) for follower in followers),
+        "disconnects": sum(follower.disconnects for follower in followers),
+        "restarts": service.exits.get("api -9", 0),
+        "seconds": round(time.monotonic() - started, 1),
+        "violations": wrong,
+    }
+
+
+def _write(queue: Queue, leases: Sequence[Lease], service: Service) -> None:
+    """Write events at an even pace and end the explorations; kill the API in between."""
+    pause = SECONDS / NUM_EVENTS
+    for number in range(NUM_EVENTS):
+        for lease in leases:
+            _insist(queue, lease, EventDraft(code=EventCode.WARNING, message=f"event {number}"))
+        if number * NUM_RESTARTS % NUM_EVENTS < NUM_RESTARTS:
+            service.api.kill()
+            service.api.wait()
+            service.tend()
+        time.sleep(pause)
+    for lease in leases:
+        queue.finish(lease, JobState.CANCELLED)
+
+
+def _insist(queue: Queue, lease: Lease, draft: EventDraft) -> None:
+    """Append an event; wait while the database is busy."""
+    while True:
+        try:
+            queue.record(lease, Progress(events=(draft,)))
+        except DATABASE_TROUBLE:
+            time.sleep(0.1)
+        else:
+            return
+
+
+async def _follow_all(port: int, followers: Sequence[Follower], writer: threading.Thread) -> None:
+    rng = Random(0)
+    tasks = [asyncio.create_task(_follow(port, follower, Random(rng.random()))) for follower in followers]
+    moved, seen = time.monotonic(), -1
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0.5)
+        now = sum(len(follower.seen) for follower in followers)
+        if now != seen or writer.is_alive():
+            moved, seen = time.monotonic(), now
+        if time.monotonic() - moved > STALL_SECONDS:
+            break
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _follow(port: int, follower: Follower, rng: Random) -> None:
+    """Read the events to the end; come back after each lost connection, and lose some on purpose."""
+    while True:
+        leave_at = time.monotonic() + rng.uniform(0.3, 1.7) * SECONDS / (NUM_DISCONNECTS + 1)
+        may_leave = follower.disconnects < follower.wanted_disconnects
+        try:
+            if await _read(port, follower, leave_at if may_leave else None):
+                return
+            follower.disconnects += 1
+        except (OSError, EOFError):
+            await asyncio.sleep(rng.uniform(0.5, 1.5) * RETRY_SECONDS)
+
+
+async def _read(port: int, follower: Follower, leave_at: float | None) -> bool:
+    """Read one connection; return whether the log has ended, and not the follower left."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        head = f"GET /v1/explorations/{follower.job_id}/events HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Accept: text/event-stream\r\nLast-Event-ID: {len(follower.seen)}\r\n\r\n"
+        writer.write(head.encode())
+        ends = False
+        while True:
+            patience = None if leave_at is None else max(0.0, leave_at - time.monotonic())
+            try:
+                line = await asyncio.wait_for(reader.readline(), patience)
+            except TimeoutError:
+                return False
+            if not line:
+                raise EOFError
+            if line.startswith(b"id: "):
+                follower.seen.append(int(line[4:]))
+            ends = ends or line.startswith(b"event: cancelled")
+            if ends and line in {b"\n", b"\r\n"}:
+                return True
+    finally:
+        writer.close()

@@ -1,0 +1,65 @@
+"""Campaigns one after the other, until somebody ends them. A file keeps what each did, so a later call goes on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.campaign import Plan, run_campaign
+from tests.chaos.result import Result, read_commit, sum_results
+
+RunCampaign = Callable[[Plan, threading.Event], Result]
+
+
+def run_rounds(num: int, plan: Plan, path: Path, *, run: RunCampaign = run_campaign) -> int:
+    """Run `num` more rounds with the plan, on SQLite and PostgreSQL in turns, or fewer after SIGTERM or SIGINT.
+
+    A signal ends the faults of the round that runs; it is checked and stored like the others.
+
+    Returns:
+        How many violations the file holds.
+    """
+    ending = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ending.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        rounds = read_rounds(path)
+        for _ in range(num):
+            if ending.is_set():
+                break
+            seed = secrets.randbelow(1 << 31)
+            rounds.append(_run_round(replace(plan, seed=seed, postgres=len(rounds) % 2 == 1), ending, run))
+            _write(path, rounds)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return sum(len(done["violations"]) for done in rounds)
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """Return the rounds that a file holds; none if there is no file yet."""
+    return list(json.loads(path.read_text())["rounds"]) if path.exists() else []
+
+
+def _run_round(plan: Plan, ending: threading.Event, run: RunCampaign) -> dict[str, Any]:
+    try:
+        return sum_results([run(plan, ending)])
+    except Exception as error:  # noqa: BLE001 - the round is lost, and those before and after it are not
+        traceback.print_exc()
+        lost = Result(read_commit(), "PostgreSQL" if plan.postgres else "SQLite", plan.seed)
+        lost.violations.append(f"the campaign stopped: {type(error).__name__}: {error}")
+        return sum_results([lost])
+
+
+def _write(path: Path, rounds: Sequence[dict[str, Any]]) -> None:
+    """Replace the file at once, with a line for each round."""
+    lines = ",\n".join(json.dumps(done) for done in rounds)
+    new = path.with_suffix(".new")
+    new.write_text(f'{{"rounds": [\n{lines}\n]}}\n')
+    new.replace(path)
