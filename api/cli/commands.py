@@ -54,7 +54,7 @@ class CommandGroup(GuardedGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands |= {name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()}
+        self.commands.update({name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the arguments name, and load it."""
