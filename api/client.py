@@ -166,6 +166,10 @@ class Client:
         """Return whether a service of this kind answers at the URL."""
         return self._connection.is_alive()
 
+    def check_alive(self) -> None:
+        """Raise ServiceError with the reason if no service of this kind answers at the URL."""
+        self._connection.check_alive()
+
     def submit(
         self,
         request: ExplorationRequest | dict[str, Any],
