@@ -65,7 +65,7 @@ class Connection:
                 timeout=timeout,
                 transport=transport,
                 trust_env=beyond,
-                # The context reads SSL_CERT_FILE and a file of all authorities, which takes long and http does not need.
+                # The context reads SSL_CERT_FILE and a file of all authorities. That takes long, and http needs none.
                 verify=httpx.create_ssl_context() if address.scheme == "https" else False,
             )
         except (httpx.InvalidURL, ValueError) as error:

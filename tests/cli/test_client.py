@@ -105,7 +105,7 @@ def test_a_certificate_that_is_not_trusted_is_named_with_the_way_out() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", request=request)
 
-    with client_of(refuse) as client, pytest.raises(ServiceError, match="verify failed; .* SSL_CERT_FILE"):
+    with client_of(refuse) as client, pytest.raises(ServiceError, match=r"verify failed; .* SSL_CERT_FILE"):
         client.check_alive()
 
 
