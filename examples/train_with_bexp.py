@@ -1,7 +1,7 @@
 """Train a transformers model as `bexp` recommends: `python train_with_bexp.py MODEL TEXT_FILE best.json`.
 
-MODEL is a name on the Hugging Face hub, or a folder with weights and a tokenizer. `bexp best ID --json > best.json` writes
-the recommendation.
+MODEL is a name on the Hugging Face hub, or a folder with weights and a tokenizer. `bexp best ID --json > best.json`
+writes the recommendation.
 """
 
 import argparse
