@@ -100,7 +100,11 @@ ModeOption = Annotated[
 ]
 ExecutionOption = Annotated[
     Execution | None,
-    typer.Option(help="Run eagerly, through torch.compile, or find out which.", show_default=_default("execution")),
+    typer.Option(
+        metavar="eager|compile|explore",
+        help="Run eagerly, through torch.compile, or find out which.",
+        show_default=_default("execution"),
+    ),
 ]
 _TARGET = "of CONFIG, else transformers for a config.json of Hugging Face, and bexp for a model of shapes"
 TargetOption = Annotated[
