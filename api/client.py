@@ -150,6 +150,10 @@ class Client(ConnectedClient):
         self._sleep = sleep
         self.url = self.connection.url
 
+    def check_alive(self) -> None:
+        """Raise ServiceError with the reason if no service of this kind answers at the URL."""
+        self._connection.check_alive()
+
     def submit(
         self,
         request: ExplorationRequest | dict[str, Any],

@@ -9,6 +9,7 @@ from typing import Any
 from api.problems import MEDIA_TYPE, Problem
 from api.resources import Links
 from explorer.cost_model.step import MemoryParts
+from explorer.exports.registry import formats_for
 from explorer.records.event import Event as LogEvent
 from explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
 from explorer.records.measurement import Measurement, Outcome
@@ -116,6 +117,7 @@ EXPLORATION: dict[str, Any] = {
     "space": None,
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
     "answer": None,
+    "export_formats": formats_for(_RECOMMENDATION),
 }
 QUEUED: dict[str, Any] = {
     **EXPLORATION,
@@ -126,6 +128,7 @@ QUEUED: dict[str, Any] = {
     "attempt": 0,
     "last_seq": 1,
     "recommendation": None,
+    "export_formats": [],
 }
 CANCELLED: dict[str, Any] = {**EXPLORATION, "cancel_requested": True}
 ANSWERED: dict[str, Any] = {

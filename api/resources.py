@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field
 
+from explorer.exports.registry import formats_for
 from explorer.records.event import Event
 from explorer.records.recommendation import Answer, Recommendation
 from explorer.records.run_report import RunReport
@@ -122,6 +123,9 @@ class Exploration(ExplorationSummary):
     space: Annotated[dict[str, Any] | None, Field(description="A summary of the legal space.")]
     recommendation: Recommendation | None
     answer: Answer | None
+    export_formats: Annotated[
+        list[str], Field(description="The formats of training frameworks that can hold the answer so far.")
+    ]
 
     @classmethod
     def of_job(cls, job: Job, *, with_results: bool = True) -> Self:
@@ -132,7 +136,8 @@ class Exploration(ExplorationSummary):
         shown["error"] = job.error or job.unreadable
         shown["micro_batch_size"] = best.candidate.micro_batch_size if best else None
         shown["confidence"] = best.confidence if best else None
-        return cls(**shown | ({} if with_results else dict.fromkeys(_RESULTS)))
+        formats = formats_for(best) if best and with_results else []
+        return cls(**shown | ({} if with_results else dict.fromkeys(_RESULTS)), export_formats=formats)
 
 
 class RecommendationResource(BaseModel):

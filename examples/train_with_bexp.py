@@ -1,9 +1,10 @@
 """Train a transformers model as `bexp` recommends: `python train_with_bexp.py MODEL TEXT_FILE best.json`.
 
-`bexp best ID --json > best.json` writes the recommendation.
+MODEL is a name on the Hugging Face hub, or a folder with weights and a tokenizer. `bexp best ID --json > best.json`
+writes the recommendation.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -31,4 +32,8 @@ def main(name: str, text_file: str, best: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for argument in ("MODEL", "TEXT_FILE", "BEST"):
+        parser.add_argument(argument)
+    given = parser.parse_args()
+    main(given.MODEL, given.TEXT_FILE, given.BEST)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from importlib import metadata
-from inspect import cleandoc
 from typing import Annotated
 
 import typer
 
-from api.cli import access, administration, deletion, explore, jobs, report, resume, service, workers
-from api.cli.errors import ExitCode, GuardedGroup, say
+from api.cli.commands import CommandGroup
+from api.cli.errors import ExitCode, say
 
 app = typer.Typer(
     name="bexp",
-    cls=GuardedGroup,
+    cls=CommandGroup,
     epilog=(
         "Exit codes: 0 there is an answer, 1 there is none (nothing fits, or cancelled), 2 wrong usage, "
         "3 the service failed. Environment: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN."
@@ -27,31 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-COMMANDS: dict[str, Callable[..., None]] = {
-    "explore": explore.explore,
-    "submit": jobs.submit,
-    "watch": jobs.watch,
-    "resume": resume.resume,
-    "best": jobs.best,
-    "list": jobs.list_,
-    "report": report.report,
-    "cancel": jobs.cancel,
-    "delete": deletion.delete,
-    "workers": workers.workers,
-    "serve": service.serve,
-    "worker": service.worker,
-    "doctor": service.doctor,
-    "study": administration.study,
-    "prune": administration.prune,
-    "audit": access.audit,
-}
-for name, command in COMMANDS.items():
-    # typer would keep the line breaks of the source, which do not suit the terminal's width.
-    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-    app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
-app.add_typer(access.token_commands, name="token")
-app.add_typer(access.quota_commands, name="quota")
-app.add_typer(administration.database_commands, name="db")
 
 
 def _print_version(asked: bool) -> None:
@@ -61,7 +34,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(
+def group_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.cli import options
 from api.cli.administration import open_storage
+from api.cli.arguments import AsJson
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.results import print_json, print_table
 from storage.owners import ALL_SCOPES, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope
@@ -19,8 +19,8 @@ from storage.owners import ALL_SCOPES, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope
 if TYPE_CHECKING:
     from datetime import datetime
 
-token_commands = typer.Typer(help="Create, list and revoke the bearer tokens of the service.", no_args_is_help=True)
-quota_commands = typer.Typer(help="Set and list the quotas of owners.", no_args_is_help=True)
+token_commands = typer.Typer(no_args_is_help=True)
+quota_commands = typer.Typer(no_args_is_help=True)
 
 TokenName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the token.")]
 OwnerName = Annotated[str, typer.Argument(metavar="OWNER", help="The owner; '*' for each without a quota of its own.")]
@@ -40,7 +40,7 @@ def create(
     expires: Annotated[
         str | None, typer.Option(metavar="LIFETIME", help="When it ends: 90d, 12h, 30m or 45s from now.")
     ] = None,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Create a token and print its secret, which is shown only once.
 
@@ -62,7 +62,7 @@ def create(
 
 
 @token_commands.command("list")
-def list_tokens(as_json: options.AsJson = False) -> None:
+def list_tokens(as_json: AsJson = False) -> None:
     """List the tokens, without their secrets.
 
     Example: bexp token list
@@ -131,7 +131,7 @@ def set_quota(owner: OwnerName, queued: Most = None, running: Most = None, devic
 
 
 @quota_commands.command("list")
-def list_quotas(as_json: options.AsJson = False) -> None:
+def list_quotas(as_json: AsJson = False) -> None:
     """List the quotas; '*' is that of each owner without one of its own.
 
     Example: bexp quota list
@@ -155,7 +155,7 @@ def list_quotas(as_json: options.AsJson = False) -> None:
 def audit(
     owner: Annotated[str | None, typer.Option(metavar="OWNER", help="Only what this owner did.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="How many, the newest first.")] = 50,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show who submitted, cancelled, resumed or deleted what, and who changed tokens and quotas, from where and when.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.cli import options
+from api.cli.arguments import AsJson
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.results import print_json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 AUDIT_DAYS = 365.0
 
-database_commands = typer.Typer(help="Maintain the database.", no_args_is_help=True)
+database_commands = typer.Typer(no_args_is_help=True)
 
 
 @database_commands.command("upgrade")
@@ -33,7 +33,7 @@ def upgrade() -> None:
 
 
 def study(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: options.AsJson = False
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: AsJson = False
 ) -> None:
     """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools.
 

@@ -28,11 +28,11 @@ def connect() -> Iterator[Client]:
     """
     told = environment()
     with Client(told.api_url, told.api_token) as client:
-        if not client.is_alive():
-            raise ServiceError(
-                f"no service answers at {client.url}\nstart one with `bexp serve` and `bexp worker`, "
-                "or explore without one: `bexp explore CONFIG`"
-            )
+        try:
+            client.check_alive()
+        except ServiceError as error:
+            hint = "\nstart one with `bexp serve` and `bexp worker`, or explore without one: `bexp explore CONFIG`"
+            raise ServiceError(f"{error}{hint if str(error).startswith('no service') else ''}") from error
         yield client
 
 

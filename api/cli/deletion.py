@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from api.cli.arguments import JobId
 from api.cli.connection import connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.job_ids import find_job
-from api.cli.jobs import JobId
 from api.client import NOT_FINISHED, ProblemError
 
 

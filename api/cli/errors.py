@@ -15,10 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from api.client import ProblemError, ServiceError
-from api.embedded import ChildEndedError
 from api.text import wrap
-from explorer.formats.document import FormatError, describe_problem
 
 
 class ExitCode(IntEnum):
@@ -60,15 +57,6 @@ class GuardedGroup(TyperGroup):
                 raise
             except CommandError as error:
                 _fail(error.code, *error.lines)
-            except FormatError as error:
-                _fail(ExitCode.USAGE, "the configuration is wrong", *map(describe_problem, error.errors))
-            except ProblemError as error:
-                _fail(_problem_code(error), *error.lines(), *_problem_hint(error))
-            except ChildEndedError as error:
-                wrong = error.status == ExitCode.USAGE  # a --device or a database URL that cannot be used
-                _fail(ExitCode.USAGE if wrong else ExitCode.SERVICE, *str(error).splitlines())
-            except ServiceError as error:
-                _fail(ExitCode.SERVICE, *str(error).splitlines())
             except BrokenPipeError:  # typer ends the command quietly
                 raise
             except OSError as error:
@@ -79,6 +67,14 @@ class GuardedGroup(TyperGroup):
                 raise typer.Exit(128 + signal.SIGINT) from None
             except TerminatedError as error:
                 raise typer.Exit(128 + error.number) from None
+            except typer.Exit:
+                raise
+            except Exception as error:
+                from api.cli.failures import describe_failure  # noqa: PLC0415 - few commands fail; its imports take long
+
+                if (failure := describe_failure(error)) is None:
+                    raise
+                _fail(failure.code, *failure.lines)
 
 
 def say(text: str) -> None:
@@ -94,16 +90,6 @@ def _fail(code: ExitCode, first: str, *rest: str) -> None:
     for line in rest:
         say(f"  {line}")
     raise typer.Exit(code) from None
-
-
-def _problem_code(error: ProblemError) -> ExitCode:
-    return ExitCode.SERVICE if error.status in {408, 425, 429} else ExitCode.USAGE
-
-
-def _problem_hint(error: ProblemError) -> tuple[str, ...]:
-    if error.status == 401:
-        return ("set BEXP_API_TOKEN to a token from `bexp token create`",)
-    return ()
 
 
 @contextmanager

@@ -7,11 +7,12 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from api.cli import options
+from api.cli.arguments import AsJson
 from api.cli.connection import environment, shown_url
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.following import follow
@@ -37,27 +38,14 @@ WorkerDevice = Annotated[
 ]
 
 
+@options.takes_fields
 def explore(
     config: options.Config,
     device: WorkerDevice = None,
-    micro_batch_size: options.MicroBatchSize = None,
-    batch_size: options.BatchSize = None,
-    num_devices: options.NumDevices = None,
-    seq_length: options.SeqLength = None,
-    memory_limit_gib: options.MemoryLimitGiB = None,
-    headroom: options.Headroom = None,
-    prefer: options.PreferOption = None,
-    mode: options.ModeOption = None,
-    execution: options.ExecutionOption = None,
+    *,
+    fields: dict[str, Any],
     target: options.LocalTargetOption = None,
-    max_seconds: options.MaxSeconds = None,
-    max_trials: options.MaxTrials = None,
-    confidence_target: options.ConfidenceTarget = None,
-    seed: options.Seed = None,
-    labels: options.Label = None,
-    fresh: options.Fresh = False,
-    fields: options.Set = None,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explore a model on this machine and print the best micro_batch_size.
 
@@ -65,30 +53,11 @@ def explore(
 
     Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
     """
-    request = options.read_request(
-        config,
-        {
-            "device_kind": options.device_kind(device),
-            "micro_batch_size": options.parse_micro_batch_size(micro_batch_size),
-            "batch_size": batch_size,
-            "num_devices": num_devices,
-            "seq_length": seq_length,
-            "memory_limit_gib": memory_limit_gib,
-            "headroom": headroom,
-            "prefer": prefer,
-            "mode": mode,
-            "execution": execution,
-            "target": options.split_target(target)[0],
-            "max_seconds": max_seconds,
-            "max_trials": max_trials,
-            "confidence_target": confidence_target,
-            "seed": seed,
-            "labels": options.parse_labels(labels),
-            "fresh": fresh or None,
-            **options.parse_fields(fields),
-        },
-    )
-    raise typer.Exit(_explore(request, device, target, as_json=as_json))
+    name, local_target = options.split_target(target)
+    request = options.read_request(config, {"device_kind": options.device_kind(device), "target": name, **fields})
+    if local_target is None:
+        check_target(request, device)
+    raise typer.Exit(run_embedded(request, lambda client: client.submit(request), device, target, as_json=as_json))
 
 
 def check_target(request: ExplorationRequest, device: str | None) -> None:
@@ -104,13 +73,6 @@ def check_target(request: ExplorationRequest, device: str | None) -> None:
     raise CommandError(
         ExitCode.USAGE, f"there is no target '{name}' here{meant}; there are {has}; a file is named as train.py:Target"
     )
-
-
-def _explore(request: ExplorationRequest, device: str | None, target: str | None, *, as_json: bool) -> ExitCode:
-    _, local_target = options.split_target(target)
-    if local_target is None:
-        check_target(request, device)
-    return run_embedded(request, lambda client: client.submit(request), device, target, as_json=as_json)
 
 
 def run_embedded(

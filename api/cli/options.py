@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from api.cli.arguments import parse_labels
 from api.cli.errors import CommandError, ExitCode
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.spec.labels import parse_label
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import LOCAL
 
@@ -56,7 +59,6 @@ Config = Annotated[
         "- reads stdin.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 MicroBatchSize = Annotated[
     str | None,
     typer.Option(
@@ -98,7 +100,11 @@ ModeOption = Annotated[
 ]
 ExecutionOption = Annotated[
     Execution | None,
-    typer.Option(help="Run eagerly, through torch.compile, or find out which.", show_default=_default("execution")),
+    typer.Option(
+        metavar="eager|compile|explore",
+        help="Run eagerly, through torch.compile, or find out which.",
+        show_default=_default("execution"),
+    ),
 ]
 _TARGET = "of CONFIG, else transformers for a config.json of Hugging Face, and bexp for a model of shapes"
 TargetOption = Annotated[
@@ -153,12 +159,71 @@ FIELDS = {
 }  # options whose field is not at the top of a request
 
 
-def read_request(config: Path, overrides: dict[str, Any]) -> ExplorationRequest:
-    """Return the request in the file, with the given options in place of its fields.
+def collect_fields(
+    micro_batch_size: MicroBatchSize = None,
+    batch_size: BatchSize = None,
+    num_devices: NumDevices = None,
+    seq_length: SeqLength = None,
+    memory_limit_gib: MemoryLimitGiB = None,
+    headroom: Headroom = None,
+    prefer: PreferOption = None,
+    mode: ModeOption = None,
+    execution: ExecutionOption = None,
+    max_seconds: MaxSeconds = None,
+    max_trials: MaxTrials = None,
+    confidence_target: ConfidenceTarget = None,
+    seed: Seed = None,
+    labels: Label = None,
+    fresh: Fresh = False,
+    assignments: Set = None,
+) -> dict[str, Any]:
+    """Return the fields of a request that these options stand for. What `--set` says replaces the others."""
+    given = {
+        "micro_batch_size": parse_micro_batch_size(micro_batch_size),
+        "batch_size": batch_size,
+        "num_devices": num_devices,
+        "seq_length": seq_length,
+        "memory_limit_gib": memory_limit_gib,
+        "headroom": headroom,
+        "prefer": prefer,
+        "mode": mode,
+        "execution": execution,
+        "max_seconds": max_seconds,
+        "max_trials": max_trials,
+        "confidence_target": confidence_target,
+        "seed": seed,
+        "labels": parse_labels(labels),
+        "fresh": fresh or None,
+    }
+    return given | parse_fields(assignments)
+
+
+def takes_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `fields` of a command by the parameters of `collect_fields`, and pass what that returns."""
+    collected = inspect.signature(collect_fields, eval_str=True).parameters
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [
+        inner.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for outer in signature.parameters.values()
+        for inner in (collected.values() if outer.name == "fields" else [outer])
+    ]
+
+    @functools.wraps(command)
+    def with_fields(**arguments: Any) -> None:
+        own = {name: arguments.pop(name) for name in signature.parameters if name != "fields"}
+        command(**own, fields=collect_fields(**arguments))
+
+    with_fields.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
+    with_fields.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_fields
+
+
+def read_request(config: Path, fields: dict[str, Any]) -> ExplorationRequest:
+    """Return the request in the file, with the given `fields` in place of its own.
 
     Raises FormatError if the request is wrong, and CommandError if the file cannot be read.
     """
-    given = {FIELDS.get(key, key): value for key, value in overrides.items() if value is not None}
+    given = {FIELDS.get(key, key): value for key, value in fields.items() if value is not None}
     return parse_request(load_document(_read(config)), overrides=given)
 
 
@@ -186,19 +251,6 @@ def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
             raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
         fields[name] = load_document(f"value: {value}")["value"]
     return fields
-
-
-def parse_labels(given: list[str] | None) -> dict[str, str] | None:
-    """Return the field of a request that `--label` stands for; null without any.
-
-    Raises CommandError if one is no label.
-    """
-    if not given:
-        return None
-    try:
-        return dict(parse_label(text) for text in given)
-    except ValueError as error:
-        raise CommandError(ExitCode.USAGE, f"--label: {error}") from None
 
 
 def split_target(target: str | None) -> tuple[str | None, str | None]:

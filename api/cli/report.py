@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from api.cli.arguments import JobId
 from api.cli.connection import connect_or_embed
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.job_ids import find_job
-from api.cli.jobs import JobId
 
 
 def report(

@@ -17,9 +17,10 @@ from api.answer import is_provisional, render_answer, render_recommendation
 from api.cli.errors import ExitCode, say
 from api.client import Client, Job, ProblemError, ServiceError
 from api.text import WIDTH, rate_text, row, wrap
-from explorer.exports.registry import FORMATS
+from explorer.exports.registry import formats_for
 from explorer.records.event import Event, EventCode
 from explorer.records.recommendation import Answer, Recommendation
+from explorer.spec.target import BEXP, TRANSFORMERS
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""
@@ -71,11 +72,11 @@ def usage_rows(job: Job, answer: Answer, best: Recommendation) -> list[str]:
             advice = "explore again with --fresh; the search had ended before its budget was spent"
         surer = [row("to be surer", advice)]
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
-    formats = [name for name, known in FORMATS.items() if not has_mesh or known.framework.schedules]
+    is_own_code = request is not None and request.target_name not in (BEXP, TRANSFORMERS)
     return [
         *surer,
-        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(formats)}"),
-        *([] if has_mesh else [row("for bexp.apply", f"bexp best {job_id} --json > best.json")]),
+        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(formats_for(best))}"),
+        *([] if has_mesh or is_own_code else [row("for bexp.apply", f"bexp best {job_id} --json > best.json")]),
         row("as a page", f"bexp report {job_id} --out report.html"),
     ]
 

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from api.cli import options
+from api.cli.arguments import AsJson, JobId
 from api.cli.connection import connect_or_embed, find_service
 from api.cli.errors import CommandError, ExitCode, say
 from api.cli.explore import WorkerDevice, run_embedded
 from api.cli.job_ids import find_job
-from api.cli.jobs import JobId, follow_job
+from api.cli.jobs import follow_job
 from api.client import Client
 
 LocalTarget = Annotated[
@@ -20,9 +20,7 @@ LocalTarget = Annotated[
 ]
 
 
-def resume(
-    job_id: JobId, device: WorkerDevice = None, target: LocalTarget = None, as_json: options.AsJson = False
-) -> None:
+def resume(job_id: JobId, device: WorkerDevice = None, target: LocalTarget = None, as_json: AsJson = False) -> None:
     """Go on with an exploration that was interrupted, cancelled or has failed.
 
     Nothing that is stored is measured again. Where a service answers, its workers go on and this command follows;

@@ -10,6 +10,7 @@ import typer
 
 from api.cli import options
 from api.cli.administration import database_errors
+from api.cli.arguments import AsJson
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
 from api.embedded import child_environment
@@ -111,7 +112,7 @@ def worker(
     _become_workers(*valued, *(["--group"] if group else []))
 
 
-def doctor(as_json: options.AsJson = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Show which devices and back ends can be used here, and why the others cannot.
 
     Example: bexp doctor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api.cli import options
+from api.cli.arguments import AsJson
 from api.cli.connection import connect_or_embed
 from api.cli.errors import say
 from api.cli.results import print_json, print_table
@@ -10,7 +10,7 @@ from api.client import Worker
 from explorer.spec.target import describe_target
 
 
-def workers(as_json: options.AsJson = False) -> None:
+def workers(as_json: AsJson = False) -> None:
     """List the workers: their devices and versions, and what they do.
 
     A worker that shut down is not listed. A lost one, whose heartbeats ended without that, is listed for a day.

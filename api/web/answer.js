@@ -44,26 +44,12 @@ function headline(best, exploration) {
 const baseOfPlan = (best) =>
   `${format.mesh(best.plan.base_mesh)} micro_batch_size=${best.base.micro_batch_size} recompute=${best.base.recompute}`;
 
-/** The mesh of a plan, what the time of its devices goes to, and how much of that was measured. */
-function meshRows(plan, row) {
-  const devices = plan.mesh.tensor * plan.mesh.pipeline * plan.mesh.data;
-  row("mesh", `${format.mesh(plan.mesh)} on ${format.number(devices)} devices`);
-  if (plan.mesh.pipeline > 1) {
-    row("layers", `${plan.layers_per_stage.join(" ")} per stage; rank ${plan.fullest_rank} is the fullest`);
-  }
-  row("all devices", format.rate(plan.tokens_per_second));
-  row("time", `${format.percent(plan.compute_share)} computation, ${format.percent(plan.exchange_share)} exchange, ` +
-    `${format.percent(plan.bubble_share)} bubble`);
-  row("measured share", `${format.percent(plan.measured_share)} of the step; the rest is described or predicted`);
-}
-
 function rows(best, exploration) {
   const list = el("dl", { class: "rows" });
   const row = (label, text) => list.append(el("div", {}, el("dt", {}, label), el("dd", {}, text)));
   const { request, report } = exploration;
   if (request) row("measured", measured(request, report?.parts));
   if (report) row("device", `${report.hardware.device_name}, ${format.bytes(report.hardware.memory_bytes)}`);
-  if (best.plan) meshRows(best.plan, row);
   const whole = best.whole_model;
   if (whole) {
     const shorter = whole.step_error < 0 ? "shorter" : "longer";
@@ -92,14 +78,6 @@ function rows(best, exploration) {
     const speed = rival.whole_model ? `${format.rate(rival.whole_model.tokens_per_second)} as a whole model` : format.words(rival.outcome);
     row("runner-up", `${format.describe(rival.candidate)}: ${speed}`);
   }
-  for (const [label, other] of [
-    ...(best.plan?.expert_modes ?? []).map((one) => ["expert mode", one]),
-    ...(best.plan?.alternatives ?? []).map((one) => ["other mesh", one]),
-  ]) {
-    const predicted = other.predicted ? ", predicted in part" : "";
-    row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} micro_batch_size=${other.candidate.micro_batch_size} ` +
-      `recompute=${other.candidate.recompute} (${format.rate(other.tokens_per_second)}${predicted})`);
-  }
   for (const choice of best.memory_choices.slice(1)) {
     if (choice.loss > 0) {
       row(`within ${format.percent(choice.within, 0)}`,
@@ -116,8 +94,9 @@ function measured(request, parts) {
   return [name, parts?.class_name, request.mode, request.execution].filter(Boolean).join(", ");
 }
 
+/** The mesh of a plan, what the time of its devices goes to, how much of that was measured, and the other meshes. */
 function planRows(plan, row) {
-  row("mesh", mesh(plan.mesh));
+  row("mesh", `${format.mesh(plan.mesh)} on ${format.number(plan.mesh.tensor * plan.mesh.pipeline * plan.mesh.data)} devices`);
   row("all devices", format.rate(plan.tokens_per_second));
   row("time", `${format.percent(plan.compute_share)} computation, ${format.percent(plan.exchange_share)} exchange, ` +
     `${format.percent(plan.bubble_share)} bubble; ${format.percent(plan.measured_share)} of the step was measured`);
@@ -128,16 +107,13 @@ function planRows(plan, row) {
     row(`the first ${format.seconds(seconds)}`, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pipeline" },
       el("pre", {}, text), "F forward, B backward, W gradients of weights, . waits; small letters: every second micro-batch"));
   }
-  for (const other of plan.alternatives) {
-    row("other mesh", `${other.gain.toFixed(2)}x over ${mesh(other.mesh)} ${format.describe(other.candidate)}${other.predicted ? ", predicted in part" : ""}`);
+  const others = [
+    ...(plan.expert_modes ?? []).map((one) => ["expert mode", one]),
+    ...plan.alternatives.map((one) => ["other mesh", one]),
+  ];
+  for (const [label, other] of others) {
+    row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} ${format.describe(other.candidate)}${other.predicted ? ", predicted in part" : ""}`);
   }
-}
-
-function mesh(sizes) {
-  const stages = sizes.virtual_stages > 1 ? `, ${sizes.virtual_stages} stages a rank` : "";
-  const pipeline = `pipeline=${sizes.pipeline}` + (sizes.schedule ? ` (${sizes.schedule}${stages})` : "");
-  const expert = sizes.expert > 1 ? [`expert=${sizes.expert}`] : [];
-  return [`tensor=${sizes.tensor}`, pipeline, ...expert, `data=${sizes.data}`, `sharding=${sizes.sharding}`].join(" ");
 }
 
 function batchRows(best, request, row) {
@@ -160,7 +136,7 @@ function nothingFits(variant) {
   return el(
     "div",
     {},
-    el("p", { class: "trouble" }, `No candidate fits: ${variant.reason ?? "all of them failed"}`),
+    el("p", { class: "trouble" }, format.sentence(variant.reason ?? "no candidate fits: all of them failed")),
     variant.remedies.length > 0 && el("p", {}, "Any one of these changes is predicted to make it fit. The first one is preferred."),
     el("ol", {}, variant.remedies.map((change) =>
       el("li", {}, `${change.change}: peak ${format.bytes(change.predicted_peak_bytes)}, ${format.bytes(change.required_bytes)} with reserve`))),

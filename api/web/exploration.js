@@ -43,6 +43,7 @@ export class ExplorationView {
     });
     this.log = new Log();
     this.trials = new TrialsTable();
+    this.trialsCard = el("section", { class: "card", "aria-labelledby": "trials-title" }, el("h2", { id: "trials-title" }, "Trials"), this.trials.root);
     root.replaceChildren(
       el("header", { class: "page-head" }, el("div", {}, this.title, this.state, this.labels, this.source), el("div", { class: "actions" }, actions)),
       this.trouble,
@@ -50,7 +51,7 @@ export class ExplorationView {
       this.variantLabel,
       el("div", { class: "charts" }, this.figures.map((figure) => figure.root)),
       el("section", { class: "card", "aria-labelledby": "log-title" }, el("h2", { id: "log-title" }, "Log"), this.log.summary, this.log.list),
-      el("section", { class: "card", "aria-labelledby": "trials-title" }, el("h2", { id: "trials-title" }, "Trials"), this.trials.root),
+      this.trialsCard,
     );
     this.draw = throttle(() => this.#draw(), DRAW_MILLISECONDS);
     this.sizes = new ResizeObserver(this.draw);
@@ -84,16 +85,18 @@ export class ExplorationView {
     const common = {
       trials: shown,
       best,
-      steps: confidenceOver(events, exploration.started_at),
+      steps: exploration.answered_from ? [] : confidenceOver(events, exploration.started_at),
       target: exploration.request?.budget.confidence_target ?? null,
     };
-    for (const { body, draw } of this.figures) {
+    for (const { root, body, draw } of this.figures) {
       const hadFocus = body.contains(document.activeElement);
       const made = draw({ ...common, width: Math.max(260, Math.floor(body.clientWidth)) });
-      body.replaceChildren(...[made ?? el("p", { class: "quiet" }, isFinal(exploration) ? "There is nothing to show." : "Nothing to show yet.")].flat());
+      root.hidden = !made && isFinal(exploration);
+      body.replaceChildren(...[made ?? el("p", { class: "quiet" }, "Nothing to show yet.")].flat());
       if (hadFocus) body.querySelector("[tabindex]")?.focus({ preventScroll: true });
     }
     this.log.update(events, exploration.recommendation, isFinal(exploration));
+    this.trialsCard.hidden = trials.length === 0;
     if (this.trials.trials.length !== trials.length) this.trials.update([...trials]);
   }
 
@@ -113,7 +116,7 @@ export class ExplorationView {
     );
     this.labels.replaceChildren(...format.labels(exploration.labels).map((text) => el("span", { class: "label" }, text)));
     this.#drawSource(exploration.answered_from);
-    const trouble = exploration.error ?? exploration.waiting_reason ?? "";
+    const trouble = exploration.answer ? "" : exploration.error ?? exploration.waiting_reason ?? ""; // an answer says more
     if (this.trouble.textContent !== trouble) this.trouble.textContent = trouble;
   }
 

@@ -3,14 +3,9 @@
 import { el } from "./dom.js";
 import { exportAnswer } from "./service.js";
 
-export const FORMATS = [
-  "transformers", "python", "accelerate", "deepspeed", "torchtitan", "torchtitan-main",
-  "megatron", "lightning", "axolotl", "llamafactory", "cerebras",
-];
-
-/** Return a choice of formats with a button that saves the file; `shell` shows problems. */
+/** Return a choice of formats with a button that saves the file; `offer` sets the formats. `shell` shows problems. */
 export function exportControl(id, signal, shell) {
-  const formats = el("select", {}, FORMATS.map((name) => el("option", {}, name)));
+  const formats = el("select");
   const save = el("button", { type: "button" }, "Export");
   save.addEventListener("click", async () => {
     save.disabled = true;
@@ -25,5 +20,14 @@ export function exportControl(id, signal, shell) {
       save.disabled = false;
     }
   });
-  return el("span", { class: "export" }, el("label", {}, "For ", formats), save);
+  const root = el("span", { class: "export" }, el("label", {}, "For ", formats), save);
+  let offered = "";
+  return {
+    root,
+    offer(names) {
+      root.hidden = names.length === 0;
+      if (offered !== names.join()) formats.replaceChildren(...names.map((name) => el("option", {}, name)));
+      offered = names.join();
+    },
+  };
 }

@@ -75,5 +75,8 @@ export function mesh(of) {
   return `tensor=${of.tensor} pipeline=${of.pipeline}${schedule}${expert} data=${of.data} sharding=${of.sharding}`;
 }
 
+/** A text with a capital at its beginning. */
+export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
 /** Labels as `key=value`; a report of an earlier version has none. */
 export const labels = (given) => Object.entries(given ?? {}).map(([key, value]) => `${key}=${value}`);

@@ -16,13 +16,13 @@ export async function showList(root, signal, shell) {
   const body = el("tbody");
   const older = el("button", { type: "button", hidden: true }, "Show older ones");
   const empty = el("p", { class: "quiet", hidden: true }, "There are none. ", el("a", { href: "#/submit" }, "Submit one"), ".");
-  const head = ["model", "state", "micro_batch_size", "confidence", "submitted", "id"];
-  const figures = new Set(["micro_batch_size", "confidence"]);
+  const head = ["model", "state", "micro-batch", "confidence", "submitted", "id"];
+  const figures = new Set(["micro-batch", "confidence"]);
   root.replaceChildren(
     el("header", { class: "page-head" }, title, el("div", { class: "actions" }, el("label", {}, "Model or label ", wanted), el("label", {}, "State ", state))),
     el(
       "div",
-      { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Explorations" },
+      { class: "card scroll whole", tabindex: "0", role: "region", "aria-label": "Explorations" },
       el("table", { class: "data list" }, el("caption", { class: "hidden" }, "Explorations, the newest first"),
         el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col", class: figures.has(name) && "figure" }, name)))), body),
       empty,
@@ -78,7 +78,7 @@ function row(exploration, find) {
     "tr",
     {},
     el("th", { scope: "row" }, el("a", { href: `#/explorations/${exploration.id}` }, exploration.model), labels),
-    el("td", {}, el("span", { class: `badge ${exploration.state}`, title: trouble }, exploration.state), exploration.answered_from && el("span", { class: "quiet" }, " reused")),
+    el("td", {}, el("span", { class: `badge ${exploration.state}`, title: trouble }, exploration.state), exploration.answered_from && el("span", { class: "quiet reused" }, " reused")),
     el("td", { class: "figure" }, exploration.micro_batch_size ?? "–"),
     el("td", { class: "figure" }, exploration.confidence ?? "–"),
     el("td", {}, el("time", { datetime: exploration.created_at }, format.moment(exploration.created_at))),

@@ -14,14 +14,14 @@ export async function showExploration(id, root, signal, shell) {
   const remove = el("button", { type: "button", hidden: true }, "Delete the exploration");
   const exports = exportControl(id, signal, shell);
   let exploration = await getExploration(id, signal);
-  const view = new ExplorationView(root, [exports, cancel, resume, remove]);
+  const view = new ExplorationView(root, [exports.root, cancel, resume, remove]);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];
   const trials = [];
   let cursor = null;
   const show = () => {
-    exports.hidden = !exploration.recommendation;
+    exports.offer(exploration.export_formats);
     cancel.hidden = isFinal(exploration) || exploration.cancel_requested;
     resume.hidden = !["cancelled", "failed"].includes(exploration.state);
     remove.hidden = !isFinal(exploration);

@@ -24,7 +24,7 @@ export class Log {
     this.shown = events.length;
     if (follows) this.list.scrollTop = this.list.scrollHeight;
     const now = performance.now();
-    if (isFinal || now - this.spoken > SPEAK_MILLISECONDS) {
+    if (isFinal || (this.shown > 0 && now - this.spoken > SPEAK_MILLISECONDS)) {
       this.spoken = now;
       const found = best ? ` Best micro_batch_size ${isFinal ? "" : "so far "}${best.candidate.micro_batch_size}, confidence ${best.confidence}.` : "";
       this.summary.textContent = `${events.length} events.${found}`;

@@ -30,8 +30,12 @@ CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
 
 
 def of_result(render: Callable[[Row], str], *names: str) -> str:
-    """Return the tables of those results that exist; an empty text if there are none."""
-    return "\n".join(render(found) for name in names if (found := results.find(name)) is not None)
+    """Return the tables of those results that exist, each with its file; an empty text if there are none."""
+    return "\n".join(
+        f"{render(found)}\nRaw rows: `benchmarks/results/{name}.json`.\n"
+        for name in names
+        if (found := results.find(name)) is not None
+    )
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,18 @@ def read_configuration(config: Configuration, **fields: Any) -> dict[str, Any]:
 
     Raises OSError if the file cannot be read, and ValueError if it is no document.
     """
-    document = dict(config) if isinstance(config, Mapping) else _parse(_text(config))
+    document = _without_endless_limit(dict(config) if isinstance(config, Mapping) else _parse(_text(config)))
     if fields and "model_type" in document and "hf_config" not in document:
         document = {"hf_config": document}
     if "seq_length" in fields and "hf_config" in document:
         fields = {**fields, "hf_seq_length": fields["seq_length"]}
         del fields["seq_length"]
     return {**document, **fields}
+
+
+def _without_endless_limit(document: dict[str, Any]) -> dict[str, Any]:
+    """Return `document` without `time_step_limit: [0.0, Infinity]` of a Mamba, its default, which JSON cannot carry."""
+    return {key: value for key, value in document.items() if (key, value) != ("time_step_limit", [0.0, math.inf])}
 
 
 def _text(config: str | Path) -> str:

@@ -59,7 +59,13 @@ class Connection:
                 raise ValueError("it must start with http:// or https://")  # noqa: TRY301 - one message for both
             beyond = not is_loopback(address.host)  # no proxy stands between this machine and itself
             self._http = httpx.Client(
-                base_url=address_of_service, headers=headers, timeout=timeout, transport=transport, trust_env=beyond
+                base_url=address_of_service,
+                headers=headers,
+                timeout=timeout,
+                transport=transport,
+                trust_env=beyond,
+                # The context reads SSL_CERT_FILE and a file of all authorities. That takes long, and http needs none.
+                verify=httpx.create_ssl_context() if address.scheme == "https" else False,
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise ServiceError(f"{self.url!r} is not a URL of a service: {error}") from error
@@ -71,9 +77,21 @@ class Connection:
     def is_alive(self) -> bool:
         """Return whether a service of this kind answers at the URL."""
         try:
-            return bool(self._http.get("/healthz", timeout=2.0).json() == {"status": "alive"})
-        except (httpx.HTTPError, ValueError):
+            self.check_alive()
+        except ServiceError:
             return False
+        return True
+
+    def check_alive(self) -> None:
+        """Raise ServiceError with the reason if no service of this kind answers at the URL."""
+        try:
+            alive = self._http.get("/healthz", timeout=2.0).json() == {"status": "alive"}
+        except httpx.HTTPError as error:
+            raise ServiceError(self.reason(error)) from error
+        except ValueError:
+            alive = False
+        if not alive:
+            raise ServiceError(f"what answers at {self.url} is not a bexp service")
 
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request and return the response."""
@@ -130,6 +148,8 @@ class Connection:
 
     def reason(self, error: httpx.HTTPError) -> str:
         """Return what is wrong with a connection."""
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return f"{self.url}: {error}; if an authority of your own has signed it, name its file in SSL_CERT_FILE"
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return f"no service answers at {self.url}"
         if isinstance(error, httpx.TimeoutException):

@@ -11,9 +11,7 @@ This is how torch does it: fully_shard (Zhao et al., 2023, arXiv:2304.11277) for
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from explorer.cost_model.parameters import count_embedding, count_head, count_layer
 from explorer.spec.hardware import HardwareSpec
@@ -22,7 +20,11 @@ from explorer.spec.parts import ExploredModel, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
-Floats = npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
 
 BUCKET_BYTES = 25 << 20
 """Gradients that DistributedDataParallel reduces at a time."""
@@ -173,6 +175,8 @@ class Exchange:
         backward. `forward` and `backward` are the seconds of a micro-step's computation. `slowdown` is that of
         `Overlap`.
         """
+        import numpy as np  # noqa: PLC0415 - it takes long to import, and every command of `bexp` imports this module
+
         exposed = self.exposed_share
         gathering = _added(forward, gather, exposed * gather, slowdown)
         nothing = np.zeros_like(forward)
@@ -190,5 +194,7 @@ def _added(computation: Floats, traffic: Floats, exposed: Floats, slowdown: floa
 
     They are the exposed traffic, and the longer of two: the hidden traffic, or the computation that it slows down.
     """
+    import numpy as np  # noqa: PLC0415 - as above
+
     hidden = traffic - exposed
     return np.asarray(exposed + np.maximum(hidden, computation + slowdown * hidden) - computation)

@@ -16,7 +16,8 @@ import numpy as np
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.routing import RoutingSpec, draw_routes
+from explorer.spec.routes import draw_routes
+from explorer.spec.routing import RoutingSpec
 
 SHARED_EXPERTS = "shared_experts"
 """The part that a dense FFN stands for if it is that of a layer's shared experts."""

@@ -166,10 +166,11 @@ def _batch_line(request: ExplorationRequest, choice: Choice, plan: MeshPlan | No
     size = choice.context_parallel_size
     groups = request.data_parallel_size(size) if plan is None else plan.mesh.data
     shared = f", {size} devices to a sequence" if size > 1 else ""
+    tokens = f", of {request.seq_length} tokens each" if request.seq_length > 1 else ""  # 1: its target has its own
     return (
         f"batch_size {request.batch_size} = micro_batch_size {choice.candidate.micro_batch_size} x "
-        f"{choice.grad_accum_steps} accumulation steps x {groups} data-parallel{shared}, of "
-        f"{request.seq_length} tokens each: keep the number of devices"
+        f"{choice.grad_accum_steps} accumulation steps x {groups} data-parallel{shared}{tokens}: "
+        "keep the number of devices"
     )
 
 

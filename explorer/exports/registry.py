@@ -21,6 +21,7 @@ from explorer.exports.document import Export
 from explorer.exports.exploration import Exploration, UnknownFormatError
 from explorer.exports.framework import Framework
 from explorer.exports.plan import Plan, build_plan
+from explorer.records.recommendation import Recommendation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,12 @@ def find_format(name: str) -> Format:
     if name not in FORMATS:
         raise UnknownFormatError(f"there is no format of this name; the formats are {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def formats_for(recommendation: Recommendation) -> list[str]:
+    """Return the names of the formats that can hold an answer: few frameworks can be told the mesh of a plan."""
+    has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
+    return [name for name, known in FORMATS.items() if not has_mesh or known.framework.schedules]
 
 
 def export(name: str, exploration: Exploration) -> Export:

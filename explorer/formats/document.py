@@ -30,6 +30,10 @@ _TOO_LARGE = 10**MAX_DIGITS
 _TOO_MANY_DIGITS = "a number has too many digits"
 _TOO_MANY_VALUES = f"has more than {MAX_VALUES:,} values"
 
+_CONFIG_KEYS = ("model", "hf_config")
+"""Where a request holds a Hugging Face config.json, if it is none itself."""
+_NO_LIMIT = [0.0, math.inf]
+
 Location = tuple[str | int, ...]
 Problem = tuple[Location, str]
 
@@ -56,7 +60,8 @@ def load_document(text: str) -> dict[str, Any]:
     """Parse a JSON or YAML mapping.
 
     Aliases of YAML are resolved, and merge keys (`<<`) mean what YAML 1.1 says. The limits hold for the document with
-    each alias written out. Text that begins with `--` is read as Megatron's flags: `{"megatron": text}`.
+    each alias written out. Text that begins with `--` is read as Megatron's flags: `{"megatron": text}`. A config.json
+    may hold `time_step_limit: [0.0, Infinity]`, which is left out.
 
     Raises:
         FormatError: not JSON or YAML; larger than 256 KiB; nested deeper than 32; more than 20,000 values; a tag or a
@@ -77,10 +82,17 @@ def load_document(text: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise FormatError([((), f"must be a mapping of field names to values, not {_describe(data)}")])
     _check_number_of_values(data)
+    data = _without_endless_limit(data)
     problems = list(islice(find_problems(data), 20))
     if problems:
         raise FormatError(problems)
     return data
+
+
+def _without_endless_limit(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` without `time_step_limit: [0.0, Infinity]`, which is how Mamba's config.json states its default."""
+    nested = {key: _without_endless_limit(data[key]) for key in _CONFIG_KEYS if isinstance(data.get(key), dict)}
+    return {key: value for key, value in {**data, **nested}.items() if (key, value) != ("time_step_limit", _NO_LIMIT)}
 
 
 def _checked_flags(text: str) -> str:

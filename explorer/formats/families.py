@@ -46,6 +46,8 @@ IGNORED = frozenset(
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
         *("summary_first_dropout", "unsloth_version", "unsloth_fixed", "tie_encoder_decoder", "is_decoder"),
         *("cross_attention_hidden_size",),
+        # code beside the model, which is never run
+        "auto_map",
     }
 )
 
@@ -74,7 +76,6 @@ REFUSED = {
     "pruned_heads": "pruned heads are not supported",
     "text_config": "a configuration inside a configuration is not supported: hand in the text model's own",
     "audio_config": "exploration is limited to language models",
-    "auto_map": "code that comes with a model is never run",
 }
 
 UNSUPPORTED_TYPES = {

@@ -62,6 +62,17 @@ def assume_seq_length(config: Mapping[str, Any]) -> int:
     return min([*named, DEFAULT_SEQ_LENGTH])
 
 
+def drop_remote_code(config: Mapping[str, Any], translation: Translation) -> None:
+    """Drop `auto_map` from `hf_config`, and note it. `trust_remote_code` stays and is refused: it asks for that code.
+
+    `auto_map` names the code of a model that was published before the library had its class. The worker builds the
+    library's class of the same `model_type`, or reports that the library has none.
+    """
+    if config.get("auto_map"):
+        translation.put(("hf_config",), {key: value for key, value in config.items() if key != "auto_map"})
+        translation.notes.append("auto_map is left out: the library's own class is measured, not code beside the model")
+
+
 def translate_config(
     config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any = None
 ) -> None:
@@ -75,17 +86,18 @@ def translate_config(
         return
     model_type = model.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    model.refuse_where_set(
-        {key: reason for key, reason in REFUSED.items() if model.values.get(key) != NEUTRAL.get(key)}
-    )
     if family is None:
         why = UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
         model.refuse(
             "model_type",
-            f"{model_type!r:.60} is not supported{f' (it has {why})' if why else ''}"
-            f"{did_you_mean(str(model_type), FAMILIES)}; supported: {', '.join(FAMILIES)}",
+            f"{model_type!r:.60} is not supported by target 'bexp'{f' (it has {why})' if why else ''}"
+            f"{did_you_mean(str(model_type), FAMILIES)}; supported: {', '.join(FAMILIES)}; "
+            "target 'transformers' measures other types",
         )
         return
+    model.refuse_where_set(
+        {key: reason for key, reason in REFUSED.items() if model.values.get(key) != NEUTRAL.get(key)}
+    )
     model = _rename(model, family)
     defaults = family.defaults
     for name, key in family.keys.items():

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
 from explorer.formats.document import FormatError, Location, find_problems
 from explorer.formats.errors import explain, relocate
-from explorer.formats.huggingface import assume_seq_length, pass_config, translate_config
+from explorer.formats.huggingface import assume_seq_length, drop_remote_code, pass_config, translate_config
 from explorer.formats.translation import Translation
 from explorer.formats.vision import refuse_vision
 from explorer.spec.request import ExplorationRequest
@@ -93,8 +93,8 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
         found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
         beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
     elif "model" not in document and {"model_type", "architectures"} & document.keys():
-        found = ((), {key: value for key, value in document.items() if key not in REQUEST_FIELDS})
-        beside = {key: value for key, value in document.items() if key in REQUEST_FIELDS}
+        beside = {key: value for key, value in document.items() if _is_request_field(key, value)}
+        found = ((), {key: value for key, value in document.items() if key not in beside})
     else:
         found = _find_model(document, changes, translation)
         beside = {key: value for key, value in document.items() if key != "model"}
@@ -108,8 +108,15 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
         location, model = found
         _translate_model(location, model, translation, changes)
     config = translation.get("hf_config")
-    if isinstance(config, Mapping) and translation.get("hf_seq_length") is None:
-        translation.put(("hf_seq_length",), assume_seq_length(config))
+    if isinstance(config, Mapping):
+        drop_remote_code(config, translation)
+        if translation.get("hf_seq_length") is None:
+            translation.put(("hf_seq_length",), assume_seq_length(config))
+
+
+def _is_request_field(key: str, value: Any) -> bool:
+    """Return whether a field beside those of a config.json is the request's: its `num_query_groups` are a list."""
+    return key in REQUEST_FIELDS and not (key == "num_query_groups" and isinstance(value, int))
 
 
 def _translate_arguments(

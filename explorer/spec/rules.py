@@ -9,6 +9,6 @@ _PREFIX = "Value error, "
 
 
 def rule_of(detail: Mapping[str, Any]) -> str:
-    """Return the rule that an error of pydantic names, without the prefix that pydantic puts before our own rules."""
+    """Return the rule that an error of pydantic names, without its prefix of our own rules and its name for a list."""
     message: str = detail["msg"]
-    return message.removeprefix(_PREFIX)
+    return message.removeprefix(_PREFIX).replace("a valid tuple", "a list")

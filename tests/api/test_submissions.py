@@ -179,7 +179,7 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
         (change("model.name", "\0"), "model.name"),
         (change("model.name", "\ud800"), "model.name"),
         (GPT2 | {"model_type": "vit"}, "model_type"),
-        (GPT2 | {"target": "transformers", "auto_map": {"AutoConfig": "x.y"}}, "auto_map"),
+        (GPT2 | {"target": "transformers", "trust_remote_code": True}, "trust_remote_code"),
         (GPT2 | {"target": "Other"}, "target"),
         ({"target": "train.py:Target"}, "target"),
         ({"target": "/home/me/train.py"}, "target"),

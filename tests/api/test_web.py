@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 from fastapi.testclient import TestClient
 
 from api.web.assets import CONTENT_SECURITY_POLICY, read_assets
 from api.web.report import render_report
-from explorer.exports.registry import FORMATS
 
 
 @pytest.mark.parametrize(
@@ -49,9 +46,3 @@ def test_data_of_a_report_cannot_end_its_element() -> None:
     assert "<title>&lt;b&gt;" in text
     assert "alert(1)</script>" not in text
     assert text.count("</script>") == 3
-
-
-def test_the_page_offers_every_format_of_an_answer() -> None:
-    offered = re.search(r"FORMATS = \[(.*?)\]", read_assets()["exports.js"].body.decode(), re.DOTALL)
-    assert offered is not None
-    assert re.findall(r'"([\w-]+)"', offered[1]) == list(FORMATS)

@@ -101,6 +101,22 @@ def test_nobody_at_the_url_is_a_service_error() -> None:
             client.get("job1")
 
 
+def test_a_certificate_that_is_not_trusted_is_named_with_the_way_out() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", request=request)
+
+    with client_of(refuse) as client, pytest.raises(ServiceError, match=r"verify failed; .* SSL_CERT_FILE"):
+        client.check_alive()
+
+
+@pytest.mark.parametrize("body", ["<p>Hello</p>", '{"status": "well"}'])
+def test_what_is_no_service_of_this_kind_is_said(body: str) -> None:
+    with client_of(lambda _: httpx.Response(200, text=body)) as client:
+        assert not client.is_alive()
+        with pytest.raises(ServiceError, match="is not a bexp service"):
+            client.check_alive()
+
+
 @pytest.mark.parametrize("url", ["localhost:8642", "", "http://[::1", "ftp://host"])
 def test_a_url_that_is_none_is_a_service_error(url: str) -> None:
     with pytest.raises(ServiceError), Client(url) as client:

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from api.cli import app
+from api.cli.commands import COMMANDS, load_command
 
 
 def commands() -> list[tuple[str, ...]]:
     """Every command, those of groups included."""
     found: list[tuple[str, ...]] = []
-    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]  # a group has them
-        found += [(name, inner) for inner in getattr(command, "commands", {})] or [(name,)]
+    for name in COMMANDS:
+        found += [(name, inner) for inner in getattr(load_command(name), "commands", {})] or [(name,)]
     return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_each_command_says_first(name: str) -> None:
+    assert COMMANDS[name][1] == load_command(name).help.split("\n\n")[0]
+
+
+def test_the_list_of_commands_needs_neither_the_client_nor_the_formats() -> None:
+    script = "import sys; from api.cli import app; app(['-h'], standalone_mode=False); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"httpx", "numpy", "pydantic", "yaml", "sqlalchemy"} & set(loaded)
+
+
+def test_the_best_is_printed_without_numpy() -> None:
+    script = "import sys, api.cli.best; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"numpy", "sqlalchemy", "explorer.formats.request"} & set(loaded)
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)

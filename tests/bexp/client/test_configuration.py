@@ -25,6 +25,7 @@ def test_a_path_and_its_text_are_the_same(text: str, tmp_path: Path) -> None:
         ({"batch_size": 8, "seed": 1}, {"batch_size": 16}, {"batch_size": 16, "seed": 1}),
         (LLAMA, {}, LLAMA),
         (LLAMA, {"batch_size": 8}, {"hf_config": LLAMA, "batch_size": 8}),
+        ({**LLAMA, "time_step_limit": [0.0, float("inf")]}, {}, LLAMA),
         (LLAMA, {"seq_length": 32}, {"hf_config": LLAMA, "hf_seq_length": 32}),
     ],
 )

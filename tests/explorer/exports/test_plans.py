@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from explorer.exports.exploration import Exploration, ExportError
-from explorer.exports.registry import export
+from explorer.exports.registry import FORMATS, export, formats_for
 from explorer.records.plan import MeshPlan, PlainMesh
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
@@ -75,6 +76,19 @@ def shadowed(**changes: Any) -> Exploration:
 
 def pairs(found: list[str]) -> dict[str, str]:
     return dict(zip(found, [*found[1:], ""], strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1}]
+)
+def test_the_formats_that_are_offered_are_those_that_can_be_made(changes: dict[str, Any]) -> None:
+    answer = planned(**changes)
+    assert answer.recommendation is not None
+    offered = formats_for(answer.recommendation)
+    assert len(offered) == (3 if not changes else len(FORMATS))
+    for name in FORMATS:
+        with nullcontext() if name in offered else pytest.raises(ExportError, match="mesh"):
+            export(name, answer)
 
 
 def test_megatron_is_told_the_mesh_and_the_balance_of_its_layers() -> None:

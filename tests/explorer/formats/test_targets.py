@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from explorer.formats.document import FormatError
+from explorer.formats.document import FormatError, load_document
 from explorer.formats.request import parse_request
 from explorer.spec.target import TRANSFORMERS
 
@@ -62,7 +64,7 @@ def test_a_parsed_request_is_parsed_again_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("document", "location", "part"),
     [
-        ({**GEMMA, "auto_map": {"AutoConfig": "x.y"}}, ("auto_map",), "never run"),
+        ({"hf_config": {**GEMMA, "a": {"auto_map": {"A": "x.y"}}}}, ("hf_config", "a", "auto_map"), "never run"),
         ({"model": {**GEMMA, "trust_remote_code": True}}, ("model", "trust_remote_code"), "never run"),
         ({"model": {**GEMMA, "model_type": 3}}, ("model", "model_type"), "kind of model"),
         ({**GEMMA, "seq_length": 0}, ("seq_length",), "greater than"),
@@ -72,6 +74,26 @@ def test_a_parsed_request_is_parsed_again_as_it_is() -> None:
 )
 def test_faults_are_located_in_the_document(document: Any, location: tuple[str, ...], part: str) -> None:
     assert part in refusal({**document, "target": "transformers"})[location]
+
+
+@pytest.mark.parametrize("place", [lambda config: config, lambda config: {"hf_config": config}])
+def test_the_code_that_a_published_config_names_is_left_out_and_noted(place: Callable[[Any], Any]) -> None:
+    request = parse_request(place({**GEMMA, "auto_map": {"AutoConfig": "configuration_gemma.Config"}}))
+    assert request.hf_config == GEMMA
+    assert "auto_map is left out" in request.notices[0]
+
+
+@pytest.mark.parametrize("place", [lambda config: config, lambda config: {"model": config}])
+def test_a_time_step_without_a_limit_is_left_out(place: Callable[[Any], Any]) -> None:
+    mamba = {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]}
+    assert parse_request(load_document(json.dumps(place(mamba)))).hf_config == {"model_type": "mamba2"}
+    with pytest.raises(FormatError, match="finite"):
+        load_document(json.dumps(place({**mamba, "time_step_max": float("inf")})))
+
+
+def test_a_number_of_query_groups_in_a_config_is_the_models_own() -> None:
+    request = parse_request({**GEMMA, "num_query_groups": 8})
+    assert (request.num_query_groups, request.hf_config) == (None, {**GEMMA, "num_query_groups": 8})
 
 
 def test_only_the_length_of_a_config_can_be_overridden() -> None:

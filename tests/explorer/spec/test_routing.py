@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from explorer.spec.model import MoESpec
-from explorer.spec.routing import RoutingSpec, draw_routes
+from explorer.spec.routes import draw_routes
+from explorer.spec.routing import RoutingSpec
 
 NUM_TOKENS = 50_000
 TOLERANCE = 0.004  # on a share: the noise of 50,000 tokens, and what the solver leaves

@@ -10,7 +10,8 @@ from explorer.cost_model.components import BlockRecompute, Component, ComponentK
 from explorer.cost_model.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
 from explorer.spec.model import LayerKind
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.routing import RoutingSpec, draw_routes
+from explorer.spec.routes import draw_routes
+from explorer.spec.routing import RoutingSpec
 from tests.workers.targets.models import CPU, small_model, small_moe
 from workers.targets.reference.factory import build_block, example_inputs
 from workers.targets.reference.moe_block import MoEFFN

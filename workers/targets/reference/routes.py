@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from explorer.spec.model import ModelSpec, MoESpec
-from explorer.spec.routing import RoutingSpec, draw_routes
+from explorer.spec.routes import draw_routes
+from explorer.spec.routing import RoutingSpec
 
 _MIN_DRAWN_TOKENS = 1 << 12
 _MAX_DRAWN_TOKENS = 1 << 16

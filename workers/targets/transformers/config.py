@@ -87,7 +87,8 @@ def resolve_config(raw: Mapping[str, Any], seq_length: int, *, max_layers: int =
     if not isinstance(model_type, str):
         raise UnsupportedModelError("the configuration has no model_type")
     ignored = tuple(name for name in _NO_PART_OF_TRAINING if raw.get(name) is not None)
-    config = _build_config(model_type, {name: value for name, value in raw.items() if name not in ignored})
+    kept = {name: value for name, value in raw.items() if name not in ignored}
+    config = _build_config(model_type, kept, raw.get("architectures"))
     depth = config_depth(config)
     if depth is not None and depth > max_layers:
         raise UnsupportedModelError(f"{depth} layers; at most {max_layers} are allowed")
@@ -127,11 +128,11 @@ def _checked_version() -> str:
     return version
 
 
-def _build_config(model_type: str, raw: Mapping[str, Any]) -> Any:
+def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -> Any:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
 
     if model_type not in CONFIG_MAPPING:
-        meant = did_you_mean(model_type, CONFIG_MAPPING.keys())
+        meant = _same_class(architectures) or did_you_mean(model_type, CONFIG_MAPPING.keys())
         raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library{meant}")
     arguments = copy.deepcopy({name: value for name, value in raw.items() if name != "model_type"})
     with quiet_library():
@@ -139,6 +140,22 @@ def _build_config(model_type: str, raw: Mapping[str, Any]) -> Any:
             return CONFIG_MAPPING[model_type](**arguments)
         except Exception as error:
             raise UnsupportedModelError(f"the configuration of {model_type!r} is refused: {one_line(error)}") from error
+
+
+def _same_class(architectures: Any) -> str:
+    """Which type to write where `architectures` names a class of the library beside a type of its own; empty if none.
+
+    Kimi-K2, for example, is published as `kimi_k2` with DeepSeek-V3's class.
+    """
+    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415 - transformers is optional
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    named = architectures if isinstance(architectures, list) else []
+    for known, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if class_name in named:
+            return f"; its class {class_name} is that of model_type {known!r}: write that instead"
+    return ""
 
 
 def _model_class(config: Any, model_type: str) -> type:

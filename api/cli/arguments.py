@@ -1,0 +1,28 @@
+"""Arguments and options of several commands. This module is light, so that a command starts at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from api.cli.errors import CommandError, ExitCode
+from explorer.spec.labels import parse_label
+
+JobId = Annotated[
+    str, typer.Argument(metavar="ID", help="The id of the exploration, its first characters, or `latest`.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
+
+
+def parse_labels(given: list[str] | None) -> dict[str, str] | None:
+    """Return the field of a request that `--label` stands for; null without any.
+
+    Raises CommandError if one is no label.
+    """
+    if not given:
+        return None
+    try:
+        return dict(parse_label(text) for text in given)
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, f"--label: {error}") from None

@@ -1,0 +1,79 @@
+"""The commands by name. A command's module is imported when it is used, so that each command starts at once."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import cleandoc
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from api.cli.errors import GuardedGroup
+
+COMMANDS = {
+    "explore": ("explore:explore", "Explore a model on this machine and print the best micro_batch_size."),
+    "submit": ("submit:submit", "Submit a model to the service and print the id of the exploration."),
+    "watch": ("jobs:watch", "Follow an exploration to its end and print its answer."),
+    "resume": ("resume:resume", "Go on with an exploration that was interrupted, cancelled or has failed."),
+    "best": ("best:best", "Print the best micro_batch_size so far, and what real runs with it have reached."),
+    "list": ("jobs:list_", "List explorations, the newest first."),
+    "report": (
+        "report:report",
+        "Write an exploration as one HTML file: the answer, the charts, the log and the trials.",
+    ),
+    "cancel": ("jobs:cancel", "End an exploration. `bexp resume` goes on with it."),
+    "delete": ("deletion:delete", "Delete an exploration that has ended, with its log, trials, study and run reports."),
+    "workers": ("workers:workers", "List the workers: their devices and versions, and what they do."),
+    "serve": ("service:serve", "Serve the REST API."),
+    "worker": ("service:worker", "Claim and run explorations until a signal ends the worker."),
+    "doctor": ("service:doctor", "Show which devices and back ends can be used here, and why the others cannot."),
+    "study": (
+        "administration:study",
+        "Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools.",
+    ),
+    "prune": (
+        "administration:prune",
+        "Delete finished explorations with their logs, trials, run reports and studies, old records of the audit, and "
+        "measured components.",
+    ),
+    "audit": (
+        "access:audit",
+        "Show who submitted, cancelled, resumed or deleted what, and who changed tokens and quotas, from where and "
+        "when.",
+    ),
+    "token": ("access:token_commands", "Create, list and revoke the bearer tokens of the service."),
+    "quota": ("access:quota_commands", "Set and list the quotas of owners."),
+    "db": ("administration:database_commands", "Maintain the database."),
+}
+"""Where each command or group is below `api.cli`, and what the list of commands says of it."""
+
+
+class CommandGroup(GuardedGroup):
+    """The commands of `bexp`. Each is a name with its summary until it is used."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update({name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the arguments name, and load it."""
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = load_command(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load_command(name: str) -> Any:
+    """Import a command, or a group of commands, with its options."""
+    place, summary = COMMANDS[name]
+    module, _, member = place.partition(":")
+    found = getattr(import_module(f"api.cli.{module}"), member)
+    if isinstance(found, typer.Typer):
+        group = typer.main.get_group(found)
+        group.name, group.help = name, summary
+        return group
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # typer would keep the line breaks of the source, which do not suit the terminal's width.
+    paragraphs = cleandoc(found.__doc__ or "").split("\n\n")
+    alone.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(found)
+    return typer.main.get_command(alone)

@@ -1,0 +1,29 @@
+"""Known failures of what a command calls, as lines for a person and an exit code."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from api.cli.errors import CommandError, ExitCode
+from api.client import ProblemError, ServiceError
+from api.embedded import ChildEndedError
+from explorer.formats.document import FormatError, describe_problem
+
+_TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
+
+
+def describe_failure(error: Exception) -> CommandError | None:
+    """Return how a command ends after `error`; null if this is a defect."""
+    match error:
+        case FormatError():
+            return CommandError(ExitCode.USAGE, "the configuration is wrong", *map(describe_problem, error.errors))
+        case ProblemError():
+            code = ExitCode.SERVICE if error.status in _TRY_AGAIN else ExitCode.USAGE
+            hint = ["set BEXP_API_TOKEN to a token from `bexp token create`"]
+            return CommandError(code, *error.lines(), *(hint if error.status == HTTPStatus.UNAUTHORIZED else []))
+        case ChildEndedError():  # status 2: a --device or a database URL that cannot be used
+            code = ExitCode.USAGE if error.status == ExitCode.USAGE else ExitCode.SERVICE
+            return CommandError(code, *str(error).splitlines())
+        case ServiceError():
+            return CommandError(ExitCode.SERVICE, *str(error).splitlines())
+    return None

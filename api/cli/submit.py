@@ -1,0 +1,47 @@
+"""`bexp submit`: an exploration for the workers of a service."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from api.cli import options
+from api.cli.arguments import AsJson
+from api.cli.connection import connect
+from api.cli.errors import say
+from api.cli.jobs import follow_job
+from api.cli.results import print_json
+
+
+@options.takes_fields
+def submit(
+    config: options.Config,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="The kind of device to explore on.", show_default="any")
+    ] = None,
+    *,
+    fields: dict[str, Any],
+    target: options.TargetOption = None,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Among the explorations of its owner, the highest is next.")
+    ] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a model to the service and print the id of the exploration.
+
+    Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
+    """
+    request = options.read_request(config, {"device_kind": options.device_kind(device), "target": target, **fields})
+    with connect() as client:
+        job = client.submit(request, priority=priority)
+        for notice in request.notices if not watch else ():
+            say(notice)
+        if watch:
+            say(f"exploration {job.id}")
+            raise typer.Exit(follow_job(client, job, as_json=as_json))
+    if as_json:
+        print_json(job.model_dump(mode="json"))
+    else:
+        typer.echo(job.id)
