@@ -33,13 +33,7 @@ OWN_MEDIAN = {"cuda": 0.01, "cpu": 0.02}
 LOG_STD = 1.0
 RUN_GRID: Floats = 0.001 * 2.0 ** np.arange(10, dtype=np.float64)
 OWN_GRID: Floats = 0.002 * 2.0 ** np.arange(7, dtype=np.float64)
-AMPLITUDE_GRID: Floats = np.array([0.005, 0.02, 0.08, 0.32])
-AMPLITUDE_SHARES: Floats = np.array([8.0, 4.0, 2.0, 1.0]) / 15.0
-"""How likely each amplitude is. Launches and fixed costs explain most of what a curve would otherwise have to.
-
-With these shares, the component times of benchmarks/results/h200-explorations.json and h200-olmoe-fused.json are 150
-times as likely as with equal ones.
-"""
+AMPLITUDE_GRID: Floats = np.array([0.005, 0.02, 0.08, 0.32])  # each as likely as the others
 OUTLIER_STD = 0.05
 OUTLIER_SHARE = 0.02
 """How far off an outlier is, and how many runs are one.
@@ -138,7 +132,7 @@ class HyperparameterPosterior:
         shift = -0.5 * (KIND_SHIFTS / KIND_SHIFT_STD) ** 2
         shift -= _log_sum(shift)
         own = _log_normal(OWN_GRID, OWN_MEDIAN[device_kind])
-        self._prior = shift[:, None, None] + own[:, None] + np.log(AMPLITUDE_SHARES)
+        self._prior = shift[:, None, None] + own[:, None] - np.log(np.full(AMPLITUDE_GRID.size, AMPLITUDE_GRID.size))
         self._run_index = np.clip(np.arange(RUN_GRID.size)[:, None] + KIND_SHIFTS, 0, RUN_GRID.size - 1)
         self._seen: dict[str, tuple[Evidence, Floats]] = {}
 
