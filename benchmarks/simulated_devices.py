@@ -13,7 +13,7 @@ import numpy as np
 
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.roofline import roofline_seconds
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.parts import ExploredModel
@@ -49,7 +49,7 @@ class SmoothDevice:
 
     def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """Device and host seconds without noise."""
-        predicted = predict_component_seconds(component, model, self._request, self._hardware)
+        predicted = roofline_seconds(component, model, self._request, self._hardware)
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device / 0.8, predicted.host
         sort = f"{component.kind}:{component.backend}"
@@ -112,7 +112,7 @@ class JaggedDevice(SmoothDevice):
 
     def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """Device and host seconds without noise."""
-        predicted = predict_component_seconds(component, model, self._request, self._hardware)
+        predicted = roofline_seconds(component, model, self._request, self._hardware)
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device / (0.7 + 0.2 * self._uniform("optimizer")), predicted.host
         sort = f"{component.kind}:{component.backend}"
@@ -162,7 +162,7 @@ class LumpyDevice(SmoothDevice):
 
     def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """Device and host seconds without noise."""
-        predicted = predict_component_seconds(component, model, self._request, self._hardware)
+        predicted = roofline_seconds(component, model, self._request, self._hardware)
         sort = f"{component.kind}:{component.backend}"
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device * 1.3, predicted.host

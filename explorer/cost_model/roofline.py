@@ -1,14 +1,14 @@
 """Predicted seconds of components before anything is measured: the roofline of Williams et al. (2009) and launches.
 
 A component takes as long as its operations at the measured matmul peak or as its bytes at the measured bandwidth,
-whichever is longer. The surrogate learns how far real kernels are from that. Only the shape over micro-batch, tile and
-policy matters here.
+whichever is longer. Every kernel that it launches takes a little longer than that, however small it is. The surrogate
+learns how far real kernels are from that. Only the shape over micro-batch, tile and policy matters here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from explorer.cost_model.activation_memory import FLOAT32_BYTES, largest_share, local_tokens, predict_component_bytes
 from explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
@@ -43,6 +43,11 @@ OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pa
     ComponentKind.OPTIMIZER: 10,
     ComponentKind.COMMUNICATION: 10,
 }
+LEAST_SECONDS = 2e-6
+"""Device seconds that a kernel takes beside its work: to start, to fill the device and to drain it.
+
+Without them, a block at a small size would look inefficient, and so would other back ends at every size.
+"""
 LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
 """A first guess of the bandwidth between devices, each way, which is measured before all else.
 
@@ -54,13 +59,22 @@ HOP_OPERATIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class PredictedSeconds:
-    """Device and host seconds of one forward and backward pass, or of one optimizer step."""
+    """Device and host seconds of one forward and backward pass, or of one optimizer step, and its operations."""
 
     device: float
     host: float
+    num_operations: float
 
 
 def predict_component_seconds(
+    component: Component, model: ExploredModel, request: ExplorationRequest, hardware: HardwareSpec
+) -> PredictedSeconds:
+    """Return the seconds of one component on `hardware`: the roofline's, and LEAST_SECONDS for each operation."""
+    found = roofline_seconds(component, model, request, hardware)
+    return replace(found, device=found.device + LEAST_SECONDS * found.num_operations)
+
+
+def roofline_seconds(
     component: Component, model: ExploredModel, request: ExplorationRequest, hardware: HardwareSpec
 ) -> PredictedSeconds:
     """Return the roofline seconds of one component on `hardware`.
@@ -76,18 +90,18 @@ def predict_component_seconds(
 
     if component.kind is ComponentKind.COMMUNICATION:
         link = LINK_BYTES_PER_SECOND[hardware.device_kind]
-        host = OPERATIONS[component.kind] * model.num_layers * hardware.launch_seconds
-        return PredictedSeconds(_exchanged_bytes(model, request.sharded(component.sharding)) / link, host)
+        exchanged = _exchanged_bytes(model, request.sharded(component.sharding))
+        return _with_host(exchanged / link, OPERATIONS[component.kind] * model.num_layers, hardware)
     if isinstance(model, ModelParts):
-        return _predict_part_seconds(component, model, request, hardware, seconds)
+        return _part_seconds(component, model, request, hardware, seconds)
     if component.kind is ComponentKind.OPTIMIZER:
         shards = request.sharded(component.sharding).optimizer_shards
         moved = Work(0.0, _optimizer_bytes(model, request) / shards)
-        return PredictedSeconds(seconds(moved), OPERATIONS[component.kind] * hardware.launch_seconds)
+        return _with_host(seconds(moved), OPERATIONS[component.kind], hardware)
     training = request.mode == "train"
     forward = _forward_work(component, model, request)
     hops = component.context_parallel_size - 1 if component.communicates else 0
-    host = (OPERATIONS[component.kind] + HOP_OPERATIONS * hops) * hardware.launch_seconds
+    operations = OPERATIONS[component.kind] + HOP_OPERATIONS * hops
     passes = 1.0
     device = seconds(forward)
     if training:
@@ -99,31 +113,35 @@ def predict_component_seconds(
             device += seconds(again)
             passes += BY_OPERATION_PASSES if component.recompute.by_operation else 1.0
     tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
-    return PredictedSeconds(device, host * passes * tiles)
+    return _with_host(device, operations * passes * tiles, hardware)
 
 
-def _predict_part_seconds(
+def _with_host(device: float, num_operations: float, hardware: HardwareSpec) -> PredictedSeconds:
+    return PredictedSeconds(device, num_operations * hardware.launch_seconds, num_operations)
+
+
+def _part_seconds(
     component: Component,
     parts: ModelParts,
     request: ExplorationRequest,
     hardware: HardwareSpec,
     seconds: Callable[[Work], float],
 ) -> PredictedSeconds:
-    host = OPERATIONS[component.kind] * hardware.launch_seconds
+    operations = OPERATIONS[component.kind]
     if component.kind is ComponentKind.OPTIMIZER:
         states = (2 + 2 * request.training.optimizer.num_states + 1) * parts.trainable_bytes
         shards = request.sharded(component.sharding).optimizer_shards
-        return PredictedSeconds(seconds(Work(0.0, states / shards)), host)
+        return _with_host(seconds(Work(0.0, states / shards)), operations, hardware)
     forward = part_work(component, parts)
     device = seconds(forward)
     if request.mode == "eval":
-        return PredictedSeconds(device, host)
+        return _with_host(device, operations, hardware)
     device += seconds(Work(BACKWARD_FLOPS * forward.flops, BACKWARD_FLOPS * forward.bytes))
     again = again_work(component, parts, forward)
     if again is not None:
         device += seconds(again)
     tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
-    return PredictedSeconds(device, host * (3.0 + (again is not None)) * tiles)
+    return _with_host(device, operations * (3.0 + (again is not None)) * tiles, hardware)
 
 
 def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:

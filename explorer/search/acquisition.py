@@ -16,6 +16,7 @@ import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from explorer.cost_model.components import Component
+from explorer.search.candidate_posterior import CandidatePosterior
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds
 
@@ -91,10 +92,26 @@ def _repeated_run(state: SearchState, costs_K: Floats) -> _Option | None:
     for rival in np.argsort(-better_A, kind="stable")[:RIVALS]:
         if better_A[rival] < NEGLIGIBLE:
             break
+        if state.request.verify and _whole_models_tell_more(posterior, (incumbent, int(rival))):
+            continue
         option = _run_of_pair(state, costs_K, (incumbent, int(rival)), float(better_A[rival]))
         if option is not None and (best is None or option.gain_per_second > best.gain_per_second):
             best = option
     return best
+
+
+def _whole_models_tell_more(posterior: CandidatePosterior, pair: tuple[int, int]) -> bool:
+    """Return whether the error of composition hides more of the difference of two candidates than their components do.
+
+    No further run of a component helps then. Whole models, which follow the search, show both.
+    """
+    columns = list(pair)
+    run_N = (posterior.tokens_NA[:, columns] > 0.0).all(axis=1) & (posterior.composed_NA[:, columns] > 0.0).all(axis=1)
+    if not run_N.any():
+        return False
+    composed_N2 = np.log(posterior.composed_NA[run_N][:, columns])
+    error_N2 = np.log(posterior.tokens_NA[run_N][:, columns]) - composed_N2
+    return float(np.diff(composed_N2).std()) < float(np.diff(error_N2).std())
 
 
 def _run_of_pair(

@@ -47,6 +47,8 @@ The room below 1 is for composition errors. It grows as they are found to be lar
 """
 MATTERS = 0.25
 """Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""
+MOST_WHOLE_RUNS = 3
+"""The most whole models of one candidate, unless it is the recommended one."""
 FIRST = 0
 """The number of a trial that has none."""
 SOUND = frozenset({Outcome.OK, Outcome.CONTAMINATED})
@@ -105,6 +107,7 @@ class SearchState:
         self._errors = CompositionErrors(table.candidates, hardware.device_kind, request.seed, NUM_SAMPLES, rng)
         self._reported_errors = [ReportedError(table.row[run.candidate], run.log_error) for run in self.reported]
         self._memory_errors = MemoryErrors(len(table.candidates), NUM_SAMPLES, rng)
+        self._whole_runs: dict[int, dict[int, tuple[float, float]]] = {}
         self._whole_models: dict[int, WholeModelRun] = {}
         self._whole_peaks: dict[int, int] = {}
         usable = [] if earlier is None else [run for run in earlier.runs if run.measurement.component in table.column]
@@ -151,11 +154,21 @@ class SearchState:
         self._update(measured, refresh=before != self._num_troubles())
 
     def learn_whole_model(
-        self, candidate: Candidate, tokens_per_second: float, standard_error: float, peak_bytes: int | None = None
+        self,
+        candidate: Candidate,
+        tokens_per_second: float,
+        standard_error: float,
+        peak_bytes: int | None = None,
+        number: int = FIRST,
     ) -> None:
-        """Learn a whole model's throughput, with its relative standard error, and its peak: both correct the others."""
+        """Learn a whole model's throughput, with its relative standard error, and its peak: both correct the others.
+
+        Runs of one candidate by several trials count together; `number` is the trial's.
+        """
         row = self.table.row[candidate]
-        run = WholeModelRun(math.log(tokens_per_second), standard_error)
+        runs = self._whole_runs.setdefault(row, {})
+        runs[number] = (tokens_per_second, standard_error)
+        run = WholeModelRun.of(*zip(*(runs[each] for each in sorted(runs)), strict=True))
         if self._whole_models.get(row) != run or self._whole_peaks.get(row) != peak_bytes:
             self._whole_models[row] = run
             if peak_bytes is not None:
@@ -234,8 +247,12 @@ class SearchState:
         """Whether a candidate's whole model has been timed."""
         return row in self._whole_models
 
+    def count_whole_runs(self, row: int) -> int:
+        """How often a candidate's whole model has been timed."""
+        return len(self._whole_runs.get(row, ()))
+
     def whole_tokens_per_second(self, row: int) -> float | None:
-        """What a candidate's whole model has reached; null if it was not timed."""
+        """What a candidate's whole model has reached, the geometric mean of its runs; null if it was not timed."""
         run = self._whole_models.get(row)
         return None if run is None else math.exp(run.log_tokens)
 
@@ -307,21 +324,28 @@ class SearchState:
         """The candidate whose whole model is expected to improve the answer most; null if there is none to run.
 
         It is the contender with the highest expected gain over the recommended candidate, in which what is not known
-        counts: the error of its composition, whether it fits, and components that were predicted. If two are equal, it
-        is the faster one. Without a recommended candidate it is the best of those that may fit.
+        counts: the error of its composition, whether it fits, components that were predicted, and the noise of whole
+        models that ran. If two are equal, it is the faster one. If it was run whole more
+        often than the recommended candidate, the latter is returned, because another run of that tells more. Without a
+        recommended candidate it is the best of those that may fit.
         """
         posterior, recommended = self.posterior, self._recommended_position()
         rows = posterior.rows
-        others = [i for i in range(rows.size) if i != recommended and not self.was_run_whole(int(rows[i]))]
+        number_A = np.array([self.count_whole_runs(int(row)) for row in rows])
+        others = [i for i in range(rows.size) if i != recommended and number_A[i] < MOST_WHOLE_RUNS]
         if not others:
             return None
         if recommended is None:
+            others = [i for i in others if not number_A[i]]
+            if not others:
+                return None
             best = max(others, key=lambda i: (posterior.tokens_NA[:, i].mean(), posterior.mean_A[i]))
             return RunnerUp(int(posterior.rows[best]), float(posterior.runs_A[best]), 1.0)
         gain = posterior.expected_gains(recommended)
         best = max(others, key=lambda i: (gain[i], posterior.mean_A[i]))
         faster = posterior.probability_faster(recommended, self.request.tolerance * MATTERS)
-        return RunnerUp(int(posterior.rows[best]), float(faster[best]), float(gain[best]))
+        row = recommended if number_A[best] > number_A[recommended] else best
+        return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]))
 
     def to_repeat(self, measurement: Measurement) -> Suggestion | None:
         """Return what to repeat after a contaminated measurement; null if nothing, or after too many attempts."""

@@ -174,7 +174,8 @@ class VariantSearch:
             # After whole models have changed the answer, only the answer itself is completed, not its comparisons.
             spent = 0.0 if self._whole_models.ends_search else self._history.device_seconds
             suggestion = next_comparison(self._state, self._context.report, spent)
-            if suggestion is None or self._history.overdrawn(self._context.index):
+            hopeless = self._history.is_hopeless(self._context.num_query_groups)
+            if suggestion is None or hopeless or self._history.overdrawn(self._context.index):
                 return
             yield from self._run(suggestion)
 

@@ -78,7 +78,7 @@ class WholeModels:
         if check is not None:
             found = check.measurement
             error = found.standard_error_seconds / found.micro_step_seconds if found.micro_step_seconds else 0.0
-            state.learn_whole_model(candidate, check.tokens_per_second, error, found.peak_bytes)
+            state.learn_whole_model(candidate, check.tokens_per_second, error, found.peak_bytes, trial.number)
 
     def next(self) -> NextCheck | None:
         """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
@@ -101,7 +101,8 @@ class WholeModels:
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is None or rival.gain < least * state.request.tolerance:
             return None
-        return NextCheck(state.table.candidates[rival.row], rival.probability)
+        is_best = best is not None and rival.row == best.row
+        return NextCheck(state.table.candidates[rival.row], None if is_best else rival.probability)
 
     def _is_compared(self, best: BestCandidate | None) -> bool:
         """Whether another candidate than the best was run whole, and the confidence has reached its target."""

@@ -3,14 +3,15 @@
 A distance is the logarithm of real over roofline seconds. It is a sum of independent parts:
 
 - an offset of the kind, one of the back end, and one of each recomputation mode, at any size;
-- the share that a fixed cost (launches, tails, small tiles) has in a block of n sequences, log(1 + r / n), for a few r;
+- the share that a fixed cost (launches, tails, small tiles) has in a block of n sequences, log(1 + r / n), for a few r,
+  most of which all back ends have in common, because only a part of a block's kernels is the back end's;
 - a smooth curve over the number of sequences that a kernel sees at once, of unknown amplitude;
 - if devices share sequences, an offset of the layout and the number of devices, and a curve of its own with the same
   amplitude, because such a block waits for traffic and merges partial results;
 - a part that is specific to each component (wave quantisation, an algorithm chosen for one size), of unknown size.
 
-Widths are log-space standard deviations, lengths are octaves. They rest on 132 component times of three models on an
-H200, embeddings left out (benchmarks/results/h200-explorations.json and h200-olmoe-fused.json). Among forty
+Widths are log-space standard deviations, lengths are octaves. They rest on 167 component times of four models on an
+H200, embeddings left out (benchmarks/results/h200-explorations.json and h200-olmoe-fused.json). Among ninety
 combinations, these are within a few units of the highest marginal likelihood with the hyperparameters summed out.
 """
 
@@ -30,6 +31,7 @@ MODE_STD = 0.04
 MODE_LENGTH = 4.0
 SHARING_STD = 0.3
 FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # a fixed cost in sequences of work: the width of its share
+BACKEND_FIXED = 0.5  # the width of a back end's own fixed costs, over that of those in common
 CURVE_LENGTH = 2.0
 
 
@@ -53,7 +55,8 @@ class Covariance:
         similar = _smooth(at_once, MODE_LENGTH) * _smooth(batch, MODE_LENGTH)
         shares = [std * np.log1p(cost / at_once) for cost, std in FIXED_COSTS.items()]
         fixed = sum(np.outer(share, share) for share in shares)
-        level = KIND_STD**2 + backend * (BACKEND_STD**2 + MODE_STD**2 * mode * 0.5 * (1.0 + similar) + fixed)
+        level = KIND_STD**2 + fixed * (1.0 + BACKEND_FIXED**2 * backend)
+        level += backend * (BACKEND_STD**2 + MODE_STD**2 * mode * 0.5 * (1.0 + similar))
         level += SHARING_STD**2 * alike * backend * np.outer(shares_any, shares_any)
         return cls(np.asarray(level), np.asarray(alike * backend * _smooth(at_once, CURVE_LENGTH)))
 

@@ -73,12 +73,33 @@ with this many prior degrees of freedom. It never falls below 1, the scale of th
 """
 
 
+NOISE_RUNS = 1
+"""Number of repeated whole models that the prior of their noise counts for.
+
+The prior is the noise of the blocks as if all of them were slow or fast together. In a whole model a part of it
+averages out, and how large that part is only repeated runs tell.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class WholeModelRun:
-    """The result of a whole model: the logarithm of its tokens/s, and its stated relative standard error."""
+    """The runs of a candidate's whole model.
+
+    `log_tokens` is the mean of the logarithms of their tokens/s, `standard_error` the relative one that a run states,
+    and `squares` the sum of the squares of the logarithms' distances from their mean.
+    """
 
     log_tokens: float
     standard_error: float
+    number: int = 1
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, tokens_per_second: Sequence[float], standard_errors: Sequence[float]) -> WholeModelRun:
+        """Return what several runs of one candidate say together."""
+        logs = np.log(tokens_per_second)
+        stated = float(np.sqrt(np.mean(np.square(standard_errors))))
+        return cls(float(logs.mean()), stated, len(logs), float(((logs - logs.mean()) ** 2).sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +184,7 @@ class CompositionErrors:
         rows_J = np.array(sorted(runs), dtype=np.int64)
         found = [runs[row] for row in sorted(runs)]
         log_tokens_J = np.array([run.log_tokens for run in found])
-        stated_J = np.array([run.standard_error for run in found])
-        noise_J = np.sqrt(stated_J**2 + RUN_STD[self._device_kind] ** 2 + blocks_std_J**2)
+        noise_J = self._run_noise(found, blocks_std_J)
         draws_NJ = self._noise([[self._seed, int(row)] for row in rows_J], len(log_composed_NJ))
         if reported:  # an error is observed by itself: nothing composed is in it
             number = len(reported)
@@ -186,6 +206,15 @@ class CompositionErrors:
         return Correction(
             self, rows_J, scale, centred_NJ, (log_tokens_J - imagined_NJ) @ inverse_JJ, distance_J @ inverse_JJ
         )
+
+    def _run_noise(self, found: Sequence[WholeModelRun], blocks_std_J: Floats) -> Floats:
+        """Return the standard deviations of the means of whole models' runs, whose noise the repeated ones show."""
+        stated_J = np.array([run.standard_error for run in found])
+        number_J = np.array([run.number for run in found], dtype=np.float64)
+        squares_J = np.array([run.squares for run in found])
+        variance_J = stated_J**2 + RUN_STD[self._device_kind] ** 2 + blocks_std_J**2
+        repeats, squares = float((number_J - 1).sum()), float((squares_J / variance_J).sum())
+        return np.asarray(np.sqrt(variance_J / number_J * (NOISE_RUNS + squares) / (NOISE_RUNS + repeats)))
 
     @staticmethod
     def _noise(seeds_J: Sequence[Sequence[int]], number: int) -> Floats:

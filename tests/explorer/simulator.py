@@ -12,7 +12,7 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.collectives import FORWARD_SHARES, Overlap
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.roofline import roofline_seconds
 from explorer.cost_model.shards import shard_of
 from explorer.cost_model.step import combine_seconds
 from explorer.records.measurement import (
@@ -93,7 +93,7 @@ class SimulatedDevice:
         if component.exchange is not None:
             return component.exchange.num_bytes / LINK_BYTES_PER_SECOND + LINK_SECONDS, LINK_SECONDS
         of, request = self._shard(component, model)
-        predicted = predict_component_seconds(component, of, request, self.hardware)
+        predicted = roofline_seconds(component, of, request, self.hardware)
         speed = self.layout_speed.get(component.context_parallel_layout or "", 1.0)
         speed *= {**ATTENTION_SPEED, **EXPERT_SPEED}.get(component.backend or "", 0.65)
         batch = (component.bta_tile or component.micro_batch_size) / component.context_parallel_size

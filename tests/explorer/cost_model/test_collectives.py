@@ -11,7 +11,7 @@ from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.collectives import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.parameters import count_embedding, count_head, count_parameters
-from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.roofline import roofline_seconds
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
@@ -185,11 +185,11 @@ def test_what_is_exchanged_before_it_is_measured() -> None:
     seconds = {}
     for sharding in Sharding:
         req = request(sharding.value)
-        seconds[sharding] = predict_component_seconds(component, req.model, req, rep.hardware).device
+        seconds[sharding] = roofline_seconds(component, req.model, req, rep.hardware).device
     assert seconds[Sharding.NONE] == pytest.approx(seconds[Sharding.ZERO1])
     assert seconds[Sharding.ZERO3] == pytest.approx(1.5 * seconds[Sharding.ZERO2])
     wide = request("zero2", training={"sharding": "zero2", "optimizer": {"grad_dtype": "float32"}})
-    found = predict_component_seconds(component, wide.model, wide, rep.hardware).device
+    found = roofline_seconds(component, wide.model, wide, rep.hardware).device
     assert found == pytest.approx(1.5 * seconds[Sharding.ZERO2])
 
 

@@ -13,7 +13,7 @@ from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.roofline import roofline_seconds
 from explorer.cost_model.search_space import EmptySpaceError, base_candidates, enumerate_candidates
 from explorer.cost_model.step import combine_seconds
 from explorer.records.recommendation import Answer
@@ -272,7 +272,7 @@ def test_the_prior_of_a_ring_is_bound_by_its_busiest_rank() -> None:
             context_parallel_size=size,
             context_parallel_layout=layout,
         )
-        return predict_component_seconds(component, req.model, req, hardware).device
+        return roofline_seconds(component, req.model, req, hardware).device
 
     assert seconds("zigzag", 4) == pytest.approx(seconds("striped", 4), rel=0.01)
     assert seconds("zigzag", 4) == pytest.approx(seconds(None, 1) / 4, rel=0.15)

@@ -11,7 +11,7 @@ from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.part_costs import COMPILED_SHARE, PartsDecomposer, again_work, part_work, predict_part_bytes
-from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.roofline import roofline_seconds
 from explorer.cost_model.search_space import (
     EmptySpaceError,
     base_candidates,
@@ -270,14 +270,14 @@ def test_expected_seconds_grow_with_what_runs() -> None:
     hardware = report().hardware
 
     def seconds(component: Component, mode: str = "train") -> float:
-        return predict_component_seconds(component, parts(), request(mode=mode), hardware).device
+        return roofline_seconds(component, parts(), request(mode=mode), hardware).device
 
     assert seconds(layer(recompute="full")) == pytest.approx(4 / 3 * seconds(layer()))
     assert seconds(layer()) == pytest.approx(3 * seconds(layer(), "eval"))
     optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
     assert seconds(optimizer) == pytest.approx(7 * parts().trainable_bytes / hardware.memory_bandwidth_bytes_per_second)
-    host = predict_component_seconds(layer(bta_tile=1), parts(), request(), hardware).host
-    assert host == pytest.approx(16 / 3 * predict_component_seconds(layer(), parts(), request(), hardware).host)
+    host = roofline_seconds(layer(bta_tile=1), parts(), request(), hardware).host
+    assert host == pytest.approx(16 / 3 * roofline_seconds(layer(), parts(), request(), hardware).host)
 
 
 def test_kinds_are_named_once_and_layers_name_them() -> None:

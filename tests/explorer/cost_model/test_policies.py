@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import BlockRecompute, ComponentKind, Decomposer, block_recompute
-from explorer.cost_model.roofline import predict_component_seconds
+from explorer.cost_model.roofline import roofline_seconds
 from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.request import ExplorationRequest
@@ -176,12 +176,12 @@ def test_more_recomputed_is_predicted_slower_and_smaller(kind: ComponentKind, ba
     )
     ladder = [BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS]
     components = [plain.model_copy(update={"recompute": recompute}) for recompute in ladder]
-    seconds = [predict_component_seconds(c, req.model, req, hardware) for c in components]
+    seconds = [roofline_seconds(c, req.model, req, hardware) for c in components]
     saved = [predict_component_bytes(c, req.model, req).saved for c in components]
     assert seconds[0].device < seconds[1].device < seconds[2].device
     assert seconds[0].host < seconds[1].host
     assert saved[0] > saved[1] > saved[2]
-    full = predict_component_seconds(
+    full = roofline_seconds(
         plain.model_copy(update={"recompute": BlockRecompute.FULL}), req.model, req, hardware
     )
     assert seconds[2].device < full.device

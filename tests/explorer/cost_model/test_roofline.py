@@ -8,7 +8,13 @@ import pytest
 
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import Component
-from explorer.cost_model.roofline import LINK_BYTES_PER_SECOND, PredictedSeconds, predict_component_seconds
+from explorer.cost_model.roofline import (
+    LEAST_SECONDS,
+    LINK_BYTES_PER_SECOND,
+    PredictedSeconds,
+    predict_component_seconds,
+    roofline_seconds,
+)
 from explorer.spec.context_parallel import Sharing, busiest_pairs
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.model import DType
@@ -40,7 +46,7 @@ def predict(
 ) -> PredictedSeconds:
     req = req or request(routing={"kind": "uniform"})
     component = Component.model_validate({"kind": kind, "micro_batch_size": 3, **changes})
-    return predict_component_seconds(component, model_of(req), req, device or hardware())
+    return roofline_seconds(component, model_of(req), req, device or hardware())
 
 
 def flops(kind: str, req: ExplorationRequest | None = None, **changes: Any) -> float:
@@ -259,7 +265,7 @@ def test_devices_exchange_all_but_their_own_share(sharding: str, bytes_each: int
 def predict_part(kind: str, req: ExplorationRequest | None = None, **changes: Any) -> PredictedSeconds:
     part = "only" if kind == "layer" else None
     component = Component.model_validate({"kind": kind, "part": part, "micro_batch_size": 3, **changes})
-    return predict_component_seconds(component, parts(), req or request(), ARITHMETIC)
+    return roofline_seconds(component, parts(), req or request(), ARITHMETIC)
 
 
 def test_parts_take_a_forward_a_backward_and_what_runs_again() -> None:
@@ -268,7 +274,7 @@ def test_parts_take_a_forward_a_backward_and_what_runs_again() -> None:
     assert predict_part("layer", recompute="full").device * PEAK_FLOPS == pytest.approx(4 * forward)
     assert predict_part("layer", request(mode="eval")).device * PEAK_FLOPS == pytest.approx(forward)
     assert predict_part("shell").device * PEAK_FLOPS == pytest.approx(3 * TOKENS * 100.0)
-    moving = predict_component_seconds(
+    moving = roofline_seconds(
         Component.model_validate({"kind": "layer", "part": "only", "micro_batch_size": 3}), parts(), request(), MEMORY
     )
     assert moving.device * BANDWIDTH == pytest.approx(3 * (200 + 2 * TOKENS * 64))
@@ -293,5 +299,15 @@ def test_the_host_launches_a_parts_operations(kind: str, changes: dict[str, Any]
 
 def test_the_optimizer_of_a_models_own_code_moves_what_is_trained() -> None:
     component = Component.model_validate({"kind": "optimizer", "micro_batch_size": 0})
-    found = predict_component_seconds(component, parts(), request(), MEMORY)
+    found = roofline_seconds(component, parts(), request(), MEMORY)
     assert found.device * BANDWIDTH == pytest.approx((2 + 2 * 2 + 1) * 220)
+
+
+@pytest.mark.parametrize(("kind", "changes", "number"), [("dense_ffn", {}, 24), ("dense_ffn", {"recompute": "full"}, 32)])
+def test_each_operation_takes_a_little_longer_than_its_work(kind: str, changes: dict[str, Any], number: int) -> None:
+    req, component = request(), Component.model_validate({"kind": kind, "micro_batch_size": 3, **changes})
+    bare = predict(kind, req, **changes)
+    found = predict_component_seconds(component, model_of(req), req, hardware())
+    assert found.num_operations == number
+    assert found.device == pytest.approx(bare.device + number * LEAST_SECONDS)
+    assert found.host == bare.host == pytest.approx(number * LAUNCH_SECONDS)

@@ -143,7 +143,7 @@ def test_who_prefers_memory_gets_the_smallest_peak_within_the_tolerance(toleranc
 
 
 def test_what_may_be_smaller_is_measured_before_the_answer_if_memory_is_preferred() -> None:
-    choice: dict[str, Any] = {"tolerance": 0.2, "recompute": ["none"]}
+    choice: dict[str, Any] = {"tolerance": 0.3, "recompute": ["none"]}
     state = state_of(1, 4, prefer="memory", **choice)
     promising = promising_row(state)
     assert promising is not None

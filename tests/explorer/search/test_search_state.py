@@ -13,10 +13,9 @@ import pytest
 
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
 from explorer.search.optuna_trials import distributions, frozen_trial
-from explorer.search.search_state import LEAST_SHARE, MATTERS, SearchState
+from explorer.search.search_state import LEAST_SHARE, MATTERS, MOST_WHOLE_RUNS, SearchState
 from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Recompute
-from explorer.surrogate.whole_model_error import WholeModelRun
 from tests.explorer.search.small import candidate, know, measure, small_state, trial
 
 
@@ -145,14 +144,18 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
         runs_A=np.ones(3),
     )
     assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002))
-    state._whole_models = {int(rows[1]): WholeModelRun(0.0, 0.0)}
-    assert found_by(state) == (rows[2], 0.3, pytest.approx(0.0009)), "what was run whole is not run again"
-    state._whole_models = {}
+    state._whole_runs = {int(rows[1]): {1: (1.0, 0.0)}}
+    assert found_by(state) == (rows[0], 0.0, pytest.approx(0.002)), "of two, what ran less often is run next"
+    state._whole_runs = {int(row): {1: (1.0, 0.0)} for row in rows}
+    assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002)), "their difference may be noise"
+    state._whole_runs = {int(rows[1]): dict.fromkeys(range(MOST_WHOLE_RUNS), (1.0, 0.0))}
+    assert found_by(state) == (rows[2], 0.3, pytest.approx(0.0009)), "what was run whole so often is not run again"
+    state._whole_runs = {}
     state.posterior = replace(state.posterior, clear_A=np.array([True, False, False]))
     assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002)), "a whole model tells what is not measured"
     state.posterior = replace(state.posterior, clear_A=np.array([False, False, False]))
     assert found_by(state) == (rows[1], 1.0, 1.0), "nothing else can be recommended"
-    state._whole_models = {int(row): WholeModelRun(0.0, 0.0) for row in rows}
+    state._whole_runs = {int(row): {1: (1.0, 0.0)} for row in rows}
     assert state.runner_up() is None
 
 

@@ -242,6 +242,15 @@ def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_u
     assert alone.runner_up_of(candidate(2)) is None, "the recommended candidate has not run"
 
 
+def test_two_runs_of_one_whole_model_count_together() -> None:
+    runs = [whole_trial(7, 4, tokens=110.0), whole_trial(8, 4, tokens=100.0)]
+    state, _ = small_whole_models(*runs)
+    row = state.table.row[candidate(4)]
+    reached = [whole_model_tokens_per_second(state, t.candidate, t.measurement.whole_model) for t in runs]
+    assert state.count_whole_runs(row) == 2
+    assert state.whole_tokens_per_second(row) == pytest.approx((reached[0] * reached[1]) ** 0.5)
+
+
 @pytest.mark.parametrize(("gain", "is_run"), [(0.00019, False), (0.00021, True), (0.004, True)])
 def test_a_runner_up_is_run_if_its_expected_gain_is_worth_it(
     monkeypatch: pytest.MonkeyPatch, gain: float, is_run: bool
