@@ -14,7 +14,7 @@ from explorer.spec.model import LayerKind
 from explorer.spec.request import ExplorationRequest
 
 PARTS = (2, 4, 8)
-"""Parts of the best number of shadowed experts that are tried as well: copies of fewer experts take less memory."""
+"""Parts of the best number of shadowed experts that may be tried as well: copies of fewer experts take less memory."""
 SPARED = 0.01
 """More shadowed experts, or chunks, must save more than this share of the block's seconds; each costs memory."""
 
@@ -32,11 +32,15 @@ class ExpertModeChoice:
         decompose: MeshDecomposer,
         predict: Callable[[Component], BlockCost],
         bandwidth: float,
+        *,
+        try_fewer: bool,
     ) -> None:
+        """`try_fewer` also yields smaller numbers of shadowed experts than the fastest."""
         self._request = request
         self._decompose = decompose
         self._predict = predict
         self._bandwidth = bandwidth
+        self._try_fewer = try_fewer
         self._settings: dict[tuple[object, ...], list[dict[str, int]]] = {}
         self._meshes: dict[tuple[Mesh, int, int], Mesh] = {}
 
@@ -76,7 +80,7 @@ class ExpertModeChoice:
         for number in numbers[1:]:
             if seconds[number] < (1.0 - SPARED) * seconds[best]:
                 best = number
-        if mode is ExpertMode.OVERLAPPED:
+        if mode is ExpertMode.OVERLAPPED or not self._try_fewer:
             return [{name: best}]
         plain = self._seconds(found)
         fewer = [max((n for n in numbers if n <= best // part and seconds[n] < plain), default=best) for part in PARTS]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -177,7 +176,7 @@ class PlanSearch:
             known = sizes.setdefault(each.mesh.family, [])
             if each.candidate.micro_batch_size not in known and len(known) < FIRST_SIZES:
                 known.append(each.candidate.micro_batch_size)
-        few = [each for each in _first_settings(found) if each.candidate.micro_batch_size in sizes[each.mesh.family]]
+        few = [each for each in found if each.candidate.micro_batch_size in sizes[each.mesh.family]]
         ranked = self._rank_by_formulas(few)
         meshes = set(list(dict.fromkeys(each.mesh.family for each, _ in ranked))[:BEST_MESHES])
         return [each for each in found if each.mesh.family in meshes]
@@ -326,13 +325,6 @@ class PlanSearch:
             data={"candidate": base.candidate.model_dump(mode="json"), "mesh": base.mesh.model_dump(mode="json")},
         )
         return Progress(events=(space, named), space=summary)
-
-
-def _first_settings(found: Sequence[MeshCandidate]) -> Iterator[MeshCandidate]:
-    """Yield each candidate with the first numbers of its expert mode, which are expected to be the fastest."""
-    for before, each in pairwise((None, *found)):
-        if before is None or each.candidate is not before.candidate or each.mesh.family != before.mesh.family:
-            yield each
 
 
 def _plainness(found: MeshCandidate) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ from explorer.spec.request import ExplorationRequest
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""
+MOST_WITH_FEWER_COPIES = 1000
+"""The most candidates of which each is also tried with fewer shadowed experts than formulas expect to be fastest."""
 POLICIES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 """The policies of a plan whose request names none: those that both Megatron-Core and torchtitan have."""
 FORWARD_SHARE = 1 / 3
@@ -108,8 +110,10 @@ class PlanSpace:
         self._decompose = MeshDecomposer(request.model, request)
         self._predicted: dict[Component, BlockCost] = {}
         bandwidth = report.hardware.memory_bandwidth_bytes_per_second
-        in_each_mode = ExpertModeChoice(request, self._decompose, self.predicted, bandwidth)
-        self.candidates = tuple(each for one in plan_candidates(request, report) for each in in_each_mode(one))
+        plain = plan_candidates(request, report)
+        try_fewer = len(plain) <= MOST_WITH_FEWER_COPIES
+        in_each_mode = ExpertModeChoice(request, self._decompose, self.predicted, bandwidth, try_fewer=try_fewer)
+        self.candidates = tuple(each for one in plain for each in in_each_mode(one))
         optimizer = optimizer_component(tuple({found.mesh.tensor for found in self.candidates}))
         self.composer = MeshComposer(request.model, request, self._decompose, optimizer, bandwidth)
         self.measured: dict[Component, ComponentMeasurement] = {}
