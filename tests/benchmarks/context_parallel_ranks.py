@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.context_parallel import main
 from tests.forked_ranks import fork_ranks

@@ -109,3 +109,16 @@ def test_exchanges_are_interpolated_between_what_was_measured() -> None:
     assert known.send(1.0, Group(2, 2)).seconds > LINK_SECONDS
     assert known.send(1e9, Group(2, 2)).seconds != assumed
     assert known.gather(1e6, Group(1, 1)).seconds == 0.0
+
+
+def test_meshes_that_share_experts_have_their_exchanges_measured() -> None:
+    moe = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 1024}
+    asked = {"expert": 2, "expert_mode": ["plain", "shadowed"], "sharding": "none"}
+    device = SimulatedDevice(request(model={**MODEL, "moe": moe}, parallelism=asked))
+    space = PlanSpace(device.request, report(num_devices=4))
+    assert {found.mesh.expert for found in space.candidates} == {2}
+    found = {(c.exchange.operation, c.exchange.size, c.exchange.stride) for c in space.exchanges if c.exchange}
+    assert (Operation.ALL_TO_ALL, 2, 1) in found
+    assert (Operation.ALL_GATHER, 4, 1) in found, "of what all devices have"
+    assert (Operation.REDUCE_SCATTER, 2, 2) in found, "of experts that two devices have"
+    assert (Operation.ALL_GATHER, 2, 1) in found, "of copies"
