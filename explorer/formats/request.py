@@ -15,10 +15,15 @@ from explorer.formats.huggingface import assume_seq_length, drop_remote_code, pa
 from explorer.formats.translation import Translation
 from explorer.formats.vision import refuse_vision
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.spelling import did_you_mean
 from explorer.spec.target import BEXP, TRANSFORMERS, default_target
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50
+LIKE_A_FIELD = 0.85
+"""Likeness from which a key of config.json may be a misspelt field; `text_config` is 0.83 like `target_config`."""
+MAX_COMPARED = 100
+"""Keys of a config.json that are compared with fields, because comparing takes long. Published ones have fewer."""
 
 
 def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None) -> ExplorationRequest:
@@ -95,6 +100,7 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
     elif "model" not in document and {"model_type", "architectures"} & document.keys():
         beside = {key: value for key, value in document.items() if _is_request_field(key, value)}
         found = ((), {key: value for key, value in document.items() if key not in beside})
+        _note_misspelt(found[1], translation)
     else:
         found = _find_model(document, changes, translation)
         beside = {key: value for key, value in document.items() if key != "model"}
@@ -117,6 +123,13 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
 def _is_request_field(key: str, value: Any) -> bool:
     """Return whether a field beside those of a config.json is the request's: its `num_query_groups` are a list."""
     return key in REQUEST_FIELDS and not (key == "num_query_groups" and isinstance(value, int))
+
+
+def _note_misspelt(config: Mapping[str, Any], translation: Translation) -> None:
+    """Note keys that are nearly fields of a request: transformers takes any key, so nobody else would."""
+    for key in islice(config, MAX_COMPARED):
+        if meant := did_you_mean(key, REQUEST_FIELDS, LIKE_A_FIELD):
+            translation.notes.append(f"{key} is read as a key of config.json{meant}")
 
 
 def _translate_arguments(

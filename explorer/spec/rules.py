@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_PREFIX = "Value error, "
+_WORDS = (
+    ("Value error, ", ""),
+    ("Input should be ", "must be "),
+    ("a valid tuple", "a list"),
+    (", unable to parse string as an integer", ""),
+    (", unable to parse string as a number", ""),
+)
+"""What pydantic writes, and what stands for it: a prefix of our own rules, and words that a person reads at once."""
 
 
 def rule_of(detail: Mapping[str, Any]) -> str:
-    """Return the rule that an error of pydantic names, without its prefix of our own rules and its name for a list."""
+    """Return the rule that an error of pydantic names, in the words of our own rules."""
     message: str = detail["msg"]
-    return message.removeprefix(_PREFIX).replace("a valid tuple", "a list")
+    for written, plain in _WORDS:
+        message = message.replace(written, plain, 1)
+    return message

@@ -91,6 +91,13 @@ def test_a_time_step_without_a_limit_is_left_out(place: Callable[[Any], Any]) ->
         load_document(json.dumps(place({**mamba, "time_step_max": float("inf")})))
 
 
+def test_a_misspelt_field_beside_a_config_is_noted() -> None:
+    assert parse_request({**GEMMA, "bach_size": 4}).notices == (
+        "bach_size is read as a key of config.json (did you mean 'batch_size'?)",
+    )
+    assert parse_request({**GEMMA, "text_config": {}, "attention_bias": True}).notices == ()
+
+
 def test_a_number_of_query_groups_in_a_config_is_the_models_own() -> None:
     request = parse_request({**GEMMA, "num_query_groups": 8})
     assert (request.num_query_groups, request.hf_config) == (None, {**GEMMA, "num_query_groups": 8})
