@@ -20,7 +20,7 @@ from storage.queue_settings import QueueSettings
 from tests.chaos.processes import Service
 from tests.contracts.samples import make_request
 
-NUM_JOBS, NUM_EVENTS, NUM_DISCONNECTS, NUM_RESTARTS = 50, 60, 5, 20
+NUM_JOBS, NUM_EVENTS, NUM_DISCONNECTS, NUM_RESTARTS = 50, 20, 5, 20
 """Explorations, events of each, disconnects of each follower, and kills of the API."""
 
 SECONDS = 100.0
