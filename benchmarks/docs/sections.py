@@ -79,6 +79,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recomputation": partial(of_result, attention.recomputation, "h200-recomputation"),
     "attention-choice": partial(of_result, attention.attention_choice, "h200-attention-choice"),
     "campaigns": campaigns.campaigns,
+    "reliability-figures": campaigns.figures,
     "mutation": partial(of_result, mutation.mutation, "mutation"),
     "request-fields": fields.request_fields,
 }

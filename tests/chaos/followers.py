@@ -20,7 +20,7 @@ from storage.queue_settings import QueueSettings
 from tests.chaos.processes import Service
 from tests.contracts.samples import make_request
 
-NUM_JOBS, NUM_EVENTS, NUM_DISCONNECTS, NUM_RESTARTS = 50, 60, 5, 20
+NUM_JOBS, NUM_EVENTS, NUM_DISCONNECTS, NUM_RESTARTS = 50, 20, 5, 20
 """Explorations, events of each, disconnects of each follower, and kills of the API."""
 
 SECONDS = 100.0
@@ -37,7 +37,6 @@ class Follower:
     job_id: str
     seen: list[int] = field(default_factory=list)
     disconnects: int = 0
-    wanted_disconnects: int = NUM_DISCONNECTS
 
 
 def follow_jobs(service: Service, database: Database, num_followers: int) -> dict[str, Any]:
@@ -112,12 +111,13 @@ async def _follow_all(port: int, followers: Sequence[Follower], writer: threadin
 
 async def _follow(port: int, follower: Follower, rng: Random) -> None:
     """Read the events to the end; come back after each lost connection, and lose some on purpose."""
+    now = time.monotonic()
+    leaves = sorted((now + rng.uniform(0.0, SECONDS) for _ in range(NUM_DISCONNECTS)), reverse=True)
     while True:
-        leave_at = time.monotonic() + rng.uniform(0.3, 1.7) * SECONDS / (NUM_DISCONNECTS + 1)
-        may_leave = follower.disconnects < follower.wanted_disconnects
         try:
-            if await _read(port, follower, leave_at if may_leave else None):
+            if await _read(port, follower, leaves[-1] if leaves else None):
                 return
+            leaves.pop()
             follower.disconnects += 1
         except (OSError, EOFError):
             await asyncio.sleep(rng.uniform(0.5, 1.5) * RETRY_SECONDS)

@@ -37,8 +37,8 @@ class Stub:
     def workers(self) -> tuple[Worker, ...]:
         if self.running_worker is None:
             return ()
-        known = {"id": self.running_worker, "state": "measuring", "exploration": self.job.id, "host": "h"}
-        known |= {"devices": "cpu", "num_devices": 1, "device_name": "cpu", "versions": {}, "targets": {}}
+        known: dict[str, Any] = {"state": "measuring", "exploration": self.job.id, "host": "h", "devices": "cpu"}
+        known |= {"id": self.running_worker, "num_devices": 1, "device_name": "cpu", "versions": {}, "targets": {}}
         return (Worker.model_validate(known | {"last_heartbeat_at": "2026-11-22T10:00:00Z"}),)
 
     def owns(self, worker_id: str) -> bool:
