@@ -37,7 +37,7 @@ def figures() -> str:
         "commit": lambda row: f"`{row['commit'][:7]}`",
         "figure": lambda row: row["figure"],
         "database": lambda row: row["database"],
-        "load of two cores": lambda row: f"{row['machine']['load'][0]:.0f}",
+        "load on cores": lambda row: f"{row['machine']['load'][0]:.0f} on {row['machine']['cores']}",
         "found": _found,
         "violations": _violations,
     }
