@@ -112,7 +112,7 @@ def test_checkpointing_that_was_enabled_before_gives_way_and_comes_back(recomput
 
 def test_a_compiled_wrapper_is_set_up_inside_and_warned_of() -> None:
     model = models.tiny("olmoe")
-    wrapper = torch.compile(model, backend="eager")
+    wrapper: Any = torch.compile(model, backend="eager")
     before = models.snapshot(model)
     report = bexp.apply(wrapper, document())
     assert any("then torch.compile" in warning for warning in report.warnings)
