@@ -77,9 +77,9 @@ def test_the_runner_up_is_run_whole_and_told() -> None:
 
 def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> None:
     winner, rival = pair()
-    steps = run(device_with({rival: 0.97}))
+    steps = run(device_with({rival: 0.93}))
     found = found_by(steps)
-    assert [t.candidate for t in whole(steps)] == [winner, rival]
+    assert [t.candidate for t in whole(steps)][:2] == [winner, rival]
     assert found.candidate == rival
     assert found.runner_up is not None
     assert found.runner_up.candidate == winner
