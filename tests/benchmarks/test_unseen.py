@@ -17,10 +17,10 @@ from explorer.records.trial import TrialKind, TrialPlan
 from workers.replay.device import VirtualClock
 
 SEEDS = range(1000, 1016)
-REACHED = Limits(regret_p95=0.02, confident_share_true=0.85, expected_calibration_error=0.2)
-"""What the search reaches on these devices: 1.4%, 94% and 0.16. The gate's own limits need more devices than a test."""
-LEAST_WITHIN = 11
-"""Twelve of the sixteen answers are within the tolerance."""
+REACHED = Limits(regret_p95=0.0125, confident_share_true=0.9, expected_calibration_error=0.13)
+"""What the search reaches on these devices: 1.1%, 95% and 0.11. The gate's own limits need more devices than a test."""
+LEAST_WITHIN = 14
+"""Fifteen of the sixteen answers are within the tolerance."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_searches_on_a_fixed_set_stay_at_the_level_that_is_reached() -> None:
     assert found["calibration"]["num_confident_lines"] >= 20, "too few lines to judge"
     assert misses(found, REACHED) == []
     assert found["share_within_tolerance"] * len(SEEDS) >= LEAST_WITHIN
-    assert found["regret"]["max"] < 0.03
+    assert found["regret"]["max"] < 0.02
     assert found["share_failing_whole"] == 0.0
 
 

@@ -113,7 +113,8 @@ def test_a_whole_model_corrects_what_is_composed() -> None:
     state.learn_whole_model(candidate(4), 0.9 * composed.tokens_per_second, 0.001)
     corrected = state.corrected_seconds(row)
     assert state.was_run_whole(row)
-    assert corrected.tokens_per_second == pytest.approx(0.9 * composed.tokens_per_second, rel=0.02)
+    reached = corrected.tokens_per_second / composed.tokens_per_second
+    assert 0.88 < reached < 0.97, "its part of the blocks' noise, which one run of each hardly shows, is not believed"
     for name in ("step", "micro_step", "optimizer"):
         ratio = getattr(corrected, name) / getattr(composed, name)
         assert ratio == pytest.approx(composed.tokens_per_second / corrected.tokens_per_second)
