@@ -54,14 +54,14 @@ def test_without_whole_models_nothing_is_corrected() -> None:
     assert found.corrected_seconds(row, state.request) == found.seconds(row, state.request)
 
 
-def test_a_whole_model_shifts_every_candidate_and_its_own_the_most() -> None:
+def test_a_whole_model_shifts_every_candidate_about_as_much() -> None:
     state = known_state()
     row, other = state.table.row[candidate(2)], state.table.row[candidate(1, recompute="full")]
     composed = throughput(state).seconds(row, state.request)
     slower = WholeModelRun(math.log(0.9 * composed.tokens_per_second), 1e-4)
     found = throughput(state, **{f"row{row}": slower})
     assert found.shift_C[row] == pytest.approx(math.log(0.9), abs=0.01)
-    assert found.shift_C[row] < found.shift_C[other] < 0
+    assert found.shift_C[other] == pytest.approx(found.shift_C[row], abs=0.02)
     assert found.scale > 1.0, "ten percent is more than was expected"
     plain, corrected = found.seconds(row, state.request), found.corrected_seconds(row, state.request)
     factor = math.exp(-found.shift_C[row])
