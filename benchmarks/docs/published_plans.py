@@ -73,8 +73,8 @@ def recomposed(result: Row) -> str:
     return (
         f"The steps were composed again on {result['recomposed'][:10]} from the same measured blocks "
         "(`--recompose`), because plans count fewer rows since then: a token travels once to each expert-parallel "
-        "device that has any of its experts, as our kernels send it, and not once for each expert. Frameworks that send "
-        "it once to each node, and on from there, send less between nodes.\n\n"
+        "device that has any of its experts, as our kernels send it, and not once for each expert. Frameworks that "
+        "send it once to each node, and on from there, send less between nodes.\n\n"
     )
 
 
