@@ -30,7 +30,8 @@ from bexp.kernels.expert_parallel.experts import ExpertParallel
 from bexp.kernels.experts.registry import expert_backend
 from explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
 from explorer.spec.model import MoESpec
-from explorer.spec.routing import RoutingSpec, draw_routes
+from explorer.spec.routes import draw_routes
+from explorer.spec.routing import RoutingSpec
 
 TIMEOUT = timedelta(minutes=3)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
