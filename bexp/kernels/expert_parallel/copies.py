@@ -36,8 +36,9 @@ class Copies:
         if in_order:
             tokens, rows = token_of_row, torch.arange(token_of_row.numel(), device=token_of_row.device)
         else:
-            tokens, rows = torch.sort(token_of_row, stable=True)
-        every = torch.arange(num_tokens + 1, device=tokens.device)
+            # Fewer key bits are fewer passes of the radix sort.
+            tokens, rows = torch.sort(token_of_row.to(torch.int32), stable=True)
+        every = torch.arange(num_tokens + 1, dtype=tokens.dtype, device=tokens.device)
         return cls(token_of_row, rows, torch.searchsorted(tokens, every))
 
 

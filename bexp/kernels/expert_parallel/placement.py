@@ -18,7 +18,7 @@ from bexp.kernels.expert_parallel.copies import Copies
 from bexp.kernels.expert_parallel.exchange import Splits
 
 MOST_KEYS = 1 << 15
-"""Chunks times ranks, and home: pairs are sorted by keys of 16 bits."""
+"""Chunks times ranks, and home: pairs are sorted by keys of 16 bits, in few passes of a radix sort."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class Placement:
         if self._rank_and_place_2E.device != routes_TK.device:
             self._rank_and_place_2E = self._rank_and_place_2E.to(routes_TK.device)
         rank_TK, place_TK = self._rank_and_place_2E[:, routes_TK]
-        # Fewer key bits are fewer passes of the radix sort.
         keys_P, order = torch.sort(self._keys(rank_TK).to(torch.int16).flatten(), stable=True)
         token_P = order // top_k
         first_P = torch.ones_like(token_P)
