@@ -8,7 +8,8 @@ fitted to the rows: where a framework compiles its layers, hides an exchange or 
 say so, and the difference is part of the error. Whether a row would fit this device is not checked.
 
 Rows of one model share their blocks. Every measured block is written at once, so that a run that was cut off goes on
-where it stopped; a row that failed is tried again.
+where it stopped; a row that failed is tried again. With `--recompose` nothing is measured: the rows of an earlier run
+are composed again from its blocks, as plans compose them now. A row that would need another block keeps its figures.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from benchmarks.environment import describe_environment, write_results
 from explorer.cost_model.components import Component
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
+from explorer.cost_model.parameters import count_embedding, count_parameters
 from explorer.formats.request import parse_request
 from explorer.records.measurement import ComponentMeasurement, Outcome, judge
 from explorer.records.trial import Measure, TrialKind, TrialPlan
 from explorer.search.plan_report import plan_parts
 from explorer.search.plan_space import PlanSpace
-from explorer.spec.hardware import DeviceReport
+from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 from workers.process.profiler import Profiler
@@ -52,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", help="names; default: all")
     parser.add_argument("--minutes", type=float, default=60.0, help="no row is begun after so many")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--recompose", action="store_true", help="compose the rows of --out again, without a device")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     table = json.loads(options.published.read_text())
@@ -60,7 +64,23 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no row has the name {', '.join(sorted(unknown))}")
     wanted = [row for row in table["rows"] if not options.rows or row["name"] in options.rows]
     results = read_results(options.out)
-    results |= {"fabric": table["fabric"], "sources": table["sources"], "left_out": table["left_out"]}
+    results |= {name: table[name] for name in ("fabric", "card", "sources", "left_out")}
+    if options.recompose:
+        for row in wanted:
+            recompose_row(row, table, results)
+        results["recomposed"] = describe_environment()["date"]
+    else:
+        run_rows(wanted, table, options, results)
+    results["summary"] = summarize(results["rows"])
+    write_results(options.out, results)
+    print(json.dumps(results["summary"]))
+    return int(any(results["rows"].get(row["name"], {}).keys() & {"reason", "kept"} for row in wanted))
+
+
+def run_rows(
+    wanted: Sequence[dict[str, Any]], table: dict[str, Any], options: argparse.Namespace, results: dict[str, Any]
+) -> None:
+    """Predict the rows that have no prediction yet, until the time is over."""
     end = time.monotonic() + 60 * options.minutes
     with Profiler(options.device) as profiler:
         for row in wanted:
@@ -68,10 +88,6 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"the time is over before {row['name']}", flush=True)
                 break
             run_row(row, table, profiler, results, lambda: write_results(options.out, results))
-    results["summary"] = summarize(results["rows"])
-    write_results(options.out, results)
-    print(json.dumps(results["summary"]))
-    return int(any("reason" in results["rows"].get(row["name"], {}) for row in wanted))
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -92,8 +108,7 @@ def run_row(
     request = request_of(row, table)
     report = profiler.begin(request)
     results["hardware"] = report.hardware.model_dump(mode="json")
-    stated = {key: row[key] for key in ("model", "source", "notes", "request")}
-    published = {**stated, "published": row["tokens_per_second"]}
+    published = _published(row, request)
     try:
         predicted = predict(request, report, profiler.measure, results["components"], save)
     except RowError as refusal:
@@ -113,6 +128,54 @@ def run_row(
     save()
 
 
+def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> None:
+    """Compose a row again from stored blocks, with the kernels of its run; if one is missing, `kept` says which."""
+    found = results["rows"].get(row["name"], {})
+    if "predicted" not in found:
+        return
+    request = request_of(row, table)
+    report = DeviceReport(
+        hardware=HardwareSpec.model_validate(results["hardware"]),
+        attention_backends=(),
+        default_attention=found["kernels"]["attention"],
+        default_experts=found["kernels"]["experts"],
+    )
+    kept = {name: value for name, value in found.items() if name != "kept"}
+    try:
+        predicted = predict(request, report, None, results["components"], lambda: None)
+    except RowError as refusal:
+        results["rows"][row["name"]] = {**kept, **_published(row, request), "kept": str(refusal)}
+        print(f"{row['name']:30} keeps its figures: {refusal}", flush=True)
+        return
+    error = predicted["predicted"] / row["tokens_per_second"] - 1
+    results["rows"][row["name"]] = {**kept, **_published(row, request), **predicted, "error": error}
+    print(f"{row['name']:30} error {found['error']:+.1%}, now {error:+.1%}", flush=True)
+
+
+def _published(row: dict[str, Any], request: ExplorationRequest) -> dict[str, Any]:
+    assert request.model is not None, "a plan is for a described model"
+    stated = {key: row[key] for key in ("model", "source", "notes", "request")}
+    return {
+        **stated,
+        "published": row["tokens_per_second"],
+        "model_flops_per_token": model_flops_per_token(request.model),
+    }
+
+
+def model_flops_per_token(model: ModelSpec) -> float:
+    """Return the FLOPs of a token's forward and backward pass, without recomputation.
+
+    They are 6 for each parameter that multiplies it, of top_k experts alone, and 12 for each position of its sequence,
+    layer and width of the heads; what a causal mask leaves out is counted (Chowdhery et al., 2022, arXiv:2204.02311,
+    appendix B).
+    """
+    used = count_parameters(model) - (0 if model.tie_embeddings else count_embedding(model))
+    if (moe := model.moe) is not None:
+        expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
+        used -= model.count_layers(LayerKind.MOE) * (moe.num_experts - moe.top_k) * expert
+    return 6.0 * used + 12.0 * model.num_layers * model.num_attention_heads * model.head_size * model.seq_length
+
+
 def request_of(row: dict[str, Any], table: dict[str, Any]) -> ExplorationRequest:
     """Return a plan that admits the row's mesh alone."""
     model = {"name": row["model"], **table["models"][row["model"]]}
@@ -122,14 +185,15 @@ def request_of(row: dict[str, Any], table: dict[str, Any]) -> ExplorationRequest
 def predict(
     request: ExplorationRequest,
     report: DeviceReport,
-    measure: Measure,
+    measure: Measure | None,
     components: list[dict[str, Any]],
     save: Callable[[], None],
 ) -> dict[str, Any]:
     """Return the prediction and its parts. What is measured is added to `components`, each with its `subject`.
 
     Raises:
-        RowError: the row stands for several candidates, or for none, or a block cannot be measured.
+        RowError: the row stands for several candidates, or for none, or a block cannot be measured, or `measure` is
+            null and a block is missing.
     """
     space = PlanSpace(request, report)
     if len(space.candidates) != 1:
@@ -141,6 +205,8 @@ def predict(
         if known["subject"] == subject
     )
     for component in space.missing(found):
+        if measure is None:
+            raise RowError(f"{component.key} has not been measured")
         measured = measure_block(component, found, request, measure)
         space.learn([measured])
         components.append({"subject": subject, **measured.model_dump(mode="json")})

@@ -30,6 +30,17 @@ def published_plans(result: Row) -> str:
             "bubble": lambda row: f"{row['bubble_share']:.0%}",
         },
     )
+    utilisation = table(
+        done,
+        {
+            "row": lambda row: f"`{row['name']}`",
+            "model GFLOPs a token": lambda row: f"{row['model_flops_per_token'] / 1e9:,.1f}",
+            "published": lambda row: f"{utilisation_of(row, 'published', result):.0%}",
+            "predicted": lambda row: f"{utilisation_of(row, 'predicted', result):.0%}",
+            "power limit": lambda row: power_limit(result["sources"][row["source"]]),
+        },
+    )
+    kept = "".join(f"- `{row['name']}` keeps the figures of its run: {row['kept']}.\n" for row in done if "kept" in row)
     notes = "".join(f"- {note}: {names}.\n" for note, names in notes_of(done))
     used = {row["source"] for row in done}
     sources = table(
@@ -49,9 +60,59 @@ def published_plans(result: Row) -> str:
         f"fabric was described as `{result['fabric']}`, and nothing was fitted to these rows "
         "(`python -m benchmarks.published_plans`).\n\n"
         f"{figures}\n{failed}{goal_table(goals_of(result['summary']))}\n"
+        f"{recomposed(result)}{kept}{utilisation_text(result)}\n\n{utilisation}\n{causes(done, result)}"
         f"What the rows have and the predictions have not:\n\n{notes}\n{sources}\nLeft out:\n\n{left_out}"
         f"{measured_on(result)}\n"
     )
+
+
+def recomposed(result: Row) -> str:
+    """Say when rows were composed again, if they were."""
+    if "recomposed" not in result:
+        return ""
+    return (
+        f"The steps were composed again on {result['recomposed'][:10]} from the same measured blocks "
+        "(`--recompose`), because plans count fewer rows since then: a token travels once to each expert-parallel "
+        "device that has any of its experts, as our kernels send it, and not once for each expert. Frameworks that "
+        "send it once to each node, and on from there, send less between nodes.\n\n"
+    )
+
+
+def utilisation_text(result: Row) -> str:
+    """Say what the utilisation is."""
+    card = result["card"]
+    peak = card["dense_bf16_flops_per_second"]
+    reached = result["hardware"]["matmul_flops_per_second"]["bfloat16"] / peak
+    return (
+        f"Model FLOPs utilisation is the share of {peak / 1e12:,.1f} TFLOP/s, which the {card['document']} states for "
+        f"dense BF16 on the {card['name']} with {card['power_watts']} W. A token has 6 FLOPs for each parameter that "
+        "multiplies it, and 12 for each position of its sequence, width of all heads and layer. Recomputation does not "
+        f"count. On the card that the blocks were measured on, large matrix products alone reach {reached:.0%}."
+    )
+
+
+def utilisation_of(row: dict[str, Any], name: str, result: Row) -> float:
+    """Return the model FLOPs utilisation of a row's `published` or `predicted` tokens a second."""
+    return float(row[name] * row["model_flops_per_token"] / result["card"]["dense_bf16_flops_per_second"])
+
+
+def power_limit(source: dict[str, Any]) -> str:
+    """Return the power limit that a source states."""
+    return f"{source['power_watts']} W" if "power_watts" in source else "not stated"
+
+
+def causes(rows: list[dict[str, Any]], result: Row) -> str:
+    """List what sources state that may have made their runs slower than predicted."""
+    found = []
+    for name, source in result["sources"].items():
+        own = [row for row in rows if row["source"] == name]
+        if own and "possible_causes" in source:
+            names = ", ".join(f"`{row['name']}` {row['error']:+.0%}" for row in own)
+            found.append(f"- {names}: {source['possible_causes']}.\n")
+    if not found:
+        return ""
+    intro = "Possible causes that sources state, where predictions are far above what was published. None was tested:"
+    return f"{intro}\n\n{''.join(found)}\n"
 
 
 def mesh_of(row: dict[str, Any]) -> str:

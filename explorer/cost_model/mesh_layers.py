@@ -53,7 +53,7 @@ class Block:
     beside the component instead, which runs `times` times. `expert_parameters` are those that fewer devices hold than
     the other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that the block saves
     whole when it is measured by itself, and of which sequence parallelism leaves a device a part. `copied_bytes` are
-    weights of other devices that it keeps for backward. `moved_bytes` are buffers of what it sends and gets back.
+    weights of other devices that it keeps for backward. `moved_bytes` are buffers of what travels.
     """
 
     component: Component
@@ -190,7 +190,8 @@ class MeshDecomposer:
         beside = count_moe_ffn(
             model.model_copy(update={"moe": moe.model_copy(update={"shared_expert_ffn_hidden_size": 0})})
         )
-        moved = self.exchanges.all_to_all(max(rows.received, rows.sent) / degree * model.hidden_size * item, group)
+        row_bytes = model.hidden_size * item
+        moved = self.exchanges.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group)
         copied = shadowed * expert * item
         overlap = None
         if mesh.expert_mode is not ExpertMode.PLAIN:
@@ -205,7 +206,8 @@ class MeshDecomposer:
             parameters=beside - moe.num_experts * expert,
             expert_parameters=moe.num_experts // mesh.expert * expert,
             copied_bytes=copied,
-            moved_bytes=2 * rows.sent * model.hidden_size * item,
+            # What a device sends and gets back, and what the other devices send it.
+            moved_bytes=(2 * rows.moved_out + rows.moved_in) * row_bytes,
         )
 
 

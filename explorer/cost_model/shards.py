@@ -2,7 +2,8 @@
 
 A tensor-parallel device has a part of the heads, of the FFN's hidden width and of the vocabulary (Shoeybi et al., 2019,
 arXiv:1909.08053); what comes in and goes out is as wide as ever. An expert-parallel device has a part of the experts,
-and the rows that routing sends to the busiest such device, each for one of its experts.
+and the rows that routing sends to the busiest such device, each for one of its experts. Fewer rows travel: a token goes
+once to each device that has any of its experts, as `bexp.kernels.expert_parallel` sends it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.model import ModelSpec, MoESpec
@@ -31,12 +33,15 @@ class ExpertShare:
 
     All devices together send it `share` of their pairs of token and expert. Each keeps `home_share` of its own pairs
     for copies of shadowed experts. `routing` says how the busiest one's pairs fall on its experts, and then on those
-    copies.
+    copies. A token goes to `visited` devices on average, and `visiting` is the largest share of the tokens that go to
+    any one device.
     """
 
     share: float
     home_share: float
     routing: RoutingSpec
+    visited: float
+    visiting: float
 
 
 def shard_of(
@@ -94,23 +99,26 @@ def shared_expert_model(model: ModelSpec) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Pairs of token and expert of a micro-batch: those that the busiest device receives, and those of each device.
+    """Rows of a micro-batch.
 
-    A device keeps `home` of its own for shadowed experts and sends the other `sent` to the devices of their experts.
+    The busiest device receives `received` pairs of token and expert, and each device keeps `home` of its own for
+    shadowed experts. A token travels once to each device that has any of its other experts, and once back: a device
+    sends `moved_out` such rows, and the one that most tokens go to receives `moved_in`.
     """
 
     received: int
-    sent: int
     home: int
+    moved_out: int
+    moved_in: int
 
     @property
     def computed(self) -> int:
-        """Rows that the busiest device computes."""
+        """Pairs that the busiest device computes."""
         return max(1, self.received + self.home)
 
 
 def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> ExpertRows:
-    """Return the pairs of token and expert of an expert-parallel group, for a micro-batch.
+    """Return the rows of an expert-parallel group, for a micro-batch.
 
     The group of `expert_parallel_size` devices routes the tokens of as many devices together, each of which has the
     1 / `tensor_parallel_size` of a micro-batch that sequence parallelism leaves it.
@@ -118,9 +126,14 @@ def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequ
     assert model.moe is not None, "a model with experts"
     size, shadowed = component.expert_parallel_size, component.shadowed_experts
     busiest = busiest_device(model.moe, request.routing, size, request.seed, shadowed)
-    pairs = component.micro_batch_size * model.seq_length / component.tensor_parallel_size * model.moe.top_k
-    home = math.ceil(pairs * busiest.home_share)
-    return ExpertRows(math.ceil(pairs * size * busiest.share), math.ceil(pairs) - home, home)
+    tokens = component.micro_batch_size * model.seq_length / component.tensor_parallel_size
+    pairs = tokens * model.moe.top_k
+    return ExpertRows(
+        received=math.ceil(pairs * size * busiest.share),
+        home=math.ceil(pairs * busiest.home_share),
+        moved_out=math.ceil(tokens * busiest.visited),
+        moved_in=math.ceil(tokens * size * busiest.visiting),
+    )
 
 
 @lru_cache(maxsize=512)
@@ -129,19 +142,30 @@ def busiest_device(moe: MoESpec, routing: RoutingSpec, size: int, seed: int, sha
 
     The `shadowed` most popular experts are on every device, and none of their pairs is sent.
     """
-    counts_E = np.bincount(_drawn(moe, routing, seed), minlength=moe.num_experts)
+    routes_TK = _drawn(moe, routing, seed)
+    counts_E = np.bincount(routes_TK.ravel(), minlength=moe.num_experts)
     total = int(counts_E.sum())
     popular = np.argsort(-counts_E, kind="stable")[:shadowed]
+    device_E = np.arange(moe.num_experts) // (moe.num_experts // size)
+    device_E[popular] = size
+    visits_TD = np.zeros((routes_TK.shape[0], size + 1), dtype=bool)
+    np.put_along_axis(visits_TD, device_E[routes_TK], True, axis=1)
+    visiting_D = visits_TD[:, :size].mean(axis=0)
     home = counts_E[popular]
     counts_E[popular] = 0
     counts_DE = counts_E.reshape(size, -1)
     busiest = counts_DE[int(counts_DE.sum(axis=1).argmax())]
     # The busiest device gets the pairs of all devices for its own experts, and those of one device for the copies.
     shares = tuple(float(count) for count in np.concatenate((busiest, home / size)))
-    routing = RoutingSpec(kind="shares", shares=shares)
-    return ExpertShare(float(busiest.sum() / total), float(home.sum() / total), routing)
+    return ExpertShare(
+        share=float(busiest.sum() / total),
+        home_share=float(home.sum() / total),
+        routing=RoutingSpec(kind="shares", shares=shares),
+        visited=float(visiting_D.sum()),
+        visiting=float(visiting_D.max()),
+    )
 
 
 @lru_cache(maxsize=8)
-def _drawn(moe: MoESpec, routing: RoutingSpec, seed: int) -> np.ndarray:
-    return draw_routes(moe, routing, DRAWN_TOKENS, np.random.default_rng(seed)).ravel()
+def _drawn(moe: MoESpec, routing: RoutingSpec, seed: int) -> npt.NDArray[np.int64]:
+    return draw_routes(moe, routing, DRAWN_TOKENS, np.random.default_rng(seed))

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import published_plans
 from benchmarks.docs.published_plans import published_plans as render
-from benchmarks.published_plans import PUBLISHED, main, request_of, summarize
+from benchmarks.published_plans import PUBLISHED, main, model_flops_per_token, request_of, summarize
 from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import TrialPlan
 from explorer.search.plan_space import plan_candidates
@@ -84,6 +84,35 @@ def test_a_run_goes_on_where_it_failed_and_measures_no_block_twice(
     assert "| published rows predicted | >= 12 | no | 2 |" in text
     assert "`8b-fsdp8`, `8b-fsdp128`." in text, "a note names its rows"
     assert "Mixtral" in text
+    monkeypatch.setattr(published_plans, "Profiler", None)
+    assert main([*asked, "--recompose"]) == 0
+    again = json.loads((tmp_path / "found.json").read_text())
+    assert [again["rows"][name] for name in ("8b-fsdp8", "8b-fsdp128")] == [one, other]
+    assert "composed again" in render(again)
+    again["components"] = [each for each in again["components"] if each["component"]["kind"] != "head"]
+    (tmp_path / "found.json").write_text(json.dumps(again))
+    assert main([*asked, "--recompose"]) == 1
+    without = json.loads((tmp_path / "found.json").read_text())
+    assert without["rows"]["8b-fsdp8"] == {**one, "kept": "head(m=2) has not been measured"}
+    assert "- `8b-fsdp8` keeps the figures of its run: head(m=2) has not been measured." in render(without)
+
+
+def test_model_flops_utilisation_is_what_a_source_states() -> None:
+    """torchtitan states 33% to 39% for Llama 3.1 8B on 8 and 128 devices, without and with torch.compile."""
+    rows = [row for row in TABLE["rows"] if row["source"] == "torchtitan-2024-12"]
+    peak = TABLE["card"]["dense_bf16_flops_per_second"]
+    model = request_of(rows[0], TABLE).model
+    assert model is not None
+    found = [row["tokens_per_second"] * model_flops_per_token(model) / peak for row in rows]
+    assert (min(found), max(found)) == (pytest.approx(0.33, abs=0.005), pytest.approx(0.39, abs=0.005))
+
+
+def test_only_the_experts_of_a_token_are_work() -> None:
+    (row, *_) = [row for row in TABLE["rows"] if row["model"] == "qwen3-30b-a3b"]
+    model = request_of(row, TABLE).model
+    assert model is not None
+    attention = 12 * 48 * 32 * 128 * 4096
+    assert (model_flops_per_token(model) - attention) / 6 == pytest.approx(3.3e9 - 151936 * 2048, rel=0.02)
 
 
 def test_only_other_meshes_of_one_table_are_compared() -> None:

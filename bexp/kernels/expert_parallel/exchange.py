@@ -10,7 +10,7 @@ in the same order, and so make their collective calls in the same order in both 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -42,21 +42,32 @@ class Pending:
         self.works, self.buffers = [], []
 
 
-class RowExchange:
-    """One all-to-all of rows with uneven splits, and of the numbers that travel with them.
+class Splits(NamedTuple):
+    """Rows of a tensor, in the order of ranks: `sent[r]` go to rank r of the group and `received[r]` come from it."""
 
-    `sent[r]` rows go to rank r of the group and `received[r]` come from it, in the order of ranks. Both `start` and
-    `finish` are called once, in this order, and all ranks of the group do so in the same order.
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def back(self) -> Splits:
+        """Those of the way back."""
+        return Splits(self.received, self.sent)
+
+
+class RowExchange:
+    """All-to-all exchanges of tensors that travel together, each with its own splits.
+
+    Both `start` and `finish` are called once, in this order, and all ranks of the group do so in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, *splits: Splits) -> None:
         self._group = group
-        self.sent, self.received = sent, received
+        self._splits = splits
         self._pending = Pending()
         self._gradients: tuple[Tensor, ...] = ()
 
     def start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Begin to send contiguous tensors (sum(sent), ...) and return the buffers (sum(received), ...).
+        """Begin to send contiguous tensors (sum(sent), ...), and return their buffers (sum(received), ...).
 
         The buffers hold nothing before `finish`.
         """
@@ -70,7 +81,7 @@ class RowExchange:
 
     def launch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Begin the exchange without a trace in the autograd graph and return its buffers."""
-        return self._launch(tensors, self.sent, self.received)
+        return self._launch(tensors, self._splits)
 
     def wait(self) -> None:
         """Wait for the exchange in progress."""
@@ -78,7 +89,7 @@ class RowExchange:
 
     def return_gradients(self, grads: tuple[Tensor, ...]) -> None:
         """Begin the reverse exchange."""
-        self._gradients = self._launch(grads, self.received, self.sent)
+        self._gradients = self._launch(grads, tuple(each.back for each in self._splits))
 
     def take_gradients(self) -> tuple[Tensor, ...]:
         """Wait for the reverse exchange and return what has arrived."""
@@ -86,12 +97,13 @@ class RowExchange:
         found, self._gradients = self._gradients, ()
         return found
 
-    def _launch(self, tensors: tuple[Tensor, ...], sent: list[int], received: list[int]) -> tuple[Tensor, ...]:
-        buffers = tuple(tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors)
-        for tensor, buffer in zip(tensors, buffers, strict=True):
+    def _launch(self, tensors: tuple[Tensor, ...], splits: tuple[Splits, ...]) -> tuple[Tensor, ...]:
+        buffers = []
+        for tensor, (sent, received) in zip(tensors, splits, strict=True):
+            buffers.append(buffer := tensor.new_empty(sum(received), *tensor.shape[1:]))
             work = dist.all_to_all_single(buffer, tensor, received, sent, group=self._group, async_op=True)
             self._pending.add(work, tensor, buffer)
-        return buffers
+        return tuple(buffers)
 
 
 class _Start(Function):

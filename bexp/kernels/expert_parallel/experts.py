@@ -11,11 +11,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.expert_parallel.copies import copy_tokens, sum_copies
 from bexp.kernels.expert_parallel.exchange import RowExchange
-from bexp.kernels.expert_parallel.placement import Placement
+from bexp.kernels.expert_parallel.placement import Placement, routes_of, rows_of
 from bexp.kernels.expert_parallel.shadows import ShadowExchange
 from bexp.kernels.experts.backend import ExpertFFN
-from bexp.kernels.experts.rows import combine, dispatch
 
 
 class ExpertParallel:
@@ -35,17 +35,22 @@ class ExpertParallel:
 
     The plain mode has no overlap and no shadowed experts:
 
-    - Rows go to their experts by one all-to-all with uneven splits, after an exchange of the counts, which reach the
-      host once. They come back weighted, and are summed at home. Backward mirrors the exchanges.
+    - A token goes once to each rank that has any of its experts, by an all-to-all with uneven splits. The counts are
+      exchanged before, and reach the host once. That rank sums what its experts return, weighted, and sends one row
+      back; home sums the rows. Backward mirrors the exchanges.
     - `overlap_degree` d > 1 cuts the tokens into d chunks. The experts of one chunk compute while other chunks travel
       (Tutel: Hwang et al., MLSys 2023).
     - `shadowed_experts`, in increasing order, are copied to every rank, which computes its own tokens for them. Their
       gradients are reduced to the owners (FasterMoE: He et al., PPoPP 2022). The broadcast runs beside the other
       experts, and the way back of the other rows beside the shadowed experts.
 
+    Sums are accumulated in float32, but a rank's sum is rounded once more than the whole sum of one device, because it
+    travels in x's dtype. In bfloat16, with 8 of 64 experts a token, the output's error against float64 is 0.39% over 2
+    ranks and 0.37% over 8, instead of 0.35%.
+
     On CUDA, exchanges overlap best in a group of `bexp.kernels.context_parallel.ring.ring_group`, whose kernels have a
-    high priority. torch.compile cannot trace it. Memory: a rank holds the rows that it receives, T K rows of its own
-    while they travel, and S copies with their gradients.
+    high priority. torch.compile cannot trace it. Memory: a rank holds the rows that it receives, one more for
+    each of their experts, its own rows while they travel, and S copies with their gradients.
 
     Raises:
         ValueError: the experts cannot be spread like this, or the weights are not those of E / N experts.
@@ -78,37 +83,45 @@ class ExpertParallel:
         if w_in.shape[0] != placement.num_local or w_out.shape[0] != placement.num_local:
             counts = f"{w_in.shape[0]} and {w_out.shape[0]}"
             raise ValueError(f"a rank has {placement.num_local} of {placement.num_experts} experts, not {counts}")
-        placed = placement.place(routes_TK)
-        x_RD, weights_R = dispatch(x_TD, weights_TK, placed.rows)
-        parts = list(zip(x_RD.split(placed.sizes), weights_R.split(placed.sizes), strict=True))
-        x_home, weights_home = parts.pop()
+        placed, group = placement.place(routes_TK), self._group
+        *x_parts, x_home = copy_tokens(x_TD, placed.copies).split(placed.row_sizes)
+        *weights_parts, weights_home = weights_TK.flatten().index_select(0, placed.order).split(placed.pair_sizes)
+        *codes_parts, codes_home = placed.codes.split(placed.pair_sizes)
         # The order below is the order in which a device runs the exchanges, and backward's reversed: see `exchange`.
-        outgoing = [RowExchange(self._group, chunk.sent, chunk.received) for chunk in placed.chunks]
-        arriving = [exchange.start(*part) for exchange, part in zip(outgoing, parts, strict=True)]
-        shadows = ShadowExchange(self._group, placement.num_local, placement.shadowed) if placement.shadowed else None
+        outgoing_codes = [RowExchange(group, chunk.pairs) for chunk in placed.chunks]
+        outgoing = [RowExchange(group, chunk.rows, chunk.pairs) for chunk in placed.chunks]
+        arriving, arriving_codes = [], []
+        for i in range(len(placed.chunks)):
+            arriving.append(outgoing[i].start(x_parts[i], weights_parts[i]))
+            arriving_codes.append(outgoing_codes[i].launch((codes_parts[i],)))
+        shadows = ShadowExchange(group, placement.num_local, placement.shadowed) if placement.shadowed else None
         copies: tuple[Tensor, ...] = ()
         if shadows is not None:
             (w_in, w_out), copies = shadows.start(w_in, w_out)
         returning = []
-        for chunk, exchange, buffers in zip(placed.chunks, outgoing, arriving, strict=True):
-            x, weights = exchange.finish(buffers)
-            y = self._run(x, chunk.routes, weights, w_in, w_out, activation)
-            back = RowExchange(self._group, chunk.received, chunk.sent)
-            returning.append((back, back.start(y)))
+        for i, chunk in enumerate(placed.chunks):
+            outgoing_codes[i].wait()
+            (codes,) = arriving_codes[i]
+            x, weights = outgoing[i].finish(arriving.pop(0))  # nothing else refers to them, so the rows can be freed
+            pairs = rows_of(codes, x.shape[0]) if codes.shape[0] > x.shape[0] else None
+            x = x if pairs is None else copy_tokens(x, pairs)
+            y = self._run(x, routes_of(codes), weights, w_in, w_out, activation)
+            back = RowExchange(group, chunk.rows.back)
+            returning.append((back, back.start(y if pairs is None else sum_copies(y, pairs))))
         at_home = []
         if shadows is not None:
             shadow_in, shadow_out = shadows.finish(copies)
-            at_home.append(self._run(x_home, placed.home_routes, weights_home, shadow_in, shadow_out, activation))
+            at_home.append(self._run(x_home, routes_of(codes_home), weights_home, shadow_in, shadow_out, activation))
         ys = [*(back.finish(buffers)[0] for back, buffers in returning), *at_home]
-        return combine(ys[0] if len(ys) == 1 else torch.cat(ys), placed.rows, routes_TK.shape[1])
+        return sum_copies(ys[0] if len(ys) == 1 else torch.cat(ys), placed.copies)
 
     def _run(
-        self, x_RD: Tensor, routes_R1: Tensor, weights_R: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+        self, x_PD: Tensor, routes_P1: Tensor, weights_P: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
     ) -> Tensor:
-        if x_RD.shape[0] == 0:  # not every kernel runs without rows, and backward must still exchange
-            out: Tensor = _NoRows.apply(x_RD, weights_R, w_in, w_out)  # type: ignore[no-untyped-call]
+        if x_PD.shape[0] == 0:  # not every kernel runs without rows, and backward must still exchange
+            out: Tensor = _NoRows.apply(x_PD, weights_P, w_in, w_out)  # type: ignore[no-untyped-call]
             return out
-        return self._experts(x_RD, routes_R1, weights_R.unsqueeze(1), w_in, w_out, activation).contiguous()
+        return self._experts(x_PD, routes_P1, weights_P.unsqueeze(1), w_in, w_out, activation).contiguous()
 
 
 def local_experts(weights: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,9 @@
-"""Which rows each rank sends and receives, from the routes of its own tokens.
+"""What each rank sends and receives, from the routes of its own tokens.
 
-Rank r of N owns the experts r E / N to (r + 1) E / N - 1. The pairs of token and expert are sorted by chunk of tokens
-and then by expert, so that what goes to one rank in one chunk is contiguous. Pairs of shadowed experts come last: they
-stay at home.
+Rank r of N owns the experts r E / N to (r + 1) E / N - 1. A token goes once to each rank that has any of its experts:
+that is a row. With it travel its pairs, one for each of those experts. Pairs and rows are sorted by chunk of tokens,
+then by rank, then by token, so that what goes to one rank in one chunk is contiguous. Pairs of shadowed experts come
+last: they stay at home, each with a row of its own.
 """
 
 from __future__ import annotations
@@ -13,32 +14,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.kernels.experts.rows import Rows, sorted_rows
+from bexp.kernels.expert_parallel.copies import Copies
+from bexp.kernels.expert_parallel.exchange import Splits
 
 MOST_KEYS = 1 << 15
-"""Chunks times experts, with the shadowed ones: rows are sorted by keys of 16 bits."""
+"""Chunks times ranks, and home: pairs are sorted by keys of 16 bits, in few passes of a radix sort."""
 
 
 @dataclass(frozen=True)
-class ChunkRows:
-    """The rows of one chunk: how many go to each rank and come from it, and the local experts (R, 1) of the latter."""
+class ChunkSplits:
+    """How many rows and pairs of one chunk go to each rank, and come from it."""
 
-    sent: list[int]
-    received: list[int]
-    routes: Tensor
+    rows: Splits
+    pairs: Splits
 
 
 @dataclass(frozen=True)
-class PlacedRows:
-    """The rows of a rank's tokens: `sizes` of them in each chunk, and then those that stay at home.
+class PlacedTokens:
+    """The rows and pairs of a rank's tokens: `row_sizes` and `pair_sizes` of them in each chunk, and then at home.
 
-    `home_routes` (R, 1) are the places of the latter among the shadowed experts.
+    `copies` says which tokens the rows are. `order` (P,) are the places of the sorted pairs in the routes, and `codes`
+    (P,) say the expert of each, as in `routes_of`, and which row it belongs to, as in `rows_of`.
     """
 
-    rows: Rows
-    sizes: list[int]
-    chunks: tuple[ChunkRows, ...]
-    home_routes: Tensor
+    copies: Copies
+    order: Tensor
+    codes: Tensor
+    row_sizes: list[int]
+    pair_sizes: list[int]
+    chunks: tuple[ChunkSplits, ...]
+
+
+def routes_of(codes: Tensor) -> Tensor:
+    """Return the expert of each pair, (P, 1): the place among the experts of its rank, or among the shadowed ones."""
+    return (codes // 2).to(torch.int64).unsqueeze(1)
+
+
+def rows_of(codes: Tensor, num_rows: int) -> Copies:
+    """Return which of the rows each pair belongs to; the code of a row's first pair is odd."""
+    return Copies.of(torch.cumsum(codes % 2, 0) - 1, num_rows, in_order=True)
 
 
 class Placement:
@@ -57,48 +71,60 @@ class Placement:
         if reason is not None:
             raise ValueError(reason)
         self.num_local = num_experts // group.size()
-        self._keys_E = torch.arange(num_experts)
-        self._keys_E[list(shadowed_experts)] = overlap_degree * num_experts + torch.arange(len(shadowed_experts))
+        self._home = overlap_degree * group.size()
+        rank_E, place_E = torch.arange(num_experts) // self.num_local, torch.arange(num_experts) % self.num_local
+        rank_E[list(shadowed_experts)] = self._home
+        place_E[list(shadowed_experts)] = torch.arange(len(shadowed_experts))
+        self._rank_and_place_2E = torch.stack((rank_E, place_E))
 
-    def place(self, routes_TK: Tensor) -> PlacedRows:
+    def place(self, routes_TK: Tensor) -> PlacedTokens:
         """Place the routes (T, K) of this rank's tokens. The host waits for the device once, for the counts."""
-        size, chunks, local = self.group.size(), self.num_chunks, self.num_local
-        exchanged = chunks * self.num_experts
-        rows = sorted_rows(self._keys(routes_TK), exchanged + len(self.shadowed), count=False)
-        counts = torch.diff(rows.ends, prepend=rows.ends.new_zeros(1))
-        sent_NCE = counts[:exchanged].view(chunks, size, local).transpose(0, 1).contiguous()
-        received_NCE = torch.empty_like(sent_NCE)
-        dist.all_to_all_single(received_NCE, sent_NCE, group=self.group)
-        sums = (sent_NCE.sum(2).flatten(), received_NCE.sum(2).flatten(), counts[exchanged:])
-        on_host = torch.cat(sums).tolist()
-        sent, received = (on_host[i * size * chunks : (i + 1) * size * chunks] for i in (0, 1))
-        at_home = on_host[2 * size * chunks :]
-        found = tuple(
-            ChunkRows(
-                sent[chunk::chunks],
-                received[chunk::chunks],
-                _routes(received_NCE[:, chunk].flatten(), local, sum(received[chunk::chunks])),
-            )
-            for chunk in range(chunks)
-        )
-        home = _routes(counts[exchanged:], len(self.shadowed), sum(at_home))
-        return PlacedRows(rows, [*(sum(chunk.sent) for chunk in found), sum(at_home)], found, home)
+        num_tokens, top_k = routes_TK.shape
+        if self._rank_and_place_2E.device != routes_TK.device:
+            self._rank_and_place_2E = self._rank_and_place_2E.to(routes_TK.device)
+        rank_TK, place_TK = self._rank_and_place_2E[:, routes_TK]
+        keys_P, order = torch.sort(self._keys(rank_TK).to(torch.int16).flatten(), stable=True)
+        token_P = order // top_k
+        first_P = torch.ones_like(token_P)
+        first_P[1:] = (token_P.diff() != 0) | (keys_P.diff() != 0) | (keys_P[1:] == self._home)
+        rows_P = first_P.cumsum(0)
+        counts = self._counts(keys_P, rows_P)
+        row_sizes, pair_sizes, chunks = self._exchange(counts)
+        token_of_row = token_P.new_empty(sum(row_sizes)).scatter_(0, rows_P - 1, token_P)
+        codes = (2 * place_TK.flatten()[order] + first_P).to(torch.int32)
+        return PlacedTokens(Copies.of(token_of_row, num_tokens), order, codes, row_sizes, pair_sizes, chunks)
 
-    def _keys(self, routes_TK: Tensor) -> Tensor:
-        """Return the key of each pair: its chunk and expert, or a place behind them if its expert is shadowed."""
-        keys = self._first_keys(routes_TK.device)[routes_TK] if self.shadowed else routes_TK
+    def _keys(self, rank_TK: Tensor) -> Tensor:
+        """Return the key of each pair: its chunk and rank; those that stay at home come behind all others."""
         if self.num_chunks == 1:
-            return keys
-        num_tokens = routes_TK.shape[0]
-        chunk_T = torch.arange(num_tokens, device=routes_TK.device) * self.num_chunks // max(1, num_tokens)
-        later = keys + self.num_experts * chunk_T.unsqueeze(1)
-        return torch.where(keys < self.num_experts, later, keys) if self.shadowed else later
+            return rank_TK
+        num_tokens = rank_TK.shape[0]
+        chunk_T = torch.arange(num_tokens, device=rank_TK.device) * self.num_chunks // max(1, num_tokens)
+        return (rank_TK + self.group.size() * chunk_T.unsqueeze(1)).clamp_(max=self._home)
 
-    def _first_keys(self, device: torch.device) -> Tensor:
-        """Return the key of each expert's pairs in the first chunk, (E,)."""
-        if self._keys_E.device != device:
-            self._keys_E = self._keys_E.to(device)
-        return self._keys_E
+    def _counts(self, keys_P: Tensor, rows_P: Tensor) -> Tensor:
+        """Return how many rows and pairs each key has, (2, keys); `rows_P` are the rows up to each pair."""
+        keys = torch.arange(self._home + 1, dtype=keys_P.dtype, device=keys_P.device)
+        pair_ends = torch.searchsorted(keys_P, keys, right=True)
+        row_ends = torch.cat((rows_P.new_zeros(1), rows_P))[pair_ends]
+        ends = torch.stack((row_ends, pair_ends))
+        return ends.diff(prepend=ends.new_zeros(2, 1))
+
+    def _exchange(self, counts: Tensor) -> tuple[list[int], list[int], tuple[ChunkSplits, ...]]:
+        """Return how many rows and pairs there are in each chunk and at home, and the splits of the chunks."""
+        size, chunks = self.group.size(), self.num_chunks
+        sent = counts[:, : self._home].view(2, chunks, size).permute(2, 1, 0).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        both = torch.stack((sent, received)).permute(2, 3, 0, 1).flatten()  # by chunk, rows and pairs, both ways, rank
+        on_host = torch.cat((both, counts[0, self._home :])).tolist()
+        splits = [
+            Splits(on_host[i : i + size], on_host[i + size : i + 2 * size]) for i in range(0, both.numel(), 2 * size)
+        ]
+        found = tuple(ChunkSplits(*splits[2 * chunk : 2 * chunk + 2]) for chunk in range(chunks))
+        at_home = on_host[-1]
+        rows = [*(sum(chunk.rows.sent) for chunk in found), at_home]
+        return rows, [*(sum(chunk.pairs.sent) for chunk in found), at_home], found
 
 
 def refuse_placement(
@@ -114,14 +140,6 @@ def refuse_placement(
         return f"shadowed_experts names {unknown[0]}, but the experts are 0 to {num_experts - 1}"
     if list(shadowed_experts) != sorted(set(shadowed_experts)):
         return "shadowed_experts must be in increasing order, each of them once"
-    if overlap_degree * num_experts + len(shadowed_experts) >= MOST_KEYS:
-        return f"overlap_degree ({overlap_degree}) is too large for {num_experts} experts"
+    if overlap_degree * num_ranks >= MOST_KEYS:
+        return f"overlap_degree ({overlap_degree}) is too large for {num_ranks} ranks"
     return None
-
-
-def _routes(counts: Tensor, num_experts: int, num_rows: int) -> Tensor:
-    """Return the expert of each row (R, 1), given how many rows each has, over and over again for each sender."""
-    experts = torch.arange(counts.numel(), device=counts.device)
-    if num_experts:
-        experts %= num_experts
-    return torch.repeat_interleave(experts, counts, output_size=num_rows).unsqueeze(1)

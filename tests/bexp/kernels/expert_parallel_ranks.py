@@ -208,6 +208,26 @@ def order(group: dist.ProcessGroup) -> list[str]:
     return said
 
 
+def travelled(group: dist.ProcessGroup) -> list[int]:
+    """How many rows each exchange of a forward pass moves whose tokens visit all experts."""
+    moved: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counted(buffer: Tensor, tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.dim() == 2:
+            moved.append(tensor.shape[0])
+        return exchange(buffer, tensor, *args, **options)
+
+    case = Case(group.size(), top_k=NUM_EXPERTS, skew=0.0, tokens=(5, 5))
+    drawn = problem(case)
+    mine = drawn.part(case.tokens, group.rank())
+    run = ExpertParallel(group, NUM_EXPERTS, expert_backend("loop").forward)
+    w_in, w_out = (local_experts(w, group) for w in drawn.inputs[2:])
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        run(drawn.inputs[0][mine], drawn.routes[mine], drawn.inputs[1][mine], w_in, w_out, "silu")
+    return moved
+
+
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     """What is said to what is not served; every rank refuses before it sends anything."""
     forward = expert_backend("loop").forward
@@ -216,7 +236,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     calls: dict[str, Callable[[], object]] = {
         "uneven": lambda: ExpertParallel(group, NUM_EXPERTS + 1, forward),
         "degree": lambda: make(overlap_degree=0),
-        "large": lambda: make(overlap_degree=1 << 12),
+        "large": lambda: make(overlap_degree=1 << 14),
         "unknown": lambda: make(shadowed_experts=(NUM_EXPERTS,)),
         "order": lambda: make(shadowed_experts=(3, 1)),
         "weights": lambda: make()(zeros(1, 2), zeros(1, 1), zeros(1, 1), zeros(8, 2, 3), zeros(8, 3, 2), "silu"),
@@ -245,6 +265,7 @@ def run(folder: Path, rank: int) -> None:
                 groups[size] = group
     found: dict[str, Any] = {case.name: errors(case, groups[case.size]) for case in cases()}
     found["order"] = order(groups[2])
+    found["travelled"] = travelled(groups[2])
     found["refusals"] = refusals(groups[2])
     dist.barrier()
     if rank == 0:

@@ -26,7 +26,7 @@ def test_output_and_gradients_are_those_of_one_process(found: Found, case: ranks
 
 def test_exchanges_run_beside_computation_in_both_passes(found: Found) -> None:
     forward = [
-        *4 * ["rows"],  # tokens and routing weights of both chunks
+        *6 * ["rows"],  # tokens, routing weights and routes of both chunks
         *2 * ["broadcast"],
         "own experts",
         "rows",  # the first chunk returns while the second is computed
@@ -47,12 +47,17 @@ def test_exchanges_run_beside_computation_in_both_passes(found: Found) -> None:
         assert rank["order"] == forward + backward
 
 
+def test_a_token_goes_once_to_each_rank_and_comes_back_once(found: Found) -> None:
+    for rank in found:
+        assert rank["travelled"] == [2 * 5, 2 * 5]
+
+
 def test_refusals_give_the_reason(found: Found) -> None:
     for rank in found:
         assert rank["refusals"] == {
             "uneven": "9 experts cannot be spread evenly over 2 ranks",
             "degree": "overlap_degree must be at least 1, not 0",
-            "large": "overlap_degree (4096) is too large for 8 experts",
+            "large": "overlap_degree (16384) is too large for 2 ranks",
             "unknown": "shadowed_experts names 8, but the experts are 0 to 7",
             "order": "shadowed_experts must be in increasing order, each of them once",
             "weights": "a rank has 4 of 8 experts, not 8 and 8",
