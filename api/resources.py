@@ -22,7 +22,8 @@ from storage.workers import KnownWorker, WorkerState
 NextCursor = Annotated[
     str | None, Field(description="Pass it as `cursor` to get the next page; null if there is none yet.")
 ]
-
+NO_NUL = r"^[^\x00]*$"
+"""The pattern of a parameter that is compared with stored text: PostgreSQL refuses NUL."""
 
 _RESULTS = ("micro_batch_size", "confidence", "report", "space", "recommendation", "answer")
 """The fields of an exploration that its measurements fill."""
@@ -128,7 +129,7 @@ class Exploration(ExplorationSummary):
     ]
 
     @classmethod
-    def of_job(cls, job: Job, *, with_results: bool = True) -> Self:
+    def of_job(cls, job: Job, *, with_results: bool = True) -> Exploration:
         """Return the resource of a job; without its results for a caller that may not read them.
 
         Its parts are not validated again, because the rules of a request take longer than all else here.
