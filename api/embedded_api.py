@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -71,7 +72,8 @@ def _end_with_parent(database: Database) -> None:
     queue = Queue(database)
     deadline = time.monotonic() + CANCEL_SECONDS
     while open_jobs and time.monotonic() < deadline:
-        open_jobs = [job for job in open_jobs if not is_settled(queue, job[0], job[2])]
+        with suppress(SQLAlchemyError):  # without its end this process would stay for ever
+            open_jobs = [job for job in open_jobs if not is_settled(queue, job[0], job[2])]
         time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -22,7 +22,8 @@ from storage.workers import KnownWorker, WorkerState
 NextCursor = Annotated[
     str | None, Field(description="Pass it as `cursor` to get the next page; null if there is none yet.")
 ]
-
+NO_NUL = r"^[^\x00]*$"
+"""The pattern of a parameter that is compared with stored text: PostgreSQL refuses NUL."""
 
 _RESULTS = ("micro_batch_size", "confidence", "report", "space", "recommendation", "answer")
 """The fields of an exploration that its measurements fill."""
@@ -128,8 +129,11 @@ class Exploration(ExplorationSummary):
     ]
 
     @classmethod
-    def of_job(cls, job: Job, *, with_results: bool = True) -> Self:
-        """Return the resource of a job; without its results for a caller that may not read them."""
+    def of_job(cls, job: Job, *, with_results: bool = True) -> Exploration:
+        """Return the resource of a job; without its results for a caller that may not read them.
+
+        Its parts are not validated again, because the rules of a request take longer than all else here.
+        """
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
         best = job.recommendation
         shown = _shared_fields(job) | {name: getattr(job, name) for name in names}
@@ -137,7 +141,8 @@ class Exploration(ExplorationSummary):
         shown["micro_batch_size"] = best.candidate.micro_batch_size if best else None
         shown["confidence"] = best.confidence if best else None
         formats = formats_for(best) if best and with_results else []
-        return cls(**shown | ({} if with_results else dict.fromkeys(_RESULTS)), export_formats=formats)
+        shown |= {"export_formats": formats} | ({} if with_results else dict.fromkeys(_RESULTS))
+        return cls.model_construct(**shown)
 
 
 class RecommendationResource(BaseModel):

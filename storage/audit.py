@@ -42,9 +42,9 @@ def note_action(database: Database, connection: sa.Connection, by: Caller, actio
     """Write down that `by` did `action` to each of `subjects`: ids of jobs, or names of tokens or owners."""
     if not subjects:
         return
-    now = database.now(connection)
-    who = {"at": now, "action": action.value, "owner": by.owner, "token": by.token, "origin": by.origin}
-    connection.execute(sa.insert(audit), [who | {"subject": subject} for subject in subjects])
+    who = {"action": action.value, "owner": by.owner, "token": by.token, "origin": by.origin}
+    insert = sa.insert(audit).values(at=database.clock())
+    connection.execute(insert, [who | {"subject": subject} for subject in subjects])
 
 
 def read_audit(

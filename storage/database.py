@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ def describe_trouble(error: sa.exc.SQLAlchemyError) -> str:
 class DatabaseLimits:
     """How long a process waits for a database, and how many connections it opens.
 
-    SQLite has one wait, for the lock of the file; `lock` limits it. Without limits a connection waits as its driver
-    does. PostgreSQL ends a transaction whose process has been silent for `idle_transaction`, as a frozen one is, and
-    frees its locks.
+    SQLite has one lock, that of the file; `lock` limits the wait for it. Before that, a thread waits at most `turn` for
+    the other threads of its process that write. Without limits a connection waits as its driver does. PostgreSQL ends a
+    transaction whose process has been silent for `idle_transaction`, as a frozen one is, and frees its locks.
     """
 
     connect: timedelta = timedelta(seconds=3)
@@ -55,14 +56,17 @@ class DatabaseLimits:
     lock: timedelta = timedelta(seconds=3)
     pool: timedelta = timedelta(seconds=3)
     idle_transaction: timedelta = timedelta(seconds=5)
+    turn: timedelta = timedelta(seconds=1.5)
     max_connections: int = 10
 
 
 class Database:
     """An engine, and the clock that leases are measured by."""
 
-    def __init__(self, engine: sa.Engine) -> None:
+    def __init__(self, engine: sa.Engine, turn: timedelta = SQLITE_BUSY_TIMEOUT) -> None:
         self.engine = engine
+        self._turn_seconds = turn.total_seconds()
+        self._writer = threading.Lock()
         self._reader = engine.execution_options(**{_READ_ONLY: True})
 
     @property
@@ -83,8 +87,27 @@ class Database:
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:
         """Open a transaction that may write; on SQLite it holds the write lock from its start."""
-        with self.engine.connect() as connection, connection.begin():
+        with self._take_turn(), self.engine.connect() as connection, connection.begin():
             yield connection
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[None]:
+        """Let the threads of this process write to SQLite one after the other, each without a connection until then.
+
+        SQLite itself keeps no order: who finds the file locked tries again after up to 100 ms, and some for seconds.
+
+        Raises:
+            sqlalchemy.exc.TimeoutError: the others took too long.
+        """
+        if self.is_postgresql:
+            yield
+            return
+        if not self._writer.acquire(timeout=self._turn_seconds):
+            raise sa.exc.TimeoutError(f"database is locked: no turn to write within {self._turn_seconds:g} s")
+        try:
+            yield
+        finally:
+            self._writer.release()
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -204,4 +227,4 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         read_only = connection.get_execution_options().get(_READ_ONLY, False)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
-    return Database(engine)
+    return Database(engine, limits.turn if limits is not None else SQLITE_BUSY_TIMEOUT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -42,16 +43,24 @@ def read_last_seqs(database: Database, job_ids: Collection[str]) -> dict[str, in
 
 
 def insert_events(
-    database: Database, connection: sa.Connection, job_id: str, last_seq: int, drafts: Sequence[EventDraft]
+    database: Database,
+    connection: sa.Connection,
+    job_id: str,
+    last_seq: int,
+    drafts: Sequence[EventDraft],
+    *,
+    at: datetime | None = None,
 ) -> None:
     """Insert `drafts` so that the last of them has `last_seq`, and tell those who listen when they are committed.
+
+    `at` is the database's time if the caller has asked for it.
 
     The caller has taken those numbers by adding len(drafts) to the job's `last_seq` in this transaction. The row lock
     of that update keeps the numbers of concurrent writers apart, and a rollback leaves no gap.
     """
     if not drafts:
         return
-    now = database.now(connection)
+    now = at or database.now(connection)
     first = last_seq - len(drafts) + 1
     chain = _Chain()
     if any(draft.code is EventCode.RECOMMENDATION for draft in drafts):

@@ -151,10 +151,11 @@ def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False, ow
     return row
 
 
-def job_from_row(row: sa.Row[Any]) -> Job:
+def job_from_row(row: sa.Row[Any], request: ExplorationRequest | None = None) -> Job:
     """Return the job in a row that holds every column of the table.
 
-    It validates documents of any size, so call it after the transaction that read the row.
+    `request` is that of the row, if the caller has it. This function validates documents of any size, so call it after
+    the transaction that read the row.
     """
     problems: list[str] = []
 
@@ -171,7 +172,7 @@ def job_from_row(row: sa.Row[Any]) -> Job:
         state=JobState(row.state),
         owned_by=row.owned_by,
         priority=row.priority,
-        request=parse(ExplorationRequest, "request"),
+        request=request or parse(ExplorationRequest, "request"),
         model_name=row.model_name,
         created_at=row.created_at,
         started_at=row.started_at,

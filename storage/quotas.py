@@ -9,9 +9,8 @@ import sqlalchemy as sa
 
 from storage.audit import Action, note_action
 from storage.database import Database
-from storage.jobs import JobState
 from storage.owners import LOCAL, Caller, check_name
-from storage.tables import jobs, quotas
+from storage.tables import IS_QUEUED, jobs, quotas
 
 EVERYBODY = "*"
 """The name under which the quota of each owner is stored that has none of its own."""
@@ -83,6 +82,6 @@ def check_queued(connection: sa.Connection, owner: str) -> None:
     limit = limits.get(owner, limits.get(EVERYBODY)) if limits else None
     if limit is None:
         return
-    mine = (jobs.c.state == JobState.QUEUED.value) & (jobs.c.owned_by == owner)
-    if (connection.scalar(sa.select(sa.func.count()).where(mine)) or 0) >= limit:
+    queued = sa.select(sa.func.count()).select_from(jobs).where(IS_QUEUED, jobs.c.owned_by == owner)
+    if (connection.scalar(queued) or 0) >= limit:
         raise QueuedQuotaError(owner, limit)

@@ -18,7 +18,7 @@ from storage.audit import Action, note_action
 from storage.database import Database
 from storage.events import insert_events
 from storage.idempotency import asks_the_same
-from storage.jobs import Job, JobState, job_from_row, select_row
+from storage.jobs import Job, JobState, job_from_row
 from storage.notifications import QUEUED_JOBS, notify
 from storage.owners import Caller
 from storage.quotas import check_queued
@@ -90,20 +90,20 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
                     check_queued(connection, owner)
                 now = database.now(connection)
                 times = {"created_at": now, "queued_at": now, "finished_at": None if stored is None else now}
-                connection.execute(sa.insert(jobs).values(**values, **times, last_seq=len(drafts)))
+                columns = {**values, **times, "last_seq": len(drafts)}
+                row = connection.execute(sa.insert(jobs).returning(*jobs.c), columns).one()
                 _insert_labels(connection, job_id, request.labels)
-                insert_events(database, connection, job_id, len(drafts), drafts)
+                insert_events(database, connection, job_id, len(drafts), drafts, at=now)
                 note_action(database, connection, given.by, Action.SUBMIT, job_id)
                 if stored is None:
                     notify(database, connection, QUEUED_JOBS)
-                row = select_row(connection, job_id)
     except sa.exc.IntegrityError:  # another submission with the same key was faster
         if hashed is None:
             raise
         with database.read() as connection:
             first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == hashed)).one()
     if first is None:
-        return job_from_row(row), True
+        return job_from_row(row, request), True
     if not asks_the_same(first, request, body_hash):
         raise IdempotencyConflictError(str(key), first.id)
     return job_from_row(first), False

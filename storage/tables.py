@@ -56,6 +56,9 @@ metadata = sa.MetaData(
 
 _JSON = sa.JSON(none_as_null=True)
 
+IS_QUEUED = sa.text("state = 'queued'")
+"""A condition on `jobs`. SQLite uses the index of it only for a query with these words, without a parameter."""
+
 jobs = sa.Table(
     f"{PREFIX}jobs",
     metadata,
@@ -110,6 +113,7 @@ jobs = sa.Table(
     sa.Index(None, "state", "created_at"),
     sa.Index(None, "owned_by", "created_at"),
     sa.Index(None, "model_name", "created_at"),
+    sa.Index(f"ix_{PREFIX}jobs_queued", "owned_by", "state", sqlite_where=IS_QUEUED, postgresql_where=IS_QUEUED),
 )
 
 labels = sa.Table(

@@ -23,6 +23,9 @@ from storage.workers import REPLAYED, WorkerInfo, select_workers
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
 
+NOTED_AT_ONCE = 20
+"""Jobs whose reasons one transaction stores. More would keep others waiting for SQLite's write lock."""
+
 
 def select_overdue(
     database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
@@ -72,18 +75,20 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
         )
         live, rows = select_overdue(database, connection, overdue, live_within=live_within)
         quotas = find_claim_quotas(database, connection)
-    for job_id, reason in find_waiting(live, rows, quotas):
-        conditions = [
-            jobs.c.id == job_id,
-            is_unowned(database),
-            jobs.c.waiting_reason.is_distinct_from(reason),
-        ]
-        drafts = []
-        if reason is not None:
-            message = f"Waiting: {reason}" if reason.startswith(HELD_BACK) else f"Waiting for a worker: {reason}"
-            drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
+    found = find_waiting(live, rows, quotas)
+    for first in range(0, len(found), NOTED_AT_ONCE):
         with database.begin() as connection:
-            change_job(database, connection, conditions, drafts, waiting_reason=reason)
+            for job_id, reason in found[first : first + NOTED_AT_ONCE]:
+                _note_reason(database, connection, job_id, reason)
+
+
+def _note_reason(database: Database, connection: sa.Connection, job_id: str, reason: str | None) -> None:
+    conditions = [jobs.c.id == job_id, is_unowned(database), jobs.c.waiting_reason.is_distinct_from(reason)]
+    drafts = []
+    if reason is not None:
+        message = f"Waiting: {reason}" if reason.startswith(HELD_BACK) else f"Waiting for a worker: {reason}"
+        drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
+    change_job(database, connection, conditions, drafts, waiting_reason=reason)
 
 
 def end_overdue(database: Database, max_wait: timedelta) -> None:

@@ -14,6 +14,7 @@ from api.administration import AuditPage, AuditResource, QuotaLimits, QuotaList,
 from api.auth import Administrator
 from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_body
+from api.resources import NO_NUL
 from api.service import ServiceDep
 from explorer.spec.rules import rule_of
 from storage.audit import read_audit
@@ -65,8 +66,8 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
 def show_audit(
     _caller: Administrator,
     service: ServiceDep,
-    owner: Annotated[str | None, Query(max_length=64, description="Only what this owner did.")] = None,
-    cursor: Annotated[int | None, Query(ge=1, lt=1 << 63, description="`next_cursor` of the page before.")] = None,
+    owner: Annotated[str | None, Query(max_length=64, pattern=NO_NUL, description="Only what this owner did.")] = None,
+    cursor: Annotated[int | None, Query(ge=1, lt=1 << 31, description="`next_cursor` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
 ) -> AuditPage:
     """Submissions, cancels, resumes and deletions of explorations, and changes of tokens and quotas, newest first."""

@@ -12,7 +12,7 @@ from api import bodies, examples
 from api.auth import Canceller, Reader, Submitter
 from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_parameter
-from api.resources import Exploration, ExplorationPage, ExplorationSummary, exploration_path
+from api.resources import NO_NUL, Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from api.service import ServiceDep
 from explorer.formats.document import FormatError
 from explorer.formats.request import parse_request
@@ -146,7 +146,13 @@ def list_explorations(
         JobState | None, Query(description="List only explorations in this state.", examples=["running"])
     ] = None,
     model: Annotated[
-        str | None, Query(max_length=128, description="List only explorations of this model.", examples=["tiny-moe"])
+        str | None,
+        Query(
+            max_length=128,
+            pattern=NO_NUL,
+            description="List only explorations of this model.",
+            examples=["tiny-moe"],
+        ),
     ] = None,
     label: Annotated[
         list[str] | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -85,6 +86,7 @@ LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Micro-batch sizes of an open exploration: two an octave."""
 
 
+@lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors in ascending order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]

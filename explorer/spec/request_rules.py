@@ -5,7 +5,6 @@ A rule may rely on the rules before it in `RULES`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -179,7 +178,7 @@ def check_micro_batch_sizes(request: ExplorationRequest) -> None:
 
 def check_tiles(request: ExplorationRequest) -> None:
     """At least one tile is left, and each listed tile divides a micro-batch size."""
-    tiles = _count_tilings(request)
+    tiles = {tile for m in request.micro_batch_sizes for tile in request.tiles_for(m)}
     if not tiles:
         raise RuleError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space", "bta")
     unused = [tile for tile in request.bta.tiles or () if tile not in tiles]
@@ -241,7 +240,7 @@ def check_policies_of_mode(request: ExplorationRequest) -> None:
 
 def check_policies_of_tiles(request: ExplorationRequest) -> None:
     """At least one recomputation policy can be combined with the tiles."""
-    if not any(request.policies_for(tile) for tile in _count_tilings(request)):
+    if not any(_count_combinations(request)):
         named = "' and '".join(request.recompute_policies)
         raise RuleError(
             f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already",
@@ -252,8 +251,7 @@ def check_policies_of_tiles(request: ExplorationRequest) -> None:
 
 def check_combinations(request: ExplorationRequest) -> None:
     """The space is small enough to be enumerated."""
-    tilings = _count_tilings(request)
-    combinations = sum(number * len(request.policies_for(tile)) for tile, number in tilings.items())
+    combinations = sum(_count_combinations(request))
     if combinations > MAX_COMBINATIONS:
         raise RuleError(
             f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
@@ -269,9 +267,12 @@ def check_combinations(request: ExplorationRequest) -> None:
         )
 
 
-def _count_tilings(request: ExplorationRequest) -> Counter[int | None]:
-    """Return how many micro-batch sizes go with each tile; null is no tiling."""
-    return Counter(tile for m in request.micro_batch_sizes for tile in request.tiles_for(m))
+def _count_combinations(request: ExplorationRequest) -> tuple[int, int]:
+    """Return the combinations of micro-batch and recomputation without a tile, and those with one."""
+    tilings = [tile is not None for m in request.micro_batch_sizes for tile in request.tiles_for(m)]
+    tiled = sum(tilings)
+    untiled = len(tilings) - tiled
+    return untiled and untiled * len(request.policies_for(None)), tiled and tiled * len(request.policies_for(1))
 
 
 def check_query_groups(request: ExplorationRequest) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
+from storage.queue import Queue
+from storage.quotas import EVERYBODY, Quota, set_quota
 from storage.tables import jobs
 from tests.contracts.samples import make_request
 
@@ -29,6 +32,37 @@ def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
         _ = 1 / 0
     with database.read() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM bexp_schema_version").scalar_one() == 1
+
+
+def test_threads_write_to_sqlite_in_turns_and_wait_without_a_connection(database: Database) -> None:
+    if database.is_postgresql:
+        pytest.skip("PostgreSQL has no lock for all that write")
+    limits = DatabaseLimits(turn=timedelta(seconds=0.05), max_connections=1)
+    limited = open_database(database.url, limits)
+    with limited.begin(), pytest.raises(sa.exc.TimeoutError, match="no turn to write"), limited.begin():
+        pass
+    with limited.begin() as connection:
+        connection.execute(sa.select(jobs))
+    limited.dispose()
+
+
+def test_a_submission_takes_few_statements(database: Database) -> None:
+    set_quota(database, EVERYBODY, Quota(max_queued=9))
+    request = make_request(fresh=True)
+    statements: list[tuple[str, Any]] = []
+
+    def note(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+        statements.append((statement, parameters))
+
+    sa.event.listen(database.engine, "before_cursor_execute", note)
+    Queue(database).enqueue(request)
+    sa.event.remove(database.engine, "before_cursor_execute", note)
+    assert len(statements) == (8 if database.is_postgresql else 6)
+    if not database.is_postgresql:  # which takes other plans for small tables
+        (counts,) = [taken for taken in statements if "count(*)" in taken[0]]
+        with database.read() as connection:
+            (step,) = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {counts[0]}", counts[1]).all()
+        assert "COVERING INDEX ix_bexp_jobs_queued" in step.detail
 
 
 def test_nan_is_refused_alike(database: Database) -> None:
