@@ -181,8 +181,6 @@ def test_more_recomputed_is_predicted_slower_and_smaller(kind: ComponentKind, ba
     assert seconds[0].device < seconds[1].device < seconds[2].device
     assert seconds[0].host < seconds[1].host
     assert saved[0] > saved[1] > saved[2]
-    full = roofline_seconds(
-        plain.model_copy(update={"recompute": BlockRecompute.FULL}), req.model, req, hardware
-    )
+    full = roofline_seconds(plain.model_copy(update={"recompute": BlockRecompute.FULL}), req.model, req, hardware)
     assert seconds[2].device < full.device
     assert seconds[1].device < 1.15 * seconds[0].device

@@ -303,7 +303,9 @@ def test_the_optimizer_of_a_models_own_code_moves_what_is_trained() -> None:
     assert found.device * BANDWIDTH == pytest.approx((2 + 2 * 2 + 1) * 220)
 
 
-@pytest.mark.parametrize(("kind", "changes", "number"), [("dense_ffn", {}, 24), ("dense_ffn", {"recompute": "full"}, 32)])
+@pytest.mark.parametrize(
+    ("kind", "changes", "number"), [("dense_ffn", {}, 24), ("dense_ffn", {"recompute": "full"}, 32)]
+)
 def test_each_operation_takes_a_little_longer_than_its_work(kind: str, changes: dict[str, Any], number: int) -> None:
     req, component = request(), Component.model_validate({"kind": kind, "micro_batch_size": 3, **changes})
     bare = predict(kind, req, **changes)

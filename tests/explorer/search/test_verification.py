@@ -15,6 +15,7 @@ from explorer.search.explore import explore
 from explorer.search.history import TrialHistory
 from explorer.search.search_state import RunnerUp, SearchState
 from explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
+from explorer.search.whole_model_check import whole_model_tokens_per_second
 from explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import candidate, know, small_state, trial
