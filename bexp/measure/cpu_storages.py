@@ -41,7 +41,7 @@ class LiveStorages(TorchDispatchMode):
                 self._count(id(storage), size)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # put back in __exit__
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # put back in __exit__
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from explorer.records.event import EventCode, Progress
-from explorer.records.measurement import Measurement, Outcome
+from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.history import TrialHistory
 from explorer.search.search_state import RunnerUp, SearchState
 from explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
-from explorer.search.whole_model_check import whole_model_tokens_per_second
 from explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import candidate, know, small_state, trial
@@ -244,12 +243,22 @@ def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_u
 
 
 def test_two_runs_of_one_whole_model_count_together() -> None:
-    runs = [whole_trial(7, 4, tokens=110.0), whole_trial(8, 4, tokens=100.0)]
+    def ran(number: int, seconds: float) -> Trial:
+        sizes = {"peak_bytes": 1, "reserved_bytes": 1, "repeats": 3}
+        whole = WholeModelMeasurement(
+            micro_step_seconds=seconds, optimizer_seconds=0.0, standard_error_seconds=0.0, **sizes
+        )
+        found = whole_trial(number, 4)
+        return found.model_copy(update={"measurement": found.measurement.model_copy(update={"whole_model": whole})})
+
+    runs = [ran(7, 0.1), ran(8, 0.2)]
+    alone = [small_whole_models(run)[0] for run in runs]
     state, _ = small_whole_models(*runs)
     row = state.table.row[candidate(4)]
-    reached = [whole_model_tokens_per_second(state, t.candidate, t.measurement.whole_model) for t in runs]
     assert state.count_whole_runs(row) == 2
-    assert state.whole_tokens_per_second(row) == pytest.approx((reached[0] * reached[1]) ** 0.5)
+    first, second = (one.whole_tokens_per_second(row) or 0.0 for one in alone)
+    assert first > second > 0
+    assert state.whole_tokens_per_second(row) == pytest.approx((first * second) ** 0.5)
 
 
 @pytest.mark.parametrize(("gain", "is_run"), [(0.00019, False), (0.00021, True), (0.004, True)])
