@@ -152,7 +152,7 @@ class Client(ConnectedClient):
 
     def check_alive(self) -> None:
         """Raise ServiceError with the reason if no service of this kind answers at the URL."""
-        self._connection.check_alive()
+        self.connection.check_alive()
 
     def submit(
         self,
