@@ -73,13 +73,13 @@ class HostMeter:
     def __enter__(self) -> Self:
         if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and importing it takes seconds
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-        self._storages.__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._storages.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._storages.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._storages.__exit__(kind, error, traceback)
         self._eager.close()
 
     def level(self) -> int:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from explorer.cost_model.collectives import Unit
 from explorer.cost_model.mesh_layers import MeshBlocks, Sort
-from explorer.cost_model.step import MemoryParts
+from explorer.cost_model.step import GatheredBytes, MemoryParts, gathered_of_units
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
 from explorer.spec.training import OptimizerSpec
@@ -20,12 +21,14 @@ class HeldParameters:
     """The parameters of a stage, or of all stages of a rank.
 
     `experts` are those that expert parallelism spreads, `dense` all others. `largest` are those of the largest unit
-    that sharding gathers at a time.
+    that sharding gathers at a time, `layer` those of the largest layer, and `head` those of the unit with the head.
     """
 
     dense: int
     experts: int
     largest: int
+    layer: int
+    head: int
 
     @property
     def number(self) -> int:
@@ -36,22 +39,36 @@ class HeldParameters:
         """Return how many of them a device steps if training state is sharded."""
         return -(-self.dense // mesh.data) - (-self.experts // mesh.expert_data)
 
+    def spread(self, mesh: Mesh) -> int:
+        """Return how many of them sharding spreads: all but experts that one device alone has."""
+        return self.dense + (self.experts if mesh.expert_data > 1 else 0)
+
+    def gathered(self, mesh: Mesh, model: ModelSpec, spec: OptimizerSpec) -> GatheredBytes:
+        """Return what sharding holds whole for a moment, of a stage."""
+        item, reduced = model.dtype.itemsize, spec.gradient_dtype(model.dtype).itemsize
+        head, layer = Unit(self.head, self.head), Unit(self.layer, self.layer)
+        is_tied = model.tie_embeddings and mesh.pipeline == 1
+        return gathered_of_units(mesh.sharding, head, layer, item, reduced, mesh.data, is_tied=is_tied)
+
     @classmethod
     def of_stage(
         cls, sorts: Counter[Sort], blocks: MeshBlocks, mesh: Mesh, stage: int, model: ModelSpec
     ) -> HeldParameters:
         """Return those of a stage, whose layers are counted by sort; `model` is what a device has of the whole."""
-        extra = blocks.embedding.parameters if stage == 0 else 0
+        first = blocks.embedding.parameters if stage == 0 else 0
+        head = 0
         if stage == mesh.num_stages - 1:
-            extra += blocks.head.parameters
-            if model.tie_embeddings and mesh.pipeline > 1:  # the last rank has a copy of the embedding
-                extra += model.vocab_size * model.hidden_size
-        dense, experts, largest = extra, 0, extra
+            head = blocks.head.parameters
+            if model.tie_embeddings:  # one unit with the embedding, of which a pipeline's last rank has a copy
+                head += first if mesh.pipeline == 1 else model.vocab_size * model.hidden_size
+        extra = head if model.tie_embeddings and mesh.pipeline == 1 else first + head
+        dense, experts, layer = extra, 0, 0
         for sort, count in sorts.items():
             own = sum(block.parameters for block in blocks.blocks[sort])
             spread = sum(block.expert_parameters for block in blocks.blocks[sort])
-            dense, experts, largest = dense + count * own, experts + count * spread, max(largest, own + spread)
-        return cls(dense, experts, largest)
+            dense, experts = dense + count * own, experts + count * spread
+            layer = max(layer, own + (spread if mesh.expert_data > 1 else 0))
+        return cls(dense, experts, max(extra, layer), layer, head)
 
     @classmethod
     def of_rank(cls, stages: Sequence[HeldParameters]) -> HeldParameters:
@@ -59,7 +76,7 @@ class HeldParameters:
         return cls(
             sum(stage.dense for stage in stages),
             sum(stage.experts for stage in stages),
-            max(stage.largest for stage in stages),
+            *(max(getattr(stage, name) for stage in stages) for name in ("largest", "layer", "head")),
         )
 
 
@@ -73,16 +90,15 @@ def rank_memory(
     def kept(from_level: int) -> int:
         if level < 1:
             return held.number
-        return held.share(mesh) if level >= from_level else held.number + held.share(mesh)
+        return held.share(mesh) + (held.spread(mesh) if level < from_level else 0)
 
-    gathered = 2 * held.largest * (dtype.itemsize * (level == 3) + gradient) if level >= 2 else 0
     return MemoryParts(
         parameters=kept(3) * dtype.itemsize,
         gradients=kept(2) * gradient,
         master_weights=kept(1) * FLOAT32_BYTES if spec.has_master(dtype) else 0,
         optimizer_states=kept(1) * spec.num_states * spec.moment_dtype(dtype).itemsize,
         activations=activations,
-        transient=transient + gathered,
+        transient=transient,
     )
 
 

@@ -19,7 +19,7 @@ from explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memor
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from explorer.cost_model.pipeline_balance import balance_layers
-from explorer.cost_model.step import MemoryParts
+from explorer.cost_model.step import GatheredBytes, MemoryParts
 from explorer.records.plan import MeshRun
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
@@ -27,6 +27,7 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
 T = TypeVar("T")
+NONE_GATHERED = GatheredBytes(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,11 @@ class MeshComposer:
             HeldParameters.of_stage(sorts, layers.blocks, mesh, stage, shard) for stage, sorts in enumerate(stage_sorts)
         ]
         parts = [layers.parts(sorts, stage, mesh.num_stages) for stage, sorts in enumerate(stage_sorts)]
-        stages = [_stage(each, sent) for each in parts]
+        # torch's pipelines reduce gradients at the end of a step, when no activations are left.
+        is_late = self._request.is_mesh and mesh.pipeline > 1
+        spec = self._request.training.optimizer
+        gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
+        stages = [_stage(each, sent, layers, whole) for each, whole in zip(parts, gathered, strict=True)]
         exchanges = sum(count * part.exchange for each in parts for part, count in each)
         batch = self._request.batch_size
         if run is not None:
@@ -279,13 +284,16 @@ def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
     return of_stages[rank :: mesh.pipeline]
 
 
-def _stage(parts: Sequence[tuple[LayerCost, int]], sent: Transfer) -> StageCosts:
+def _stage(
+    parts: Sequence[tuple[LayerCost, int]], sent: Transfer, layers: LayerCosts, gathered: GatheredBytes
+) -> StageCosts:
+    beside = {id(layers.embedding): 0, id(layers.head): gathered.at_head}
     return StageCosts(
         forward=sum(count * part.forward for part, count in parts),
         backward=sum(count * part.backward for part, count in parts),
         weights=sum(count * part.weights for part, count in parts),
         saved_bytes=sum(count * part.saved_bytes for part, count in parts),
-        transient_bytes=max(part.transient_bytes for part, _ in parts),
+        transient_bytes=max(part.transient_bytes + beside.get(id(part), gathered.at_layer) for part, _ in parts),
         hand_over=sent.seconds,
     )
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from explorer.cost_model.activation_memory import FLOAT32_BYTES
-from explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
+from explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_itemsize
 from explorer.cost_model.parameters import count_parameters
 from explorer.spec.base import Frozen
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
 
 GIB = 2**30
 FRAGMENTATION = {"default": 0.05, "expandable_segments": 0.02}
@@ -186,13 +187,29 @@ def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> Gathere
     units = ExchangeUnits.of(model)
     end, layer = units.last or units.first, max(units.layers, key=lambda unit: unit.num_parameters)
     item, buffered = model.dtype.itemsize, buffered_itemsize(model, request)
+    return gathered_of_units(
+        request.training.sharding, end, layer, item, buffered, request.num_devices, is_tied=units.last is None
+    )
+
+
+def gathered_of_units(
+    sharding: Sharding, end: Unit, layer: Unit, item: int, buffered: int, num_devices: int, *, is_tied: bool
+) -> GatheredBytes:
+    """Return `gathered_bytes` of the unit with the head and of the largest layer.
+
+    `is_tied` says that the first has the embedding, too. Parameters have `item` bytes a number, and the buffers that
+    gradients are reduced from `buffered`.
+    """
+    level = sharding.level
+    if level < 1:
+        return GatheredBytes(0, 0)
     head = end.num_gradients * item
     if level == 1:
-        return GatheredBytes(head if units.last is None else 0, layer.num_gradients * buffered)
+        return GatheredBytes(head if is_tied else 0, layer.num_gradients * buffered)
     largest = max(layer.num_gradients, end.num_gradients)
     reduced = (layer.num_gradients + largest) * buffered + layer.num_gradients * item
     if level == 2:
         return GatheredBytes(head, reduced)
     whole = layer.num_parameters * item
-    gathered = whole + -(-whole // request.num_devices)
+    gathered = whole + -(-whole // num_devices)
     return GatheredBytes(head + end.num_parameters * item, reduced + gathered)

@@ -12,7 +12,7 @@ from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
 from explorer.cost_model.pipeline_picture import draw_pipeline
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
-from explorer.records.recommendation import DividingCandidate, Recommendation
+from explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
 from explorer.search.candidate_posterior import confidence_score
 from explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
 from explorer.search.mesh_check import MeshChecks
@@ -84,7 +84,7 @@ def recommend_plan(
         required_bytes=required,
         memory_limit_bytes=space.limit_bytes,
         memory=step.memory,
-        notes=_notes(space, report, found.mesh, score, has_run=check is not None),
+        notes=_notes(space, report, found.mesh, score, step.num_micro_batches, check),
         dividing=DividingCandidate(
             candidate=candidate,
             grad_accum_steps=step.num_micro_batches,
@@ -134,16 +134,22 @@ def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlt
     return tuple(one.compared_with(own) for one in chosen.values())
 
 
-def _notes(space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int, *, has_run: bool) -> tuple[str, ...]:
+def _notes(
+    space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int, number_of_step: int, check: WholeModelCheck | None
+) -> tuple[str, ...]:
     number, device = space.request.num_devices, report.hardware.device_name
     if space.request.is_mesh:
-        checked = "it was run whole on them" if has_run else "it was not run whole"
+        checked = "it was not run whole" if check is None else "it was run whole on them"
         notes = [f"blocks and exchanges were measured on {number} x {device}; {checked}"]
     else:
         notes = [
             f"a plan for {number:,} devices, whose blocks were measured on one {device}; what devices exchange "
             "follows from the fabric of the request, and no whole model has run"
         ]
+    ran = number_of_step if check is None else check.measurement.num_micro_batches or number_of_step
+    if ran < number_of_step:
+        grows = ", and a pipeline's peak grows with them" if mesh.pipeline > 1 else ""
+        notes.append(f"the whole model ran {ran} of a step's {number_of_step} micro-batches{grows}")
     if mesh.tensor > 1:
         notes.append(
             "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"

@@ -194,7 +194,7 @@ def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
             "no mesh is left: virtual_stages need schedule 'interleaved' and a pipeline, and 'interleaved' needs "
             "virtual_stages above 1 and micro-batches that are a multiple of the pipeline's ranks; an expert size "
             "divides the devices of a stage; without a fabric it needs tensor 1, and either sharding none or as many "
-            "data-parallel devices",
+            "data-parallel devices, and a pipeline needs sharding none or zero1",
             "parallelism",
         )
 
@@ -209,7 +209,7 @@ def _meshes_of(
                 continue
             for sharding in request.sharding_choices:
                 level = sharding or request.training.sharding
-                if request.is_mesh and not _is_run_whole(tensor, data, expert, level):
+                if request.is_mesh and not _is_run_whole(tensor, pipeline, data, expert, level):
                     continue
                 yield Mesh(
                     tensor=tensor,
@@ -222,8 +222,14 @@ def _meshes_of(
                 )
 
 
-def _is_run_whole(tensor: int, data: int, expert: int, sharding: Sharding) -> bool:
-    """Return whether ranks run such a mesh: experts are spread over devices that share neither layers nor a shard."""
+def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: Sharding) -> bool:
+    """Return whether ranks run such a mesh.
+
+    Experts are spread over devices that share neither layers nor a shard. torch's pipelines reduce gradients once,
+    after the last micro-batch, so that a rank would hold and exchange with ZeRO-2 and 3 what it does with ZeRO-1.
+    """
+    if pipeline > 1 and data > 1 and sharding.level > Sharding.ZERO1.level:
+        return False
     return expert == 1 or (tensor == 1 and (sharding is Sharding.NONE or data == expert))
 
 
@@ -296,6 +302,8 @@ def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | Non
         return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
     if name == "expert":
         return None if experts % size == 0 else f"does not divide num_experts ({experts})"
+    if size > 1 and model.qk_norm == "full" and request.is_mesh:
+        return "needs a model without qk_norm 'full', which spans heads that several devices have"
     divided = {
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.query_groups,

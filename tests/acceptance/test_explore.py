@@ -163,3 +163,16 @@ def test_of_four_gpus_as_many_are_taken_as_can_be_used(machine: Machine) -> None
 def test_devices_that_are_named_train_together(machine: Machine) -> None:
     printed = machine.run("explore", machine.configure(num_devices=2), "--device", "cpu,cpu")
     assert "the exchange of gradients between 2 devices is included in the time" in " ".join(printed.split())
+
+
+def test_a_mesh_of_two_devices_is_measured_and_run_whole(machine: Machine) -> None:
+    shared = {"num_devices": 2, "micro_batch_size": 1, "bta": {}, "budget": {"max_trials": 3}}
+    config = machine.configure(**shared, parallelism={"tensor": [1, 2], "sharding": "zero1"})
+    lines = machine.run("explore", config, "--device", "cpu,cpu").partition("\n\n")[0]
+    assert re.search(r"BEXP201 .* what devices exchange, \d+ measurements", lines)
+    assert re.search(r"BEXP203 .* Whole model with tensor=\d", lines)
+    best = json.loads(machine.run("best", "latest", "--json"))["recommendation"]
+    assert {part["source"] for part in best["plan"]["parts"]} == {"measured"}
+    assert best["plan"]["tokens_per_second"] == pytest.approx(2 * best["tokens_per_second"])
+    assert best["whole_model"]["measurement"]["num_micro_batches"] == 4
+    assert re.search(r"--tensor-model-parallel-size [12]", machine.run("best", "latest", "--format", "megatron"))

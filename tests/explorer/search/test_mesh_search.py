@@ -68,6 +68,11 @@ def test_the_answer_is_what_the_whole_model_reached(found: tuple[SimulatedDevice
     assert {part.source for part in best.plan.parts} == {"measured"}
     assert best.plan.measured_share == pytest.approx(1.0)
     assert best.confidence >= 95
+    whole, step = best.whole_model.measurement.num_micro_batches, best.plan.num_micro_batches
+    assert whole is not None
+    told = f"the whole model ran {whole} of a step's {step} micro-batches"
+    assert any(note.startswith(told) for note in best.notes) is (whole < step)
+    assert whole < step
 
 
 def test_a_resumed_exploration_measures_nothing_twice(found: tuple[SimulatedDevice, list[Progress]]) -> None:

@@ -1,6 +1,6 @@
-"""Four ranks that run whole models on meshes, on the CPU.
+"""Ranks that run whole models on meshes: four on the CPU, or two on GPUs.
 
-    python -m tests.workers.profiler.mesh_ranks FOLDER
+    python -m tests.workers.profiler.mesh_ranks FOLDER [cuda]
 
 writes there how far each rank's loss and gradients are from those of one device with the same weights and data.
 """
@@ -35,9 +35,8 @@ from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import own
 
-NUM_RANKS = 4
+NUM_RANKS = {"cpu": 4, "cuda": 2}
 NUM_MICRO_BATCHES = 4
-CPU = torch.device("cpu")
 DENSE = ModelSpec(
     name="tiny",
     num_layers=5,
@@ -89,7 +88,7 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "tensor with zero3": (Mesh(tensor=2, data=2, sharding=Sharding.ZERO3), (5,), EXPERTS, Recompute.NONE),
     "tensor with replicas": (Mesh(tensor=2, data=2), (5,), DENSE, Recompute.NONE),
     "1f1b with replicas": (Mesh(**ONE, data=2), (3, 2), DENSE, Recompute.NONE),
-    "1f1b with zero2": (Mesh(**ONE, data=2, sharding=Sharding.ZERO2), (3, 2), TIED, Recompute.NONE),
+    "1f1b with zero1": (Mesh(**ONE, data=2, sharding=Sharding.ZERO1), (3, 2), TIED, Recompute.NONE),
     "experts": (Mesh(expert=2, data=2), (5,), EXPERTS, Recompute.NONE),
     "experts in chunks": (Mesh(expert=2, data=2, overlap_degree=2), (5,), EXPERTS, Recompute.FULL),
     "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (5,), EXPERTS, Recompute.NONE),
@@ -135,7 +134,9 @@ def name_in_model(name: str, first: int) -> str:
     return f"{head}.{rest}".replace("norm.norm", "norm")
 
 
-def differ(run: MeshTrainingRun, cuts: list[int], device: DecoderModel, case: Mesh, rank: int) -> tuple[float, float]:
+def differ(
+    run: MeshTrainingRun, cuts: list[int], device: DecoderModel, case: Mesh, rank: int, where: torch.device
+) -> tuple[float, float]:
     """Copy the model's weights into the stages, compute gradients, and compare them and the loss."""
     model = CURRENT["model"]
     tensor, replica = rank % case.tensor, rank // case.tensor % case.data
@@ -163,9 +164,9 @@ def differ(run: MeshTrainingRun, cuts: list[int], device: DecoderModel, case: Me
             own(parameter).copy_(share(parameter, name, found[name]))
     losses = []
     for other_replica in range(case.data):
-        generator = torch.Generator().manual_seed(1 + other_replica)
+        generator = torch.Generator(where).manual_seed(1 + other_replica)
         shape = (NUM_MICRO_BATCHES, model.seq_length)
-        tokens, targets = (random_tokens(model, shape, CPU, generator) for _ in range(2))
+        tokens, targets = (random_tokens(model, shape, where, generator) for _ in range(2))
         for i in range(NUM_MICRO_BATCHES):
             loss = device(tokens[i : i + 1], targets[i : i + 1])
             (loss / (NUM_MICRO_BATCHES * case.data)).backward()
@@ -208,24 +209,46 @@ def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
         candidate=candidate,
         components=components,
         timeout_seconds=60,
-        num_processes=NUM_RANKS,
+        num_processes=groups.size,
     )
     groups.prepare(plan)
     instruments.join(groups.rank_group(plan))
     return min(measure_exchange(instruments, each, 0, PhaseClock()).device_seconds for each in components)
 
 
+def cases_of(number: int) -> list[str]:
+    """The cases that so many ranks can run: all of four, and those of two devices of two."""
+    return [name for name, (mesh, *_) in CASES.items() if mesh.num_devices <= number]
+
+
+def refused(instruments: Instruments) -> dict[str, tuple[float, float]]:
+    """An entry if a norm over all heads is refused by ranks that share them."""
+    model = DENSE.model_copy(update={"qk_norm": "full"})
+    run = MeshRun(mesh=Mesh(tensor=2, data=2), layers_per_stage=(5,), num_micro_batches=1)
+    candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=2)
+    try:
+        MeshTrainingRun(instruments, model, candidate, run, ExplorationRequest(model=model))
+    except UnsupportedTrialError:
+        return {"refused": (0.0, 0.0)}
+    return {}
+
+
 CURRENT: dict[str, ModelSpec] = {}
 
 
-def run_rank(rank: int, folder: Path) -> None:
+def run_rank(rank: int, folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
-    instruments = Instruments(CPU, NUM_RANKS)
-    store = FileStore(str(folder / "store"), NUM_RANKS)
-    groups = ProcessGroups(store, rank, NUM_RANKS, CPU)
+    number = NUM_RANKS[kind]
+    where = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    instruments = Instruments(where, number)
+    store = FileStore(str(folder / "store"), number)
+    groups = ProcessGroups(store, rank, number, where)
     said: dict[str, tuple[float, float]] = {}
     training = TrainingSpec(loss=LossSpec(kind="chunked", chunk_tokens=128))
-    for name, (mesh, layers, model, policy) in CASES.items():
+    for name in cases_of(number):
+        mesh, layers, model, policy = CASES[name]
         CURRENT["model"] = model
         candidate = Candidate(
             micro_batch_size=1,
@@ -251,23 +274,20 @@ def run_rank(rank: int, folder: Path) -> None:
         request = ExplorationRequest(model=model, training=training)
         training_run = MeshTrainingRun(instruments, model, candidate, run, request)
         cuts = [sum(layers[:i]) for i in range(len(layers))]
-        generator = torch.Generator().manual_seed(7)
-        device = DecoderModel(model, candidate, request, CPU, generator=generator)
+        generator = torch.Generator(where).manual_seed(7)
+        device = DecoderModel(model, candidate, request, where, generator=generator)
         with torch.no_grad():
             for parameter in device.parameters():  # so that losses differ from those of equal chances
-                parameter.mul_(4.0).add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-        said[name] = differ(training_run, cuts, device, mesh, rank)
+                parameter.mul_(4.0).add_(torch.randn(parameter.shape, device=where, generator=generator), alpha=0.1)
+        said[name] = differ(training_run, cuts, device, mesh, rank, where)
         assert training_run.begin() > 0
         training_run.finish()
-    said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
-    try:
-        full = DENSE.model_copy(update={"qk_norm": "full"})
-        MeshTrainingRun(instruments, full, candidate, MeshRun(mesh=Mesh(tensor=2, data=2), layers_per_stage=(5,),
-                        num_micro_batches=1), request)  # fmt: skip
-    except UnsupportedTrialError:
-        said["refused"] = (0.0, 0.0)
+    if kind == "cpu":
+        said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
+        said |= refused(instruments)
     (folder / f"{rank}.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":
-    raise SystemExit(fork_ranks(partial(run_rank, folder=Path(sys.argv[1])), NUM_RANKS))
+    kind = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+    raise SystemExit(fork_ranks(partial(run_rank, folder=Path(sys.argv[1]), kind=kind), NUM_RANKS[kind]))

@@ -7,22 +7,16 @@ writes there, of the first rank, the highest bytes for each level of sharding an
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import FileStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from bexp.measure.cpu_storages import LiveStorages
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -35,7 +29,6 @@ from workers.targets.reference.optimizer import build_optimizer
 from workers.targets.reference.shapes import torch_dtype
 
 NUM_RANKS = 2
-LEAST_BYTES = 1 << 12  # of a storage that counts
 CPU = torch.device("cpu")
 CASES = [
     (sharding, dtype, gradients)
@@ -70,40 +63,7 @@ def request_of(case: Case) -> ExplorationRequest:
     )
 
 
-class _Sizes(TorchDispatchMode):
-    """The present sizes of all storages, which sharding makes larger and smaller where they are."""
-
-    def __init__(self, existing: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.peak: int = 0
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for tensor in existing:
-            self._keep(tensor)
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._keep(leaf)
-        living = {key: storage for key, found in self._storages.items() if (storage := found()) is not None}
-        self._storages = {key: self._storages[key] for key in living}  # the sum of each call is over these alone
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in living.values()))
-        return result
-
-    def _keep(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if 0 < storage.nbytes() < LEAST_BYTES:
-            return
-        self._storages[id(storage)] = weakref.ref(storage)
-
-
-def measure(members: dist.ProcessGroup, case: Case, rank: int) -> int:
+def measure(members: dist.ProcessGroup, case: Case, rank: int, meter: LiveStorages) -> int:
     """Highest bytes of a step's micro-steps, once everything exists."""
     request = request_of(case)
     model, spec = request.model, request.training.optimizer
@@ -120,21 +80,12 @@ def measure(members: dist.ProcessGroup, case: Case, rank: int) -> int:
             with parallel.micro_step(is_last=is_last):
                 wrapped(tokens, tokens).backward()
 
-    if rank > 0:
-        micro_steps()
-        optimizer.step()
-        micro_steps()
-        return 0
     micro_steps()
     optimizer.step()
     optimizer.zero_grad()
-    gc.collect()
-    local = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not hasattr(x, "_local_tensor")]
-    sizes = _Sizes(local)
-    del local
-    with sizes:
-        micro_steps()
-    return sizes.peak
+    meter.reset_peak()
+    micro_steps()
+    return meter.peak_bytes
 
 
 def run(folder: Path, rank: int) -> None:
@@ -143,7 +94,10 @@ def run(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     members = dist.new_group(list(range(NUM_RANKS)))
     assert isinstance(members, dist.ProcessGroup)
-    found = {name_of(case): measure(members, case, rank) for case in CASES}
+    found: dict[str, int] = {}
+    for case in CASES:
+        with LiveStorages() as meter:
+            found[name_of(case)] = measure(members, case, rank, meter)
     if rank == 0:
         (folder / "peaks.json").write_text(json.dumps(found))
     dist.barrier()

@@ -16,7 +16,7 @@ Said = dict[str, tuple[float, float]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
     folder = tmp_path_factory.mktemp("mesh")
     run_ranks("tests.workers.profiler.mesh_ranks", folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS["cpu"])]
 
 
 @pytest.mark.parametrize("case", CASES)
