@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from explorer.records.event import EventCode, Progress
-from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
+from explorer.records.measurement import Measurement, Outcome
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.explore import explore
