@@ -244,9 +244,13 @@ def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_u
 
 def test_two_runs_of_one_whole_model_count_together() -> None:
     def ran(number: int, seconds: float) -> Trial:
-        sizes = {"peak_bytes": 1, "reserved_bytes": 1, "repeats": 3}
         whole = WholeModelMeasurement(
-            micro_step_seconds=seconds, optimizer_seconds=0.0, standard_error_seconds=0.0, **sizes
+            micro_step_seconds=seconds,
+            optimizer_seconds=0.0,
+            standard_error_seconds=0.0,
+            peak_bytes=1,
+            reserved_bytes=1,
+            repeats=3,
         )
         found = whole_trial(number, 4)
         return found.model_copy(update={"measurement": found.measurement.model_copy(update={"whole_model": whole})})
