@@ -88,14 +88,16 @@ def translate_arguments(arguments: Section, given: Mapping[str, Any], beside: Ma
     arguments.refuse_where_set(REFUSED)
     for key, name in PARALLEL_SIZES.items():
         arguments.take(key, ("parallelism", name), 1)
+    sizes = [arguments.translation.get("parallelism", name) for name in PARALLEL_SIZES.values()]
+    is_mesh = beside["fabric"] is not None or sizes != [1] * len(sizes)
     if (size := arguments.integer("context_parallel_size", 1)) not in (None, 1):
         arguments.translation.put(("context_parallel", "sizes"), [size], arguments.at("context_parallel_size"))
     _take_shapes(arguments)
     _take_vocabulary(arguments, given)
     _take_ffn(arguments)
-    _take_batch(arguments)
+    _take_batch(arguments, is_mesh=is_mesh)
     _take_training(arguments)
-    _take_recomputation(arguments, beside)
+    _take_recomputation(arguments, beside, is_mesh=is_mesh)
     arguments.ignore(IGNORED)
     arguments.ignore({key for key in arguments.values if key.startswith(IGNORED_PREFIXES)})
     arguments.refuse_unread("is not an argument that is known here; remove it if it changes neither time nor memory")
@@ -189,11 +191,15 @@ def _take_expert_layers(arguments: Section) -> None:
     arguments.translation.put(("model", "moe", "moe_layer_frequency"), pattern[1], arguments.at("moe_layer_freq"))
 
 
-def _take_batch(arguments: Section) -> None:
+def _take_batch(arguments: Section, *, is_mesh: bool) -> None:
     if arguments.get("global_batch_size") is not None:
         arguments.take("global_batch_size", ("batch_size",))
     micro = arguments.get("micro_batch_size")
-    if isinstance(micro, int):
+    if isinstance(micro, int) and is_mesh:
+        arguments.translation.notes.append(
+            f"micro_batch_size is open: the arguments have {micro}, and the base of meshes is the plainest that fits"
+        )
+    elif isinstance(micro, int):
         arguments.take("micro_batch_size", ("base_micro_batch_size",))
     elif micro is not None:
         arguments.take("micro_batch_size", ("micro_batch_size",))
@@ -226,7 +232,7 @@ def _choose_sharding(arguments: Section) -> tuple[str, str]:
     return on[0] if on else ("none", "use_distributed_optimizer")
 
 
-def _take_recomputation(arguments: Section, beside: Mapping[str, Any]) -> None:
+def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mesh: bool) -> None:
     """Say what a run recomputes today, and add it to the policies that are explored if it is none of them."""
     translation = arguments.translation
     choices = {"recompute_granularity": ("none", "selective", "full"), "recompute_method": ("uniform", "block")}
@@ -243,7 +249,7 @@ def _take_recomputation(arguments: Section, beside: Mapping[str, Any]) -> None:
         return
     how = " ".join([*words, *([f"with {layers} layers"] if layers else [])])
     policy = None
-    if named.get("recompute_granularity") == "full" and layers and not beside["fabric"] and not beside["recompute"]:
+    if named.get("recompute_granularity") == "full" and layers and not is_mesh and not beside["recompute"]:
         policy = _numbered_policy(named.get("recompute_method"), layers, translation)
     if policy is None:
         translation.notes.append(

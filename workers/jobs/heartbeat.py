@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import sqlalchemy as sa
 
@@ -19,6 +19,8 @@ from storage.queue import Queue
 POLL = timedelta(seconds=0.5)
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Interruption(StrEnum):
@@ -44,6 +46,8 @@ class LeaseHeartbeat:
         self._poll_seconds = poll.total_seconds()
         self._lease_seconds = queue.settings.lease.total_seconds()
         self._ended = threading.Event()
+        self._asking = threading.Lock()
+        self._extended_at = time.monotonic()
         self._thread = threading.Thread(target=self._keep, name=f"lease-{lease.job_id}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -56,26 +60,37 @@ class LeaseHeartbeat:
         self._ended.set()
         self._thread.join()
 
+    def end(self, write: Callable[[], T]) -> T:
+        """Return what `write` returns, after which the lease is given up. What is given up is not lost."""
+        with self._asking:
+            found = write()
+            self._ended.set()
+        return found
+
     def _keep(self) -> None:
-        extended_at = time.monotonic()
         while not self._ended.wait(self._poll_seconds):
-            now = time.monotonic()
-            try:
-                if now - extended_at >= self._lease_seconds / 3:
-                    status = self._queue.heartbeat(self._lease)
-                    extended_at = now
-                else:
-                    status = self._queue.watch(self._lease)
-            except LeaseLostError:
-                self._stop(Interruption.LEASE_LOST)
+            with self._asking:
+                reason = None if self._ended.is_set() else self._ask()
+            if reason is not None:
+                self._stop(reason)
                 return
-            except sa.exc.SQLAlchemyError as error:
-                reason = str(error).splitlines()[0]
-                _log.warning("the lease of %s could not be extended: %s", self._lease.job_id, reason)
-                continue
-            if status.cancel_requested:
-                self._stop(Interruption.CANCELLED)
-                return
+
+    def _ask(self) -> Interruption | None:
+        """Extend the lease if it is time, and return why the job must not go on."""
+        now = time.monotonic()
+        try:
+            if now - self._extended_at >= self._lease_seconds / 3:
+                status = self._queue.heartbeat(self._lease)
+                self._extended_at = now
+            else:
+                status = self._queue.watch(self._lease)
+        except LeaseLostError:
+            return Interruption.LEASE_LOST
+        except sa.exc.SQLAlchemyError as error:
+            reason = str(error).splitlines()[0]
+            _log.warning("the lease of %s could not be extended: %s", self._lease.job_id, reason)
+            return None
+        return Interruption.CANCELLED if status.cancel_requested else None
 
     def _stop(self, reason: Interruption) -> None:
         self.reason = reason

@@ -191,7 +191,7 @@ class _Run:
     def _end(self, end: Callable[[], JobEnd]) -> JobEnd:
         """Return how the attempt ends: it is lost if the lease is, or if the worker ends while the database is away."""
         try:
-            return self._hold(end, self._check_worker)
+            return self._hold(partial(self._heartbeat.end, end), self._check_worker)
         except (LeaseLostError, _JobStoppedError):
             return JobEnd.LOST
 
@@ -260,7 +260,8 @@ class _Run:
         last = replace(self._with_replacements(step), answer=answer)
         state, error = (JobState.SUCCEEDED, None) if found else (JobState.FAILED, "no feasible candidate")
         self._hold(self._keep_components, self.check)
-        self._hold(partial(self._queue.finish, self._claim.lease, state, error=error, last=last), self.check)
+        finish = partial(self._queue.finish, self._claim.lease, state, error=error, last=last)
+        self._hold(partial(self._heartbeat.end, finish), self.check)
         return JobEnd.SUCCEEDED if found else JobEnd.FAILED
 
 

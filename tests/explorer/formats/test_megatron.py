@@ -144,8 +144,8 @@ def test_what_a_request_says_of_recomputation_stands_beside_the_flags() -> None:
 @pytest.mark.parametrize(
     ("more", "flag", "part"),
     [
-        ("--tensor-model-parallel-size 2", "tensor_model_parallel_size", "other than 1"),
-        ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size", "other than 1"),
+        ("--tensor-model-parallel-size 2", "tensor_model_parallel_size", "does not divide num_devices"),
+        ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size", "does not divide num_devices"),
         ("--fp8-format hybrid", "fp8_format", "FP8"),
         ("--an-invention 3", "an_invention", "not an argument that is known"),
         ("--optimizer muon", "optimizer", "supported: adam"),
@@ -199,11 +199,17 @@ def test_a_nemo_file() -> None:
     assert "full uniform with 2 layers" in " ".join(changed.notices)
 
 
+def test_a_nemo_file_with_parallel_sizes_is_a_mesh_whose_base_is_open() -> None:
+    request = parse_request(nemo(model__tensor_model_parallel_size=4))
+    assert (request.parallelism.tensor, request.base_micro_batch_size, request.is_mesh) == (4, None, True)
+    assert "micro_batch_size is open: the arguments have 2" in " ".join(request.notices)
+
+
 @pytest.mark.parametrize(
     ("changes", "location", "part"),
     [
-        ({"model__tensor_model_parallel_size": 4}, ("model", "tensor_model_parallel_size"), "other than 1"),
-        ({"model__pipeline_model_parallel_size": 2}, ("model", "pipeline_model_parallel_size"), "other than 1"),
+        ({"model__tensor_model_parallel_size": 3}, ("model", "tensor_model_parallel_size"), "does not divide"),
+        ({"model__pipeline_model_parallel_size": 5}, ("model", "pipeline_model_parallel_size"), "does not divide"),
         ({"model__activations_checkpoint_method": "ring"}, ("model", "activations_checkpoint_method"), "uniform"),
         ({"model__encoder_seq_length": "${oc.env:LENGTH}"}, ("model", "encoder_seq_length"), "write the value out"),
         ({"model__encoder_seq_length": 512}, ("model", "encoder_seq_length"), "exceeds max_position"),

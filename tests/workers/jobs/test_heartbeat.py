@@ -116,3 +116,18 @@ def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterw
         away.clear()
         assert interrupted.wait(60)
     assert keeper.reason is Interruption.LEASE_LOST
+
+
+def test_a_lease_that_ends_with_its_job_is_not_lost(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    held = claim(queue)
+
+    def finish() -> None:
+        queue.finish(held.lease, JobState.FAILED, error="none of it fits")
+        time.sleep(5 * POLL.total_seconds())  # the thread would ask meanwhile
+
+    with keeping(queue, held.lease) as (keeper, interrupted):
+        keeper.end(finish)
+        wait_until(lambda: not keeper._thread.is_alive())
+    assert not interrupted.is_set()
+    assert keeper.reason is None

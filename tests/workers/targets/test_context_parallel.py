@@ -74,7 +74,8 @@ def test_ranks_average_to_the_whole(
 def test_every_component_but_the_optimizer_has_its_share_of_the_tokens() -> None:
     spread = candidate(1, layout="ring", size=4)  # more sequences are shared out by whole ones
     shares = {c.kind: c.context_parallel_size for c in Decomposer(MODEL, training=True)(spread).components}
-    kinds = set(ComponentKind) - {ComponentKind.COMMUNICATION, ComponentKind.SHELL, ComponentKind.LAYER}
+    elsewhere = {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE, ComponentKind.SHELL, ComponentKind.LAYER}
+    kinds = set(ComponentKind) - elsewhere
     assert shares == {kind: 1 if kind is ComponentKind.OPTIMIZER else 4 for kind in kinds}
     for kind in (ComponentKind.EMBEDDING, ComponentKind.MOE_FFN, ComponentKind.HEAD):
         backend = "grouped_mm" if kind is ComponentKind.MOE_FFN else None
