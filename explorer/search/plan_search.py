@@ -7,59 +7,31 @@ what they exchange is measured first, and the best candidates run as whole model
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import GIGA
 from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.search_space import EmptySpaceError
-from explorer.cost_model.step import GIB
-from explorer.records.event import EventCode, EventDraft, Progress, recommendation_event, render_message
+from explorer.records.event import EventDraft, Progress, recommendation_event, render_message
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from explorer.records.plan import MeshRun
 from explorer.records.recommendation import Answer, Recommendation, Relaxation, VariantAnswer
 from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from explorer.search.event_messages import end_event, size_text, whole_model_event
+from explorer.search.event_messages import end_event, whole_model_event
 from explorer.search.history import TrialHistory
 from explorer.search.mesh_check import MeshChecks
-from explorer.search.plan_posterior import confidence_in, sample_throughput
+from explorer.search.plan_events import blocks_event, exchange_event, opening
+from explorer.search.plan_ranking import PlanRanker, Ranking, plainness
 from explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
 from explorer.search.plan_report import recommend_plan
-from explorer.search.plan_space import PlanSpace, RankedCandidate
+from explorer.search.plan_space import PlanSpace
 from explorer.search.trial_executor import executor_of
-from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.request import ExplorationRequest
 
-MOST_SCREENED = 4000
-"""The most candidates that are ranked in one stage; of larger spaces, meshes are ranked first."""
-BEST_MESHES = 96
-FIRST_SIZES = 2
-"""Micro-batch sizes that a mesh is first ranked by, the smallest ones."""
-POOL = 128
-"""Candidates that are ranked anew after each trial."""
-SIMULATED = 16
-"""Candidates whose pipelines are simulated after each trial; those of the others are estimated."""
-MOST_ALIKE = 3
-"""Candidates of the pool that differ only in schedule, virtual stages and sharding."""
 SCREENINGS = 3
 """How often the whole space is ranked, each time with what has been measured until then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """The candidates of the pool that may fit, the fastest first, and how sure that is."""
-
-    ranked: tuple[RankedCandidate, ...]
-    best: int | None
-    confidence: float
-    chances: tuple[float, ...]
 
 
 def explore_plan(
@@ -112,10 +84,10 @@ class PlanSearch:
         for trial in history:
             self._learn(trial.measurement)
         self._checks = MeshChecks(space)
+        self._ranker = PlanRanker(space, self._checks)
         self._checks.learn(history)
         space.factor = self._checks.factor
         self._last_message = ""
-        self._smallest = 0
         self.remedies: tuple[Relaxation, ...] = ()
         self.reason = "the budget ended before a mesh was measured: raise max_seconds or max_trials"
 
@@ -131,15 +103,15 @@ class PlanSearch:
         exchanges = [c for c in self._space.exchanges if c not in self._space.measured]
         if exchanges and self._space.candidates:
             yield self._measure_exchanges(exchanges)
-        pool = self._screen()
-        base = min(pool, key=_plainness, default=None)
+        pool = self._ranker.screen()
+        base = min(pool, key=plainness, default=None)
         if not self._is_resumed:
-            yield self._begin(len(pool), base)
+            yield opening(self._space, len(pool), base)
         if base is None:
             self.remedies = find_plan_relaxations(self._space.request, self._report)
-            self.reason = explain_no_mesh_fits(self._smallest, self._space.limit_bytes, self.remedies)
+            self.reason = explain_no_mesh_fits(self._ranker.smallest, self._space.limit_bytes, self.remedies)
             return None
-        ranking = self._rank(pool)
+        ranking = self._ranker.rank(pool)
         if self._is_resumed and (known := self._recommend(ranking, base)) is not None:
             self._last_message = render_message(recommendation_event(known))
         if self._space.missing(base) and self._space.is_open(base):
@@ -149,8 +121,8 @@ class PlanSearch:
             ranking = yield from self._measure_likely(ranking, pool, base)
             if self._is_spent() or len(self._space.measured) == before:
                 break
-            pool = list(dict.fromkeys([*self._screen(), base]))  # with what is known now
-            ranking = self._rank(pool)
+            pool = list(dict.fromkeys([*self._ranker.screen(), base]))  # with what is known now
+            ranking = self._ranker.rank(pool)
         if self._space.request.is_mesh:
             ranking = yield from self._run_whole_models(ranking, pool, base)
         return self._recommend(ranking, base)
@@ -177,71 +149,6 @@ class PlanSearch:
         while (wanted := self._next(ranking)) is not None:
             ranking = yield from self._measure(wanted, 0.0, pool, base)
         return ranking
-
-    # -- stages --------------------------------------------------------------------------------------------------
-
-    def _screen(self) -> list[MeshCandidate]:
-        """Return the candidates that formulas rank first, and the plainest, of those that may fit."""
-        found: Sequence[MeshCandidate] = self._space.candidates
-        if len(found) > MOST_SCREENED:
-            found = self._of_best_meshes(found)
-        ranked = self._rank_by_formulas(found)
-        plainest = min((each for each, _ in ranked), key=_plainness, default=None)
-        pool: list[MeshCandidate] = []
-        alike: Counter[tuple[object, ...]] = Counter()
-        for each, _ in ranked:
-            family = (each.mesh.block_key, each.mesh.pipeline, each.candidate)
-            alike[family] += 1
-            if len(pool) < POOL and alike[family] <= MOST_ALIKE:
-                pool.append(each)
-        return pool if plainest is None or plainest in pool else [*pool, plainest]
-
-    def _of_best_meshes(self, found: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return the candidates of the meshes whose smallest micro-batches are fastest."""
-        sizes: dict[tuple[object, ...], list[int]] = {}
-        for each in found:
-            known = sizes.setdefault(each.mesh.family, [])
-            if each.candidate.micro_batch_size not in known and len(known) < FIRST_SIZES:
-                known.append(each.candidate.micro_batch_size)
-        few = [each for each in found if each.candidate.micro_batch_size in sizes[each.mesh.family]]
-        ranked = self._rank_by_formulas(few)
-        meshes = set(list(dict.fromkeys(each.mesh.family for each, _ in ranked))[:BEST_MESHES])
-        return [each for each in found if each.mesh.family in meshes]
-
-    def _rank_by_formulas(self, found: Sequence[MeshCandidate]) -> list[tuple[MeshCandidate, MeshStep]]:
-        steps = [(each, self._space.step(each)) for each in found]
-        required = [self._least_bytes(each, step) for each, step in steps]
-        self._smallest = min(required, default=0)
-        fits = [pair for pair, size in zip(steps, required, strict=True) if size <= self._space.limit_bytes]
-        return sorted(fits, key=lambda pair: -pair[1].tokens_per_second)
-
-    def _least_bytes(self, found: MeshCandidate, step: MeshStep) -> int:
-        """Return what a candidate needs at least: all of it if its blocks are measured."""
-        required = self._space.required_bytes(step)
-        share = self._space.spared_share(found)
-        return required - round(share * (step.memory.activations + step.memory.transient))
-
-    def _rank(self, pool: Sequence[MeshCandidate]) -> Ranking:
-        """Rank the pool by what is known now; the pipelines of the fastest are simulated."""
-        space = self._space
-        refuted, expected = self._checks.refuted, self._checks.expected
-        ranked = [space.ranked(each) for each in pool if space.is_open(each) and each not in refuted]
-        while True:
-            ranked = [one for one in ranked if self._least_bytes(one.found, one.step) <= space.limit_bytes]
-            ranked.sort(key=lambda one: -one.tokens_per_second)
-            unsure = [i for i, one in enumerate(ranked[:SIMULATED]) if not one.step.exact]
-            if not unsure:
-                break
-            for i in unsure:
-                ranked[i] = space.ranked(ranked[i].found, simulate=True)
-        best = next((i for i, one in enumerate(ranked) if one.known and one.step.exact), None)
-        if not ranked:
-            return Ranking((), None, 0.0, ())
-        told = [expected(one.found) for one in ranked]
-        samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed, told)
-        chances = np.bincount(samples.argmax(axis=1), minlength=len(ranked)) / len(samples)
-        confidence = 0.0 if best is None else confidence_in(best, samples, space.request.tolerance)
-        return Ranking(tuple(ranked), best, confidence, tuple(chances.tolist()))
 
     def _next(self, ranking: Ranking) -> MeshCandidate | None:
         """Return the candidate to measure: of those not known, the one that is likeliest to be the best."""
@@ -279,7 +186,7 @@ class PlanSearch:
         measurement = judge(self._executor(plan))
         measured = self._clock()
         self._learn(measurement)
-        ranking = self._rank(pool)
+        ranking = self._ranker.rank(pool)
         after = space.step(found)
         complete = measurement.outcome is Outcome.OK
         trial = Trial(
@@ -294,7 +201,7 @@ class PlanSearch:
             seconds=measured - started,
         )
         self._history.add(trial)
-        yield self._progress(trial, [_trial_event(trial, found, len(missing))], ranking, base)
+        yield self._progress(trial, [blocks_event(trial, found, len(missing))], ranking, base)
         return ranking
 
     def _run_whole(
@@ -326,20 +233,20 @@ class PlanSearch:
             }
             trial = trial.model_copy(update=figures)
         self._history.add(trial)
-        ranking = self._rank(pool)
+        ranking = self._ranker.rank(pool)
         event = whole_model_event(trial, check, chance, mesh=found.mesh.describe())
         yield self._progress(trial, [event], ranking, base)
         return ranking
 
     def _measure_exchanges(self, wanted: Sequence[Component]) -> Progress:
         """Measure what the devices exchange; what fails keeps its assumed rate."""
-        plan = self._plan(min(self._space.candidates, key=_plainness), tuple(wanted))
+        plan = self._plan(min(self._space.candidates, key=plainness), tuple(wanted))
         started = self._clock()
         measurement = judge(self._executor(plan))
         self._learn(measurement)
         trial = Trial(number=plan.number, kind=plan.kind, measurement=measurement, seconds=self._clock() - started)
         self._history.add(trial)
-        return Progress(events=(_exchange_event(trial, len(wanted)),), trial=trial)
+        return Progress(events=(exchange_event(trial, len(wanted)),), trial=trial)
 
     def _plan(self, found: MeshCandidate, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialPlan:
         request = self._space.request
@@ -385,85 +292,3 @@ class PlanSearch:
         return recommend_plan(
             self._space, self._report, ranking.ranked, ranking.best, base, ranking.confidence, self._checks
         )
-
-    def _begin(self, number: int, base: MeshCandidate | None) -> Progress:
-        request, limit = self._space.request, self._space.limit_bytes / GIB
-        devices = "devices" if request.is_mesh else "described devices"
-        summary = self._space.summarize()
-        space = EventDraft(
-            code=EventCode.SPACE,
-            message=(
-                f"{request.model.name}: {count_parameters(request.model):,} parameters on {request.num_devices:,} "
-                f"{devices}, {summary['num_meshes']} meshes, {summary['num_candidates']} candidates; the best "
-                f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
-            ),
-            data={**summary, "memory_limit_bytes": self._space.limit_bytes},
-        )
-        if base is None:
-            return Progress(events=(space,), space=summary)
-        named = EventDraft(
-            code=EventCode.BASE,
-            message=f"Base (1.00x): {base.describe()}",
-            data={"candidate": base.candidate.model_dump(mode="json"), "mesh": base.mesh.model_dump(mode="json")},
-        )
-        return Progress(events=(space, named), space=summary)
-
-
-def _plainness(found: MeshCandidate) -> tuple[int, ...]:
-    """Order candidates for the base: least parallelism, least sharding, no recomputation, the smallest micro-batch."""
-    mesh, candidate = found.mesh, found.candidate
-    parallel = mesh.tensor * mesh.pipeline * mesh.expert
-    mode = list(ExpertMode).index(mesh.expert_mode)
-    return (
-        parallel,
-        mode,
-        mesh.sharding.level,
-        mesh.virtual_stages,
-        candidate.recompute.rank[0],
-        candidate.micro_batch_size,
-    )
-
-
-def _exchange_event(trial: Trial, number: int) -> EventDraft:
-    measurement = trial.measurement
-    data = {"trial": trial.number, "outcome": measurement.outcome.value}
-    if measurement.outcome is not Outcome.OK:
-        reason = measurement.reason or "no reason given"
-        message = f"What devices exchange could not be measured, and is assumed: {measurement.outcome}: {reason}"
-        return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": reason})
-    found = [each for each in measurement.components if each.component.exchange is not None and each.device_seconds]
-    fastest: dict[str, float] = {}
-    for each in found:
-        asked = each.component.exchange
-        if asked is not None:
-            name = f"{asked.operation} of {asked.size}"
-            fastest[name] = max(fastest.get(name, 0.0), asked.num_bytes / each.device_seconds / GIGA)
-    rates = [f"{name} {rate:.1f}" for name, rate in fastest.items()]
-    message = (
-        f"Trial {trial.number}: what devices exchange, {number} measurements in {trial.seconds:.1f} s; "
-        f"GB/s at most: {', '.join(rates)}"
-    )
-    return EventDraft(code=EventCode.TRIAL, message=message, data=data)
-
-
-def _trial_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:
-    measurement = trial.measurement
-    data = {
-        "trial": trial.number,
-        "candidate": trial.candidate.model_dump(mode="json"),
-        "mesh": found.mesh.model_dump(mode="json"),
-        "outcome": measurement.outcome.value,
-        "tokens_per_second": trial.tokens_per_second,
-        "predicted_peak_bytes": trial.predicted_peak_bytes,
-        "measured_peak_bytes": trial.measured_peak_bytes,
-    }
-    if measurement.outcome is Outcome.OK:
-        peak = size_text(trial.measured_peak_bytes or 0)
-        message = (
-            f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:.0f} tokens/s of each device, "
-            f"peak {peak} ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
-        )
-        return EventDraft(code=EventCode.TRIAL, message=message, data=data)
-    code = EventCode.WARNING if measurement.outcome is Outcome.CONTAMINATED else EventCode.INFEASIBLE
-    message = f"{found.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"
-    return EventDraft(code=code, message=message, data={**data, "reason": measurement.reason})

@@ -1,0 +1,84 @@
+"""What a plan says as it goes: its space, its trials, and what devices exchange."""
+
+from __future__ import annotations
+
+from explorer.cost_model.fabric_exchange import GIGA
+from explorer.cost_model.mesh_layers import MeshCandidate
+from explorer.cost_model.parameters import count_parameters
+from explorer.cost_model.step import GIB
+from explorer.records.event import EventCode, EventDraft, Progress
+from explorer.records.measurement import Outcome
+from explorer.records.trial import Trial
+from explorer.search.event_messages import size_text
+from explorer.search.plan_space import PlanSpace
+
+
+def opening(space: PlanSpace, number: int, base: MeshCandidate | None) -> Progress:
+    """Return the first step of a plan: its space, how many candidates are considered at first, and its base."""
+    request, limit = space.request, space.limit_bytes / GIB
+    devices = "devices" if request.is_mesh else "described devices"
+    summary = space.summarize()
+    told = EventDraft(
+        code=EventCode.SPACE,
+        message=(
+            f"{request.model.name}: {count_parameters(request.model):,} parameters on {request.num_devices:,} "
+            f"{devices}, {summary['num_meshes']} meshes, {summary['num_candidates']} candidates; the best "
+            f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
+        ),
+        data={**summary, "memory_limit_bytes": space.limit_bytes},
+    )
+    if base is None:
+        return Progress(events=(told,), space=summary)
+    named = EventDraft(
+        code=EventCode.BASE,
+        message=f"Base (1.00x): {base.describe()}",
+        data={"candidate": base.candidate.model_dump(mode="json"), "mesh": base.mesh.model_dump(mode="json")},
+    )
+    return Progress(events=(told, named), space=summary)
+
+
+def exchange_event(trial: Trial, number: int) -> EventDraft:
+    """Return what a trial of `number` exchanges says: the highest rate of each."""
+    measurement = trial.measurement
+    data = {"trial": trial.number, "outcome": measurement.outcome.value}
+    if measurement.outcome is not Outcome.OK:
+        reason = measurement.reason or "no reason given"
+        message = f"What devices exchange could not be measured, and is assumed: {measurement.outcome}: {reason}"
+        return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": reason})
+    found = [each for each in measurement.components if each.component.exchange is not None and each.device_seconds]
+    fastest: dict[str, float] = {}
+    for each in found:
+        asked = each.component.exchange
+        if asked is not None:
+            name = f"{asked.operation} of {asked.size}"
+            fastest[name] = max(fastest.get(name, 0.0), asked.num_bytes / each.device_seconds / GIGA)
+    rates = [f"{name} {rate:.1f}" for name, rate in fastest.items()]
+    message = (
+        f"Trial {trial.number}: what devices exchange, {number} measurements in {trial.seconds:.1f} s; "
+        f"GB/s at most: {', '.join(rates)}"
+    )
+    return EventDraft(code=EventCode.TRIAL, message=message, data=data)
+
+
+def blocks_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:
+    """Return what a trial says that measured `number` blocks of a candidate."""
+    measurement = trial.measurement
+    data = {
+        "trial": trial.number,
+        "candidate": trial.candidate.model_dump(mode="json"),
+        "mesh": found.mesh.model_dump(mode="json"),
+        "outcome": measurement.outcome.value,
+        "tokens_per_second": trial.tokens_per_second,
+        "predicted_peak_bytes": trial.predicted_peak_bytes,
+        "measured_peak_bytes": trial.measured_peak_bytes,
+    }
+    if measurement.outcome is Outcome.OK:
+        peak = size_text(trial.measured_peak_bytes or 0)
+        message = (
+            f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:.0f} tokens/s of each device, "
+            f"peak {peak} ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
+        )
+        return EventDraft(code=EventCode.TRIAL, message=message, data=data)
+    code = EventCode.WARNING if measurement.outcome is Outcome.CONTAMINATED else EventCode.INFEASIBLE
+    message = f"{found.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"
+    return EventDraft(code=code, message=message, data={**data, "reason": measurement.reason})
