@@ -25,7 +25,7 @@ def mesh_rows(plan: MeshPlan) -> Iterable[str]:
         "  time",
         f"{plan.compute_share:.1%} computation, {plan.exchange_share:.1%} exchange, {plan.bubble_share:.1%} bubble",
     )
-    rest = "" if plan.measured_share == 1 else "; the rest is described or predicted"
+    rest = "" if f"{plan.measured_share:.1%}" == "100.0%" else "; the rest is described or predicted"
     yield row("  measured", f"{plan.measured_share:.1%} of the step{rest}")
     for part in plan.parts[:MOST_PARTS]:
         yield row("", f"{part.share:6.1%} {part.name}, {part.source}")
