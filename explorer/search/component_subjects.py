@@ -18,7 +18,7 @@ from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import ModelSpec
-from explorer.spec.parts import ModelParts
+from explorer.spec.parts import LayerPart, ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP, TRANSFORMERS
 
@@ -116,11 +116,13 @@ def _describe_parts(
     document: dict[str, Any] = {"class": parts.class_name, "dtype": parts.dtype.value}
     if kind is ComponentKind.OPTIMIZER:
         return document | {"config": known}
-    if "#" not in (name or ""):  # a kind with a number is known by its place in this very model
+    part = parts.shell if name is None else parts.kind(name)
+    # A kind with a number is known by its place in this very model, and experts get hidden states of its typical depth.
+    is_placed = "#" in (name or "") or (isinstance(part, LayerPart) and part.has_experts)
+    if not is_placed:
         known = {name: value for name, value in known.items() if name not in _LAYER_COUNTS}
         if isinstance(types := known.get("layer_types"), list):
             known["layer_types"] = sorted({str(one) for one in types})
-    part = parts.shell if name is None else parts.kind(name)
     return document | {"config": known, "name": name, "part": part.model_dump(mode="json", exclude={"description"})}
 
 

@@ -96,10 +96,10 @@ def parts(**changes: Any) -> ModelParts:
     return ModelParts(**known | changes)
 
 
-def subjects_of_parts(config: dict[str, Any], **changes: Any) -> dict[str, str]:
+def subjects_of_parts(config: dict[str, Any], of: ModelParts | None = None, **changes: Any) -> dict[str, str]:
     asked = {"hf_config": CONFIG | config, "hf_seq_length": 512, **changes}
     request = ExplorationRequest.model_validate(asked)
-    found = component_subjects(request, report().model_copy(update={"parts": parts()}))
+    found = component_subjects(request, report().model_copy(update={"parts": of or parts()}))
     return {f"{kind}{name or ''}": subject for (kind, name), subject in found.items()}
 
 
@@ -110,6 +110,13 @@ def test_the_layers_of_a_deeper_model_are_the_same() -> None:
     assert {kind for kind in before if before[kind] != deeper[kind]} == {"optimizer"}
     padded = subjects_of_parts({}, padding="left")
     assert not set(padded.values()) & set(before.values())
+
+
+def test_layers_with_experts_of_a_deeper_model_are_others() -> None:
+    full, sliding = parts().kinds
+    mixed = parts(kinds=(full, sliding.model_copy(update={"has_experts": True})))
+    before, deeper = subjects_of_parts({}, mixed), subjects_of_parts({"num_hidden_layers": 6}, mixed)
+    assert {kind for kind in before if before[kind] != deeper[kind]} == {"layerLayer[sliding]", "optimizer"}
 
 
 def test_code_that_somebody_has_written_is_never_the_same() -> None:
