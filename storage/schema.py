@@ -45,9 +45,9 @@ def upgrade(database: Database) -> None:
     if is_current(database):
         return
     # The import takes half a second, and a process that starts on a current schema has no use for it.
-    from alembic import command  # noqa: PLC0415
-    from alembic.config import Config  # noqa: PLC0415
-    from alembic.util import CommandError  # noqa: PLC0415
+    from alembic import command  # noqa: PLC0415 - slow, for upgrades only
+    from alembic.config import Config  # noqa: PLC0415 - slow, for upgrades only
+    from alembic.util import CommandError  # noqa: PLC0415 - slow, for upgrades only
 
     with exclusive(database):
         if not database.is_postgresql:

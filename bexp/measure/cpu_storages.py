@@ -50,7 +50,7 @@ class LiveStorages(TorchDispatchMode):
     ) -> None:
         """Count no more operations; the release of what was counted still counts."""
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # untyped in torch
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # watched here
 
     def reset_peak(self) -> None:
         """Begin a new peak at the present level."""

@@ -25,7 +25,8 @@ from explorer.search.expert_mode_choice import ExpertModeChoice
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
-from explorer.spec.mesh import Mesh, Schedule, legal_meshes
+from explorer.spec.legal_meshes import legal_meshes
+from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
 
 MOST_MESHES = 2000

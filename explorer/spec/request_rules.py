@@ -13,7 +13,7 @@ from explorer.spec.candidate import Recompute, check_number
 from explorer.spec.context_parallel import refuse_layout
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.expert_modes import check_expert_modes
-from explorer.spec.mesh import check_meshes, check_sizes, schedules_of
+from explorer.spec.legal_meshes import check_meshes, check_sizes, schedules_of
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 

@@ -119,7 +119,7 @@ class ExpertParallel:
         self, x_PD: Tensor, routes_P1: Tensor, weights_P: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
     ) -> Tensor:
         if x_PD.shape[0] == 0:  # not every kernel runs without rows, and backward must still exchange
-            out: Tensor = _NoRows.apply(x_PD, weights_P, w_in, w_out)  # type: ignore[no-untyped-call]
+            out: Tensor = _NoRows.apply(x_PD, weights_P, w_in, w_out)  # type: ignore[no-untyped-call]  # untyped in torch
             return out
         return self._experts(x_PD, routes_P1, weights_P.unsqueeze(1), w_in, w_out, activation).contiguous()
 

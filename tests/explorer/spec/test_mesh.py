@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.fabric import FABRICS
-from explorer.spec.mesh import Mesh, Schedule, legal_meshes
+from explorer.spec.legal_meshes import legal_meshes
+from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 

@@ -100,12 +100,12 @@ class TensorParallel:
 
     def gather(self, x_BSD: Tensor) -> Tensor:
         """Return whole sequences; the gradients are summed and scattered."""
-        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def reduce(self, x_BSD: Tensor) -> Tensor:
         """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
-        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def gathered(self, x_BSD: Tensor) -> Tensor:
