@@ -16,7 +16,6 @@ from bexp.kernels.experts.triton_gemm import (
     sum_over_rows,
     weights_tiles,
 )
-from bexp.kernels.triton_support import fits_bulk_copies
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.interpreter import interpreted
@@ -32,10 +31,13 @@ UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 30), 33, 1
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which way the operands take; the interpreter knows both."""
 
-    def bulk_copies(*tensors: Tensor) -> bool:
-        return bool(request.param) and fits_bulk_copies(*tensors)
+    monkeypatch.setattr(triton_gemm, "has_bulk_copies", lambda device: bool(request.param))
 
-    monkeypatch.setattr(triton_gemm, "_bulk_copies", bulk_copies)
+
+@pytest.fixture(autouse=True)
+def no_launches_of_another_test() -> None:
+    triton_gemm._multiply_rows.cache_clear()
+    triton_gemm._sum_over_rows.cache_clear()
 
 
 @interpreted
