@@ -1,8 +1,8 @@
 """Launches of Triton kernels that cost the host little more than the driver's call.
 
 Triton's own launch binds all arguments, derives what the kernel is specialised on, looks the kernel up by a string,
-and encodes every tensor descriptor again. A `Launch` does that once for its shapes. From then on it puts the tensors'
-addresses into a list of arguments, and calls the compiled launcher below Triton's own.
+and encodes every tensor descriptor again. A `Launch` does that once for its shapes, and `Launches` keep the arguments
+for each set of addresses. From then on they call the compiled launcher below Triton's own.
 
 A `Launch` belongs to one set of shapes, strides, number formats and one device: whoever keeps it must have all of
 these in its key. Its numbers and compile-time constants never change. Of what Triton specialises a kernel on, the
@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 KEPT_LAUNCHES = 256
 """Shapes for which a function keeps its launches; the least recently used go first."""
-MOST_MAPS = 512
-"""Encoded tensor maps that a launch keeps for each of its descriptors: one for each address that it has seen."""
+MOST_ADDRESSES = 512
+"""Addresses of a tensor whose descriptors are kept, and sets of addresses whose arguments are. The oldest go first."""
 _KNOWN_TRITON = ("3.6.",)
-_STREAM = 3
-_NUM_FIXED = 13
-"""Grid, stream, function, two flags, two scratch buffers, metadata twice, two hooks: what precedes the arguments."""
+_Bound: TypeAlias = tuple[Callable[..., None], int, int, int, tuple[Any, ...]]
+"""A compiled launcher, the grid, and the arguments that follow the stream."""
+_address_of = Tensor.data_ptr
 
 
 @dataclass(frozen=True)
@@ -82,59 +82,95 @@ class Blocks:
 class Launch:
     """One launch of a kernel for tensors of given shapes.
 
-    `tensors` names what a call passes, in order. `arguments` are the kernel's by name, with a `Pointer` or `Blocks`
-    for each that depends on the tensors; `options` are Triton's, such as `num_warps`.
+    `arguments` are the kernel's by name, with a `Pointer` or `Blocks` for each that depends on the tensors; `options`
+    are Triton's, such as `num_warps`.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        tensors: tuple[str, ...],
-        arguments: Mapping[str, Any],
-        **options: Any,
-    ) -> None:
+    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any) -> None:
         self._kernel = kernel
         self._grid = grid
-        self._tensors = tensors
         self._arguments = dict(arguments)
         self._options = options
         self._prepared: _Prepared | None = None
         self._can_prepare = _knows_triton(kernel)
 
-    def __call__(self, stream: int, *tensors: Tensor) -> None:
-        """Launch on `stream` of the current device, as `current_stream` returns it."""
-        prepared = self._prepared
-        if prepared is None or not prepared.launch(stream, tensors):
-            self._launch_by_triton(tensors)
-
     @property
     def is_prepared(self) -> bool:
-        """Whether the next call goes below Triton's own launch."""
+        """Whether Triton has compiled the kernel, and its launcher is known."""
         return self._prepared is not None
 
-    def _launch_by_triton(self, tensors: tuple[Tensor, ...]) -> None:
-        named = dict(zip(self._tensors, tensors, strict=True))
-        dtypes = {name: tensor.dtype for name, tensor in named.items()}
-        addresses = {name: tensor.data_ptr() for name, tensor in named.items()}
-        in_device_memory = tensors[0].is_cuda
+    def bind(self, addresses: Mapping[str, int]) -> _Bound | None:
+        """Everything that the driver needs for tensors at these addresses; null if only Triton can launch there."""
+        return None if self._prepared is None else self._prepared.bind(addresses)
+
+    def by_triton(self, tensors: Mapping[str, Tensor]) -> None:
+        """Launch on the current stream as Triton does it, and prepare what later launches need."""
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
         def located(pointer: Pointer) -> Any:
-            if in_device_memory and pointer.offset:
-                dtype = pointer.dtype or dtypes[pointer.tensor]
-                return _Address(addresses[pointer.tensor] + pointer.offset, dtype)
-            return pointer.view(named)
+            tensor = tensors[pointer.tensor]
+            if tensor.is_cuda and pointer.offset:
+                return _Address(addresses[pointer.tensor] + pointer.offset, pointer.dtype or tensor.dtype)
+            return pointer.view(tensors)
 
         def value(argument: Any) -> Any:
             if isinstance(argument, Pointer):
                 return located(argument)
             return argument.describe(located(argument.pointer)) if isinstance(argument, Blocks) else argument
 
-        bound = {name: value(argument) for name, argument in self._arguments.items()}
-        compiled = self._kernel[self._grid](**bound, **self._options)
+        given = {name: value(argument) for name, argument in self._arguments.items()}
+        compiled = self._kernel[self._grid](**given, **self._options)
         if self._prepared is None and self._can_prepare and _all_aligned(self._arguments, addresses):
-            self._prepared = prepare(compiled, self._kernel, self._grid, self._tensors, self._arguments, dtypes)
+            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+            self._prepared = _prepare(compiled, self._kernel, self._grid, self._arguments, dtypes)
             self._can_prepare = self._prepared is not None
+
+
+class Launches:
+    """Launches that follow each other on the same tensors, which a call passes in the order of `names`.
+
+    A call costs a look-up of the tensors' addresses, because the allocator of a training loop returns to the same
+    addresses; an unknown set of addresses costs some microseconds more.
+    """
+
+    def __init__(self, names: tuple[str, ...], launches: Sequence[Launch]) -> None:
+        self._names = names
+        self._launches = tuple(launches)
+        self._bound: dict[tuple[int, ...], list[_Bound]] = {}
+        self._hooks: Any = None
+
+    def __call__(self, stream: int, *tensors: Tensor) -> None:
+        """Launch on `stream` of the current device, as `current_stream` returns it."""
+        addresses = tuple(map(_address_of, tensors))
+        bound = self._bound.get(addresses)
+        hooks = self._hooks
+        if bound is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            self._launch_unknown(stream, tensors, addresses)
+            return
+        for launcher, x, y, z, arguments in bound:
+            launcher(x, y, z, stream, *arguments)
+
+    def _launch_unknown(self, stream: int, tensors: tuple[Tensor, ...], addresses: tuple[int, ...]) -> None:
+        named = dict(zip(self._names, tensors, strict=True))
+        located = dict(zip(self._names, addresses, strict=True))
+        hooked = self._hooks is not None and (self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls)
+        found = []
+        for launch in self._launches:
+            bound = None if hooked else launch.bind(located)
+            if bound is None:
+                launch.by_triton(named)
+            else:
+                launcher, x, y, z, arguments = bound
+                launcher(x, y, z, stream, *arguments)
+                found.append(bound)
+        if self._hooks is None and all(launch.is_prepared for launch in self._launches):
+            from triton import knobs  # noqa: PLC0415 - optional
+
+            self._hooks = knobs.runtime
+        if self._hooks is not None and len(found) == len(self._launches):
+            if len(self._bound) >= MOST_ADDRESSES:
+                self._bound.pop(next(iter(self._bound)), None)
+            self._bound[addresses] = found
 
 
 class _Prepared:
@@ -143,51 +179,38 @@ class _Prepared:
     def __init__(
         self,
         launcher: Callable[..., None],
+        sizes: tuple[int, int, int],
         arguments: list[Any],
-        pointers: list[tuple[int, int, int]],
-        maps: list[tuple[int, int, int, dict[int, Any], Callable[[int], Any]]],
-        hooks: Any,
+        pointers: list[tuple[int, Pointer]],
+        maps: list[tuple[int, Pointer, dict[int, Any], Callable[[int], Any]]],
     ) -> None:
         self._launcher = launcher
+        self._sizes = sizes
         self._arguments = arguments
         self._pointers = pointers
         self._maps = maps
-        self._hooks = hooks
 
-    def launch(self, stream: int, tensors: tuple[Tensor, ...]) -> bool:
-        """Launch, and return true; false if only Triton can do that."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
+    def bind(self, addresses: Mapping[str, int]) -> _Bound | None:
         arguments = self._arguments.copy()
-        arguments[_STREAM] = stream
-        bits = 0
-        for place, tensor, offset in self._pointers:
-            arguments[place] = address = addresses[tensor] + offset
-            bits |= address
-        for place, tensor, offset, maps, encode in self._maps:
-            address = addresses[tensor] + offset
-            bits |= address
+        for place, pointer in self._pointers:
+            arguments[place] = address = addresses[pointer.tensor] + pointer.offset
+            if address % ALIGNMENT_BYTES:
+                return None
+        for place, pointer, maps, encode in self._maps:
+            address = addresses[pointer.tensor] + pointer.offset
+            if address % ALIGNMENT_BYTES:
+                return None
             encoded = maps.get(address)
             if encoded is None:
-                if address % ALIGNMENT_BYTES:
-                    return False
-                if len(maps) >= MOST_MAPS:
+                if len(maps) >= MOST_ADDRESSES:
                     maps.pop(next(iter(maps)), None)
                 maps[address] = encoded = encode(address)
             arguments[place] = encoded
-        hooks = self._hooks
-        if bits % ALIGNMENT_BYTES or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            return False
-        self._launcher(*arguments)
-        return True
+        return self._launcher, *self._sizes, tuple(arguments)
 
 
-def prepare(
-    compiled: Any,
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: tuple[str, ...],
-    given: Mapping[str, Any],
-    dtypes: Mapping[str, torch.dtype],
+def _prepare(
+    compiled: Any, kernel: Any, grid: tuple[int, ...], given: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
 ) -> _Prepared | None:
     """Return the prepared launch of a kernel that Triton has compiled; null if this Triton works in another way."""
     try:
@@ -205,15 +228,14 @@ def prepare(
         _ = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
     except (ImportError, AttributeError, KeyError, TypeError):
         return None
-    sizes = (*grid, 1, 1)[:3]
-    arguments: list[Any] = [*sizes, 0, function, *flags, None, None, packed, None, None, None]
-    assert len(arguments) == _NUM_FIXED
-    pointers: list[tuple[int, int, int]] = []
-    maps: list[tuple[int, int, int, dict[int, Any], Callable[[int], Any]]] = []
+    # Function, two flags, two scratch buffers, metadata of kernel and launch, two hooks; then the kernel's arguments.
+    arguments: list[Any] = [function, *flags, None, None, packed, None, None, None]
+    pointers: list[tuple[int, Pointer]] = []
+    maps: list[tuple[int, Pointer, dict[int, Any], Callable[[int], Any]]] = []
     for name, parameter in kernel.signature.parameters.items():
         argument = given.get(name, parameter.default)
         if isinstance(argument, Pointer):
-            pointers.append((len(arguments), tensors.index(argument.tensor), argument.offset))
+            pointers.append((len(arguments), argument))
             arguments.append(0)
         elif isinstance(argument, Blocks):
             metadata = next(described, None)
@@ -221,12 +243,13 @@ def prepare(
                 return None
             pointer = argument.pointer
             encode = _encoder(argument, pointer.dtype or dtypes[pointer.tensor], metadata, make_tensordesc_arg)
-            maps.append((len(arguments), tensors.index(pointer.tensor), pointer.offset, {}, encode))
+            maps.append((len(arguments), pointer, {}, encode))
             strides = [_product(argument.shape[axis + 1 :]) for axis in range(len(argument.shape))]
             arguments += [None, *argument.shape, *strides]
         else:
             arguments.append(argument)
-    return _Prepared(launcher, arguments, pointers, maps, knobs.runtime)
+    x, y, z = (*grid, 1, 1)[:3]
+    return _Prepared(launcher, (x, y, z), arguments, pointers, maps)
 
 
 def current_stream(device: int) -> int:

@@ -28,6 +28,7 @@ from bexp.kernels.launcher import (
     KEPT_LAUNCHES,
     Blocks,
     Launch,
+    Launches,
     Pointer,
     current_stream,
     is_current,
@@ -158,7 +159,7 @@ def _multiply_rows(
     aligned: bool,
     tiles: Tiles | None,
     device: int,
-) -> Launch | None:
+) -> Launches | None:
     """The launch; null if there is nothing to write."""
     from bexp.kernels.experts.triton_kernels import rows_kernel  # noqa: PLC0415 - imports Triton
 
@@ -173,10 +174,9 @@ def _multiply_rows(
     bulk = tiles.bulk_copies and aligned and _bulk_copies(place, dtype, k, n)
     w_block = (1, tiles.block_n, tiles.block_k) if transposed else (1, tiles.block_k, tiles.block_n)
     x, w, out = Pointer("x"), Pointer("w"), Pointer("out")
-    return Launch(
+    launch = Launch(
         rows_kernel,
         (_programs(tiles, m_tiles * -(-n // tiles.block_n), place),),
-        ("x", "w", "out", "ends"),
         {
             "x": x,
             "w": w,
@@ -205,6 +205,7 @@ def _multiply_rows(
         num_stages=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
+    return Launches(("x", "w", "out", "ends"), (launch,))
 
 
 @lru_cache(KEPT_LAUNCHES)
@@ -219,7 +220,7 @@ def _sum_over_rows(
     aligned: bool,
     tiles: Tiles | None,
     device: int,
-) -> Launch:
+) -> Launches:
     from bexp.kernels.experts.triton_kernels import weights_kernel  # noqa: PLC0415 - imports Triton
 
     place = _device(device)
@@ -228,10 +229,9 @@ def _sum_over_rows(
     bulk = tiles.bulk_copies and aligned and _bulk_copies(place, types[0], k, n)
     x, grad, out = Pointer("x"), Pointer("grad"), Pointer("out")
     out_block = (1, tiles.block_m, tiles.stored_columns)
-    return Launch(
+    launch = Launch(
         weights_kernel,
         (_programs(tiles, num_tiles, place),),
-        ("x", "grad", "out", "ends"),
         {
             "x": x,
             "grad": grad,
@@ -255,6 +255,7 @@ def _sum_over_rows(
         num_stages=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
+    return Launches(("x", "grad", "out", "ends"), (launch,))
 
 
 class TritonGemm(Function):

@@ -130,11 +130,14 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 def permuted(routes: torch.Tensor, num_experts: int, heights: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
     """A permutation's parts and its buffer."""
     from bexp.kernels.experts.fused.token_permutation import TokenPermutation, permutation_size, permute_tokens
+    from bexp.kernels.launcher import Launch, Launches
 
     sizes = (routes.numel(), num_experts)
     parts = TokenPermutation.of(*sizes, heights)
     buffer = torch.zeros(permutation_size(*sizes, heights), dtype=torch.int32)
-    permute_tokens(*sizes, routes.shape[1], parts)(0, routes, buffer)
+    permute = permute_tokens(*sizes, routes.shape[1], parts)
+    run = Launches(("routes", "permutation"), (permute,)) if isinstance(permute, Launch) else permute
+    run(0, routes, buffer)
     return parts, buffer
 
 
@@ -265,7 +268,7 @@ def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
 def test_rows_are_gathered_in_the_experts_order() -> None:
     from bexp.kernels.experts.fused.layouts import Operand
     from bexp.kernels.experts.fused.token_permutation import gather_rows
-    from bexp.kernels.launcher import Pointer
+    from bexp.kernels.launcher import Launches, Pointer
 
     routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 7)
     tokens, others = torch.randn(2, 21, 24)
@@ -275,8 +278,8 @@ def test_rows_are_gathered_in_the_experts_order() -> None:
     for both in (False, True):
         out = torch.zeros(2, 42, 24)
         others_too = ("others", places[1]) if both else ()
-        launch = gather_rows(("tokens", "others", "permutation", "out"), "tokens", places[0], parts, *others_too)
-        launch(0, tokens, others, buffer, out)
+        launch = gather_rows("tokens", places[0], parts, *others_too)
+        Launches(("tokens", "others", "permutation", "out"), (launch,))(0, tokens, others, buffer, out)
         assert torch.equal(out[0], tokens[order])
         assert torch.equal(out[1], others[order] if both else torch.zeros(42, 24))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels import launcher
-from bexp.kernels.launcher import Blocks, Launch, Pointer
+from bexp.kernels.launcher import Blocks, Launch, Launches, Pointer
 
 STREAM = 7
 HOOKS = ("launch_enter_hook", "launch_exit_hook")
@@ -67,9 +67,9 @@ def below(monkeypatch: pytest.MonkeyPatch, hooks: SimpleNamespace) -> list[tuple
     return calls
 
 
-def make_launch(kernel: FakeKernel) -> Launch:
+def launches(*kernels: FakeKernel) -> Launches:
     given = {"x": Pointer("x", 32), "w_desc": Blocks(Pointer("w"), (4, 8), (2, 8)), "size": 4}
-    return Launch(kernel, (3, 2), ("x", "w"), given, num_warps=4)
+    return Launches(("x", "w"), [Launch(kernel, (3, 2), given, num_warps=4) for kernel in kernels])
 
 
 def operands() -> tuple[Tensor, Tensor]:
@@ -78,48 +78,64 @@ def operands() -> tuple[Tensor, Tensor]:
 
 def test_the_first_call_goes_through_triton_and_the_next_below_it(below: list[tuple[Any, ...]]) -> None:
     kernel = FakeKernel()
-    launch = make_launch(kernel)
+    launch = launches(kernel)
     (x, w), (other_x, other_w) = operands(), operands()
     launch(STREAM, x, w)
     (first,) = kernel.by_triton
     assert first["x"].data_ptr() == x.data_ptr() + 32
     assert (first["grid"], first["w_desc"], first["size"], first["num_warps"]) == ((3, 2), w.data_ptr(), 4, 4)
     assert below == []
-    launch(STREAM, other_x, other_w)
-    fixed = (3, 2, 1, STREAM, 99, 0, 0, None, None, (4, 1, 0), None, None, None)
+    for stream in (STREAM, STREAM, 8):
+        launch(stream, other_x, other_w)
+    fixed = (99, 0, 0, None, None, (4, 1, 0), None, None, None)
     encoded = (("swizzled", other_w.data_ptr()), 4, 8, 8, 1)  # the map, the tensor's shape, and its strides
-    assert below == [(*fixed, other_x.data_ptr() + 32, *encoded, 4, False)]
+    arguments = (*fixed, other_x.data_ptr() + 32, *encoded, 4, False)
+    assert below == [(3, 2, 1, stream, *arguments) for stream in (STREAM, STREAM, 8)]
     assert len(kernel.by_triton) == 1
+
+
+def test_launches_keep_their_order_when_only_some_are_prepared(below: list[tuple[Any, ...]]) -> None:
+    kernels = (FakeKernel(), FakeKernel(scratch=128), FakeKernel())
+    launch = launches(*kernels)
+    for _ in range(4):
+        launch(STREAM, *operands())
+    assert [len(kernel.by_triton) for kernel in kernels] == [1, 4, 1]
+    assert len(below) == 2 * 3
 
 
 def test_addresses_that_are_no_multiple_of_16_go_through_triton(below: list[tuple[Any, ...]]) -> None:
     """Triton compiles other code for them. The code for one must not run on the other, whichever came first."""
     kernel = FakeKernel()
-    launch = make_launch(kernel)
+    launch = launches(kernel)
     x, w = operands()
     off = torch.zeros(65)[1:]
     launch(STREAM, off, w)
-    assert not launch.is_prepared
     launch(STREAM, x, w)
-    assert launch.is_prepared
-    launch(STREAM, off, w)
-    launch(STREAM, x, torch.zeros(33)[1:].view(4, 8))
-    assert len(kernel.by_triton) == 4
     assert below == []
+    launch(STREAM, x, w)
+    assert len(below) == 1
+    for _ in range(2):
+        launch(STREAM, off, w)
+        launch(STREAM, x, torch.zeros(33)[1:].view(4, 8))
+    assert len(kernel.by_triton) == 6
+    assert len(below) == 1
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooked_launches_go_through_triton(name: str, below: list[tuple[Any, ...]], hooks: SimpleNamespace) -> None:
     kernel = FakeKernel()
-    launch = make_launch(kernel)
+    launch = launches(kernel)
     tensors = operands()
-    launch(STREAM, *tensors)
+    for _ in range(3):
+        launch(STREAM, *tensors)
+    assert (len(kernel.by_triton), len(below)) == (1, 2)
     getattr(hooks, name).calls.append(print)
     launch(STREAM, *tensors)
-    assert (len(kernel.by_triton), len(below)) == (2, 0)
+    launch(STREAM, *operands())
+    assert (len(kernel.by_triton), len(below)) == (3, 2)
     getattr(hooks, name).calls.clear()
     launch(STREAM, *tensors)
-    assert (len(kernel.by_triton), len(below)) == (2, 1)
+    assert (len(kernel.by_triton), len(below)) == (3, 3)
 
 
 @pytest.mark.parametrize("unknown", ["version", "launcher", "scratch memory", "hooks of a kernel", "no block copies"])
@@ -135,14 +151,13 @@ def test_what_is_not_known_of_triton_goes_through_triton(
         kernel.pre_run_hooks = (print,)
     elif unknown == "no block copies":
         kernel.compiled.metadata.tensordesc_meta = None
-    launch = make_launch(kernel)
+    launch = launches(kernel)
     for _ in range(3):
         launch(STREAM, *operands())
-    assert not launch.is_prepared
     assert (len(kernel.by_triton), len(below)) == (3, 0)
 
 
-def test_an_address_is_encoded_once_and_the_maps_are_bounded(
+def test_an_address_is_encoded_once_and_what_is_kept_is_bounded(
     below: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
@@ -152,17 +167,17 @@ def test_an_address_is_encoded_once_and_the_maps_are_bounded(
         return encoded[-1]
 
     monkeypatch.setattr(Blocks, "describe", describe)
-    monkeypatch.setattr(launcher, "MOST_MAPS", 2)
-    kernel = FakeKernel()
-    launch = make_launch(kernel)
+    monkeypatch.setattr(launcher, "MOST_ADDRESSES", 2)
+    launch = launches(FakeKernel())
     x, a = operands()
     b, c = torch.zeros(4, 8), torch.zeros(4, 8)
     for w in (a, b, a, b, c, b, a):
         launch(STREAM, x, w)
     addresses = {"a": a.data_ptr(), "b": b.data_ptr(), "c": c.data_ptr()}
-    # Triton encoded the first a. The oldest map makes room: b for c, a for b, c for a.
+    # Triton encoded the first a. The oldest makes room: b for c, a for b, c for a.
     assert encoded == [addresses[name] for name in ("a", "b", "a", "c", "b", "a")]
     assert [call[14][1] for call in below] == [addresses[name] for name in ("b", "a", "b", "c", "b", "a")]
+    assert len(launch._bound) == 2
 
 
 def test_a_pointer_views_what_lies_behind_an_offset() -> None:

@@ -1,6 +1,6 @@
 """Launches of the grouped GEMMs, each prepared for one `FusedShape`. R is T * K; other sizes are as in `ExpertFFN`.
 
-`tensors` names what a call of the launch passes, in order. Tensors are contiguous; a weight may also be the transpose
+Tensors are contiguous; a weight may also be the transpose
 of a contiguous tensor.
 """
 
@@ -28,7 +28,6 @@ _WEIGHTS = Pointer("weights")
 
 
 def gate_up_gemm(
-    tensors: tuple[str, ...],
     x: Operand,
     pre: Pointer,
     hidden: Pointer,
@@ -40,13 +39,12 @@ def gate_up_gemm(
 ) -> Launch:
     """Write the weighted activation (R, H) and, if `keep`, the input of the activation `pre` (R, 2H or H)."""
     if isinstance(tile, HopperTile):
-        return hopper.gate_up_gemm(tensors, x, pre, hidden, shape, permutation, tile, keep=keep)
+        return hopper.gate_up_gemm(x, pre, hidden, shape, permutation, tile, keep=keep)
     tiles = permutation.tiles[tile.block_m]
     stored = (shape.token_size, shape.pre_size)
     return Launch(
         gate_up_gemm_kernel,
         _grid(tile, tiles.most, shape.hidden_size, shape),
-        tensors,
         {
             "x": _rows_of(x, tile),
             "w": _matrices("w_in", stored, tile, shape, transposed=shape.in_transposed),
@@ -75,7 +73,6 @@ def gate_up_gemm(
 
 
 def down_gemm(
-    tensors: tuple[str, ...],
     rows: Pointer,
     w: str,
     out: Pointer,
@@ -96,7 +93,6 @@ def down_gemm(
     return Launch(
         down_gemm_kernel,
         _grid(tile, tiles.most, n, shape),
-        tensors,
         {
             "a": Blocks(rows, (shape.num_pairs, k), (tile.block_m, tile.block_k)) if tile.tma else rows,
             "w": _matrices(w, stored, tile, shape, transposed=transposed, backward=backward),
@@ -124,7 +120,6 @@ def num_summands(hidden_size: int, tile: TileConfig | HopperTile) -> int:
 
 
 def differentiate_hidden(
-    tensors: tuple[str, ...],
     grad: Operand,
     pre: Pointer,
     grad_pre: Pointer,
@@ -136,14 +131,13 @@ def differentiate_hidden(
 ) -> Launch:
     """Write the gradient of `pre`, the weighted activation (R, H), and summands of the weights' gradient (n, R)."""
     if isinstance(tile, HopperTile):
-        return hopper.differentiate_hidden(tensors, grad, pre, grad_pre, hidden, partial, shape, permutation, tile)
+        return hopper.differentiate_hidden(grad, pre, grad_pre, hidden, partial, shape, permutation, tile)
     tiles = permutation.tiles[tile.block_m]
     transposed = not shape.out_transposed
     stored = (shape.hidden_size, shape.token_size)
     return Launch(
         differentiate_hidden_kernel,
         _grid(tile, tiles.most, shape.hidden_size, shape),
-        tensors,
         {
             "grad_out": _rows_of(grad, tile),
             "w_out": _matrices("w_out", stored, tile, shape, transposed=transposed, backward=True),
@@ -175,7 +169,6 @@ def differentiate_hidden(
 
 
 def wgrad(
-    tensors: tuple[str, ...],
     a: Operand,
     b: Operand,
     out: Pointer,
@@ -185,14 +178,14 @@ def wgrad(
 ) -> tuple[Launch, bool]:
     """Write, for each expert, the sum over its rows of a[row]^T b[row]: (E, M, N).
 
-    One of them is of "rows", the other not; with `HopperSum` both are. Also returns whether a call takes a
-    `tile_counter` behind `tensors`.
+    One of them is of "rows", the other not; with `HopperSum` both are. Also returns whether the launch takes a
+    `tile_counter`, which is called "counter".
     """
     if isinstance(tile, HopperSum):
         assert a.layout == b.layout == "rows", "the kernel itself puts the next expert's rows to zero"
         sizes = (a.num_rows, shape.num_experts, a.width, b.width)
         return weights_launch(
-            tensors, a.pointer, b.pointer, out, permutation.ends, *sizes, shape.dtype, shape.device, tile.tiles
+            a.pointer, b.pointer, out, permutation.ends, *sizes, shape.dtype, shape.device, tile.tiles
         )
     assert (a.layout == "rows") is not (b.layout == "rows"), "one side is zero behind an expert's last row"
     height = max(a.height, b.height)
@@ -201,7 +194,6 @@ def wgrad(
     launch = Launch(
         wgrad_kernel,
         _grid(tile, shape.num_experts * -(-a.width // tile.block_m), b.width, shape),
-        tensors,
         {
             "a": _summed(a, tile, tile.block_m),
             "b": _summed(b, tile, tile.block_n),

@@ -34,7 +34,7 @@ def fused_experts(
     activation: Activation,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output (T, D) and both parts of `Kept`, which are empty tensors unless `keep` is set."""
+    """Return the output (T, D) and what backward needs: empty tensors unless `keep` is set."""
     x_TD, routes_TK, weights_TK = aligned(x_TD), routes_TK.contiguous(), aligned(weights_TK)
     w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
     plan = plan_for(x_TD, routes_TK, weights_TK, w_in, w_out, activation, keep=keep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from bexp.kernels.allocation import empty
 from bexp.kernels.experts.fused.kernels import routing
 from bexp.kernels.experts.fused.layouts import FusedShape, Operand
-from bexp.kernels.launcher import Launch, Pointer
+from bexp.kernels.launcher import Launch, Launches, Pointer
 
 FEW_PAIRS = 4096
 """Up to this many pairs one launch does it all: each program looks at all pairs. More are sorted by counting."""
@@ -76,13 +75,11 @@ def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
     return (num_pairs + min(num_experts, num_pairs) * (height - 1)) // height
 
 
-def permute_tokens(
-    num_pairs: int, num_experts: int, top_k: int, permutation: TokenPermutation
-) -> Callable[[int, Tensor, Tensor], None]:
-    """What sorts the pairs of routes (T, K) by expert and lays tiles over them: `(stream, routes, permutation)`."""
+def permute_tokens(num_pairs: int, num_experts: int, top_k: int, permutation: TokenPermutation) -> Launch | Sort:
+    """What sorts the pairs of "routes" (T, K) by expert and lays tiles over them: one launch if there are few pairs."""
     if num_pairs <= FEW_PAIRS and len(permutation.tiles) <= 2:
         return _permute_few(num_pairs, num_experts, top_k, permutation)
-    return _Sort(num_pairs, num_experts, top_k, permutation)
+    return Sort(num_pairs, num_experts, top_k, permutation)
 
 
 def _permute_few(num_pairs: int, num_experts: int, top_k: int, permutation: TokenPermutation) -> Launch:
@@ -91,7 +88,6 @@ def _permute_few(num_pairs: int, num_experts: int, top_k: int, permutation: Toke
     return Launch(
         routing.permute_few,
         (num_experts + -(-num_pairs // _FEW_AT_ONCE),),
-        ("routes", "permutation"),
         {
             "routes": Pointer("routes"),
             "pair_of_row": permutation.pair_of_row,
@@ -119,7 +115,7 @@ def _permute_few(num_pairs: int, num_experts: int, top_k: int, permutation: Toke
     )
 
 
-class _Sort:
+class Sort:
     """A stable counting sort in a launch a step, for many pairs."""
 
     def __init__(self, num_pairs: int, num_experts: int, top_k: int, permutation: TokenPermutation) -> None:
@@ -127,10 +123,9 @@ class _Sort:
         self._num_counts = num_experts * num_blocks
         bins = _power_of_two(num_experts + 1)
         routes = Pointer("routes")
-        self._count = Launch(
+        count = Launch(
             routing.count_experts,
             (num_blocks,),
-            ("routes", "counts"),
             {
                 "routes": routes,
                 "counts": Pointer("counts"),
@@ -141,10 +136,9 @@ class _Sort:
                 "BINS": bins,
             },
         )
-        self._place = Launch(
+        place = Launch(
             routing.place_pairs,
             (num_blocks,),
-            ("routes", "scan", "permutation"),
             {
                 "routes": routes,
                 "scan": Pointer("scan"),
@@ -157,11 +151,10 @@ class _Sort:
                 "CHUNK": _CHUNK,
             },
         )
-        self._lay = [
+        lay = [
             Launch(
                 routing.lay_tiles,
                 (num_experts,),
-                ("scan", "permutation"),
                 {
                     "scan": Pointer("scan"),
                     "ends": permutation.ends,
@@ -179,24 +172,24 @@ class _Sort:
             )
             for height, tiles in permutation.tiles.items()
         ]
+        self._count = Launches(("routes", "counts"), (count,))
+        self._place = Launches(("routes", "scan", "permutation"), (place, *lay))
 
     def __call__(self, stream: int, routes: Tensor, permutation: Tensor) -> None:
+        """Sort the pairs of `routes` on `stream`, into the permutation's buffer."""
         counts = empty(routes, (self._num_counts,), (1,), torch.int32)
         self._count(stream, routes, counts)
         scan = torch.cumsum(counts, 0, dtype=torch.int32)
         self._place(stream, routes, scan, permutation)
-        for lay in self._lay:
-            lay(stream, scan, permutation)
 
 
-def gather_tiles(tensors: tuple[str, ...], tokens: str, out: Operand, permutation: TokenPermutation) -> Launch:
+def gather_tiles(tokens: str, out: Operand, permutation: TokenPermutation) -> Launch:
     """Copy the tokens (T, D) of the rows, each expert's padded with zeros to whole tiles of the operand's height."""
     tiles = permutation.tiles[out.height]
     block_r = min(16, out.height)
     return Launch(
         routing.gather_tiles,
         (out.num_rows // block_r,),
-        tensors,
         {
             "tokens": Pointer(tokens),
             "out": out.pointer,
@@ -215,7 +208,6 @@ def gather_tiles(tensors: tuple[str, ...], tokens: str, out: Operand, permutatio
 
 
 def gather_rows(
-    tensors: tuple[str, ...],
     tokens: str,
     out: Operand,
     permutation: TokenPermutation,
@@ -226,7 +218,6 @@ def gather_rows(
     return Launch(
         routing.gather_rows,
         (-(-out.num_rows // _GATHERED_AT_ONCE), 1 if other_out is None else 2),
-        tensors,
         {
             "tokens": Pointer(tokens),
             "other_tokens": Pointer(other_tokens or tokens),
@@ -242,13 +233,12 @@ def gather_rows(
     )
 
 
-def sum_pairs(tensors: tuple[str, ...], rows: Pointer, out: Pointer, shape: FusedShape) -> Launch:
+def sum_pairs(rows: Pointer, out: Pointer, shape: FusedShape) -> Launch:
     """Sum each token's rows: (T * K, D) in the tokens' order to (T, D)."""
     block_d, block_t = _summed_block(shape)
     return Launch(
         routing.sum_pairs,
         (-(-shape.num_tokens // block_t) * -(-shape.token_size // block_d),),
-        tensors,
         {
             "rows": rows,
             "out": out,
@@ -263,7 +253,6 @@ def sum_pairs(tensors: tuple[str, ...], rows: Pointer, out: Pointer, shape: Fuse
 
 
 def finish_backward(
-    tensors: tuple[str, ...],
     rows: Pointer,
     grad_x: Pointer,
     partial: Pointer,
@@ -281,7 +270,6 @@ def finish_backward(
     return Launch(
         routing.finish_backward,
         (row_programs + weight_programs,),
-        tensors,
         {
             "rows": rows,
             "grad_x": grad_x,

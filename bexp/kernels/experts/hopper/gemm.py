@@ -24,7 +24,7 @@ from bexp.kernels.experts.hopper.launch import (
 from bexp.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
-from bexp.kernels.launcher import KEPT_LAUNCHES, Launch, Pointer, current_stream, is_current
+from bexp.kernels.launcher import KEPT_LAUNCHES, Launch, Launches, Pointer, current_stream, is_current
 from bexp.kernels.triton_support import aligned, num_multiprocessors
 
 
@@ -98,7 +98,7 @@ def _multiply_rows(
     transposed: bool,
     tiles: HopperTiles | None,
     device: int,
-) -> tuple[tuple[int, int], tuple[int, int], Launch | None]:
+) -> tuple[tuple[int, int], tuple[int, int], Launches | None]:
     """The shape and strides of the result, and the launch; null if there is nothing to write."""
     from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
 
@@ -114,7 +114,6 @@ def _multiply_rows(
     launch = Launch(
         rows_kernel,
         (min(row_tiles * -(-n // tiles.block_n), tiles.programs * multiprocessors),),
-        ("x", "w", "out", "ends"),
         {
             "x_desc": tensor_map(Pointer("x"), tuple(x_shape), (tiles.rows, tiles.block_k), dtype),
             "w_desc": tensor_map(Pointer("w"), tuple(w_shape), w_block, dtype),
@@ -132,7 +131,7 @@ def _multiply_rows(
         },
         **_options(tiles),
     )
-    return (num_rows, n), (n, 1), launch
+    return (num_rows, n), (n, 1), Launches(("x", "w", "out", "ends"), (launch,))
 
 
 @lru_cache(KEPT_LAUNCHES)
@@ -145,20 +144,19 @@ def _sum_over_rows(
     ends_dtype: torch.dtype,
     tiles: HopperTiles | None,
     device: int,
-) -> tuple[tuple[int, int, int], tuple[int, int, int], Launch | None, bool]:
+) -> tuple[tuple[int, int, int], tuple[int, int, int], Launches | None, bool]:
     """The shape and strides of the result, the launch, null without rows, and whether it takes a counter of tiles."""
     (num_rows, k), n, num_experts = x_shape, grad_shape[1], ends_shape[0]
     shape, strides = (num_experts, k, n), (k * n, n, 1)
     if num_rows == 0:
         return shape, strides, None, False
     pointers = (Pointer("x"), Pointer("grad"), Pointer("out"), Pointer("ends"))
-    tensors = ("x", "grad", "out", "ends")
-    launch, claims = weights_launch(tensors, *pointers, num_rows, num_experts, k, n, dtype, device, tiles)
-    return shape, strides, launch, claims
+    launch, claims = weights_launch(*pointers, num_rows, num_experts, k, n, dtype, device, tiles)
+    names = ("x", "grad", "out", "ends", *(("counter",) if claims else ()))
+    return shape, strides, Launches(names, (launch,)), claims
 
 
 def weights_launch(
-    tensors: tuple[str, ...],
     x: Pointer,
     grad: Pointer,
     out: Pointer,
@@ -171,7 +169,7 @@ def weights_launch(
     device: int,
     tiles: HopperTiles | None = None,
 ) -> tuple[Launch, bool]:
-    """The launch of `sum_over_rows`, and whether a call also takes a `tile_counter`, behind `tensors`."""
+    """The launch of `sum_over_rows`, and whether it also takes a `tile_counter`, which is called "counter"."""
     from bexp.kernels.experts.hopper.weights_kernel import weights_kernel  # noqa: PLC0415 - imports Triton
 
     multiprocessors = num_multiprocessors(torch.device("cuda", device))
@@ -182,7 +180,6 @@ def weights_launch(
     launch = Launch(
         weights_kernel,
         (min(num_tiles, tiles.programs * multiprocessors),),
-        (*tensors, "counter") if claims else tensors,
         {
             "x_desc": tensor_map(x, (num_rows, k), (tiles.block_k, tiles.rows), dtype),
             "grad_desc": tensor_map(grad, (num_rows, n), (tiles.block_k, tiles.block_n), dtype),

@@ -25,7 +25,6 @@ _WIDEST_INSTRUCTION_REGISTERS = 154
 
 
 def gate_up_gemm(
-    tensors: tuple[str, ...],
     x: Operand,
     pre: Pointer,
     hidden: Pointer,
@@ -44,7 +43,6 @@ def gate_up_gemm(
     return Launch(
         gate_up_gemm_kernel,
         _grid(columns, tile, shape),
-        tensors,
         {
             "x": _rows(x, tile, shape),
             "w_desc": _matrices("w_in", sizes, gates, columns, tile, shape, transposed=shape.in_transposed),
@@ -70,7 +68,6 @@ def gate_up_gemm(
 
 
 def differentiate_hidden(
-    tensors: tuple[str, ...],
     grad: Operand,
     pre: Pointer,
     grad_pre: Pointer,
@@ -91,7 +88,6 @@ def differentiate_hidden(
     return Launch(
         differentiate_hidden_kernel,
         _grid(columns, tile, shape),
-        tensors,
         {
             "grad": _rows(grad, tile, shape),
             "w_desc": _matrices("w_out", sizes, 1, columns, tile, shape, transposed=transposed),
