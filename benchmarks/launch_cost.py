@@ -3,9 +3,12 @@
     python -m benchmarks.launch_cost --out results/NAME.json [--skip-choice]
 
 The shapes are so small that the device waits for the host. A call is timed in short rows, so that the queue of
-launches never fills; the unit is doctor's: the host's time of one in-place addition. `autograd alone` runs an autograd
-function that only allocates its results, which is the least that any layer costs. The contenders run in turns, and the
-median over the rounds counts, with the least and the greatest beside it. Each is checked against float64.
+launches never fills; the unit is doctor's: the host's time of one in-place addition. The contenders run in turns, and
+the median over the rounds counts, with the least and the greatest beside it. Each is checked against float64.
+
+`autograd alone` runs an autograd function that only allocates its results, which is the least that any layer costs.
+Most of it is the start of a backward pass, which a training step pays once for all layers. `a layer in a chain`
+is therefore the difference between chains of CHAINED layers, over the difference of their lengths.
 
 `choice` compares, in published models' shapes and by the clock, forward and backward of the fused layer with and
 without the GEMMs that are written for Hopper. It needs a Hopper GPU with Triton.
@@ -32,9 +35,13 @@ from benchmarks.expert_reference import expert_ffn, relative_error
 from bexp.kernels.experts.registry import expert_backend
 
 CALLS = 20
-ROUNDS = 15
+CHAINED = (2, 10)
+ROUNDS = 11
+WARM_UP = 3
 TOLERANCE = 2e-2
 LAYERS = ("fused", "hopper_grouped", "triton_grouped", "grouped_mm")
+NOTHING = "autograd alone"
+ALL = (*LAYERS, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,35 @@ def measure_layers(layer: Layer, device: torch.device, unit: float) -> dict[str,
         pairs = zip(("out", "x", "weights", "w_in", "w_out"), found, wanted, strict=True)
         errors |= {f"{name} {part}": relative_error(actual, expected) for part, actual, expected in pairs}
     runs["autograd alone, forward and backward"] = partial(_both_ways, _Nothing.apply, inputs, (), grad)
-    return _table({"layer": asdict(layer), "errors": errors}, runs | _parts(inputs, routes, grad), unit)
+    result = _table({"layer": asdict(layer), "errors": errors}, runs | _parts(inputs, routes, grad), unit)
+    chains = {f"{name} {length}": _chain(name, length, inputs, routes, grad) for name in ALL for length in CHAINED}
+    found = median_seconds(chains, calls=2)
+    result["chain_seconds"] = found
+    short, long = CHAINED
+    for name in ALL:
+        seconds = (found[f"{name} {long}"]["median"] - found[f"{name} {short}"]["median"]) / (long - short)
+        result["launches"][f"{name}, a layer in a chain"] = seconds / unit
+        print(f"{name + ', a layer in a chain':60s} {seconds * 1e6:8.1f} us {seconds / unit:7.2f} launches")
+    return result
+
+
+def _chain(
+    name: str, length: int, inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward of that many layers, each with matrices of its own."""
+    x, *others = inputs
+    layers = [[tensor.detach().clone().requires_grad_() for tensor in others] for _ in range(length)]
+    leaves = (x, *(tensor for layer in layers for tensor in layer))
+
+    def forward(x: Tensor, *_: Tensor) -> Tensor:
+        for weights, w_in, w_out in layers:
+            if name == NOTHING:
+                x = _Nothing.apply(x, weights, w_in, w_out)
+            else:
+                x = expert_backend(name).forward(x, routes, weights, w_in, w_out, "silu")
+        return x
+
+    return partial(_both_ways, forward, leaves, (), grad)
 
 
 def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
@@ -215,12 +250,11 @@ def median_seconds(
     runs: dict[str, Callable[[], object]], calls: int = CALLS, rounds: int = ROUNDS, *, clock: bool = False
 ) -> dict[str, dict[str, float]]:
     """The seconds of a call, the contenders in turns: the host's alone, or with `clock` until the device is done."""
-    for run in runs.values():
-        for _ in range(3):
-            run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            for _ in range(WARM_UP):  # the others have pushed its code and addresses out of the caches
+                run()
             torch.cuda.synchronize()
             started = time.perf_counter()
             for _ in range(calls):
@@ -252,7 +286,7 @@ def _table(result: dict[str, Any], runs: dict[str, Callable[[], object]], unit: 
     result["launches"] = {name: seconds["median"] / unit for name, seconds in result["host_seconds"].items()}
     for name, launches in result["launches"].items():
         sizes = result.get("gemm") or result.get("layer")
-        print(f"{name:45s} {result['host_seconds'][name]['median'] * 1e6:8.1f} us {launches:7.2f} launches {sizes}")
+        print(f"{name:60s} {result['host_seconds'][name]['median'] * 1e6:8.1f} us {launches:7.2f} launches {sizes}")
     return result
 
 
