@@ -105,11 +105,14 @@ def chained(
     """Return a forward and backward of several calls of `function` on `inputs` in one graph, and how many calls it has.
 
     A model enters autograd's engine once for many layers, not once for each. All `inputs` get gradients, which are
-    written and not added to others. There are at most eight calls, and one if more would need over `most_bytes`.
+    written and not added to others. Each call has copies of its own, so that it does not find its operands in a cache.
+    There are at most eight calls, and one, on the `inputs` themselves, if more would need over `most_bytes`.
     """
-    function_bytes = 2 * sum(x.nbytes for x in inputs) + 2 * gradient.nbytes
-    links = max(1, min(MOST_LINKS, most_bytes // max(1, function_bytes)))
-    leaves = [tuple(x.detach().requires_grad_() for x in inputs) for _ in range(links)]
+    call_bytes = 2 * sum(x.nbytes for x in inputs) + 2 * gradient.nbytes
+    links = max(1, min(MOST_LINKS, most_bytes // max(1, call_bytes)))
+    leaves = [
+        tuple((x.detach() if links == 1 else x.detach().clone()).requires_grad_() for x in inputs) for _ in range(links)
+    ]
     together = [leaf for link in leaves for leaf in link]
 
     def run() -> None:

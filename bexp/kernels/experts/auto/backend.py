@@ -118,20 +118,17 @@ class AutoExperts:
         """
         shape = shape_of(routes_TK, w_in, w_out)
         num_pairs = routes_TK.shape[0] * routes_TK.shape[1]
-        steps = _steps(
+        steps: tuple[tuple[int, str], ...] = _steps(
             *(shape.num_experts, shape.top_k, shape.hidden_size, shape.ffn_hidden_size, shape.gated),
             *(dtype_name(shape.dtype), shape.transposed, str(w_in.device), self._traceable(shape.dtype)),
         )
-        for end, name in steps:
-            if num_pairs < end:
-                return name
-        return STOCK
+        return next((name for end, name in steps if num_pairs < end), STOCK)
 
     def _traceable(self, dtype: torch.dtype) -> tuple[str, ...]:
         return tuple(name for name, each in self.backends.items() if dtype in each.traceable_dtypes)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
 def _steps(
     num_experts: int,
     top_k: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,5 +49,5 @@ def _is_safe(seconds: ByLoad, name: str, stock: str) -> bool:
 
 def _is_faster(one: Seconds, other: Seconds) -> bool:
     """Whether `one` is faster than `other` by more than both kinds of noise."""
-    noise = NUM_ERRORS * (one.error**2 + other.error**2) ** 0.5
+    noise = NUM_ERRORS * math.hypot(one.error, other.error)
     return other.median - one.median > max(noise, LEVEL * other.median)

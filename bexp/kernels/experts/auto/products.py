@@ -83,7 +83,7 @@ def gemm_of(plan: str) -> GroupedGemm | None:
     if len(names) == 1:
         return KERNELS[plan].gemm
     forward, rows, matrices = (KERNELS[name] for name in names)
-    return lambda x, w, where: _MixedGemm.apply(  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
+    return lambda x, w, where: _MixedGemm.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         x, w, where.ends, forward.multiply, rows.multiply, matrices.add_up
     )
 
