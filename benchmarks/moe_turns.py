@@ -4,8 +4,9 @@
 
 The layers are those of `benchmarks.moe_layer`: norm, router, top-k, experts of 2048 x 1408 (gated), combination and
 residual sum, forward and backward in bfloat16, with uniform routes. The yardstick is the dense layer of as many active
-FLOPs, eager and compiled. The clock's time is that of a loop of forwards and backwards, the host included; the device's
-time is that of the same loop with its launches queued ahead. Both are medians over the turns.
+FLOPs, eager and compiled. Layers are compiled, too, around back ends that torch.compile can trace. The clock's time is
+that of a loop of forwards and backwards, the host included. The device's time is that of the same loop with its
+launches queued ahead. Both are medians over the turns.
 
 At small micro-batches the host is the limit. There, both sides are timed as CUDA graphs too: forward and backward are
 captured once, and replays are timed. A back end that waits for the device cannot be captured.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -48,7 +50,7 @@ from benchmarks.moe_summary import compare_with_dense
 from bexp.kernels.experts.auto.measuring import FFNShape
 from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
 from bexp.measure.memory import measure_memory
-from bexp.measure.turns import Run, synchronize, time_in_turns
+from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
 from workers.profiler.failures import classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
 
@@ -62,6 +64,8 @@ CELLS = (
 GRAPH_MICRO_BATCHES = (1, 4)
 HOPELESS = 4.0
 """A back end that is so many times slower than the fastest before it runs once, and not in turns."""
+BUDGET = TurnsBudget(hopeless=math.inf)
+"""Who takes part is decided before: a dense layer's graph would make every other contender look hopeless."""
 _GRAPH = " graph"
 
 
@@ -144,11 +148,10 @@ class Cell:
         names = contenders(layer_model(*self._model), self._device)
         for name in (*DENSE, *sorted(names, key=_waits)):
             self._add(name, self._block(name))
-        eager = {name: self._once[name] for name in names if name in self._runs}
-        if eager:
-            best = compiled_name(min(eager, key=eager.__getitem__))
-            self._add(best, self._block(best))
-        for name, timing in time_in_turns(self._runs, self._device).items():
+        for name in names:
+            if name in self._runs and _traceable(name):
+                self._add(compiled_name(name), self._block(compiled_name(name)))
+        for name, timing in time_in_turns(self._runs, self._device, BUDGET).items():
             self._rows[name] |= {
                 "seconds": timing.clock_seconds,
                 "clock_error_seconds": timing.clock_error_seconds,
@@ -265,6 +268,11 @@ def _seconds_once(run: Run, device: torch.device) -> float:
 
 def _waits(name: str) -> bool:
     return name not in DENSE and name != LIGER and not name.endswith(" compile") and expert_backend(name).waits
+
+
+def _traceable(name: str) -> bool:
+    """Whether the layer can be compiled around the back end; `auto` is one of the others then."""
+    return name not in (LIGER, "auto") and torch.bfloat16 in expert_backend(name).traceable_dtypes
 
 
 def _release() -> None:
