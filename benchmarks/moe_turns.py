@@ -46,7 +46,7 @@ from benchmarks.moe_contenders import (
     layer_model,
 )
 from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
-from benchmarks.moe_summary import compare_with_dense
+from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.measuring import FFNShape
 from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
 from bexp.measure.memory import measure_memory
@@ -66,7 +66,6 @@ HOPELESS = 4.0
 """A back end that is so many times slower than the fastest before it runs once, and not in turns."""
 BUDGET = TurnsBudget(hopeless=math.inf)
 """Who takes part is decided before: a dense layer's graph would make every other contender look hopeless."""
-_GRAPH = " graph"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -201,9 +200,9 @@ class Cell:
             return
         self._runs[name] = run
         if self._with_graphs and not _waits(name):
-            graph = self._rows[name + _GRAPH] = {}
+            graph = self._rows[name + GRAPH] = {}
             try:
-                self._runs[name + _GRAPH] = captured(run, self._device, self._pool)
+                self._runs[name + GRAPH] = captured(run, self._device, self._pool)
             except Exception as error:  # noqa: BLE001 - whatever a capture raises is its outcome
                 graph["reason"] = self._reason(error)
 

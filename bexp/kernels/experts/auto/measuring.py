@@ -18,7 +18,9 @@ from bexp.kernels.experts.rows import Rows
 from bexp.measure.turns import Run, TurnsBudget, chained, time_in_turns
 
 LOADS = ("uniform", "zipf")
-BUDGET = TurnsBudget(rounds=5, chain_seconds=3e-3, most_repeats=20)
+PLANS = TurnsBudget(rounds=5, chain_seconds=3e-3, most_repeats=20)
+PRODUCTS_ALONE = TurnsBudget(rounds=3, chain_seconds=1e-3, most_repeats=20)
+"""How long plans are timed, which the choice is made by, and single products, which only say what to mix."""
 
 T = TypeVar("T")
 
@@ -26,15 +28,19 @@ T = TypeVar("T")
 class Timer(Protocol):
     """Times functions in turns."""
 
-    def __call__(self, runs: Mapping[str, Run], device: torch.device) -> Mapping[str, tuple[Seconds, Seconds]]:
+    def __call__(
+        self, runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget, /
+    ) -> Mapping[str, tuple[Seconds, Seconds]]:
         """Return the seconds of a run by the clock and on the device, by name."""
 
 
-def time_runs(runs: Mapping[str, Run], device: torch.device) -> dict[str, tuple[Seconds, Seconds]]:
+def time_runs(
+    runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget, /
+) -> dict[str, tuple[Seconds, Seconds]]:
     """The timer of a real device."""
     return {
         name: (Seconds(t.clock_seconds, t.clock_error_seconds), Seconds(t.device_seconds, t.device_error_seconds))
-        for name, t in time_in_turns(runs, device, BUDGET).items()
+        for name, t in time_in_turns(runs, device, budget).items()
     }
 
 
@@ -104,7 +110,7 @@ def measure_gemm(
     by_product: dict[str, dict[str, dict[str, Seconds]]] = {product: {} for product in PRODUCTS}
     for load in LOADS if len(names) > 1 else ():
         for product, runs in product_runs(x, w, grad, ends[load], names).items():
-            timed = timer(runs, device)
+            timed = timer(runs, device, PRODUCTS_ALONE)
             by_product[product][load] = {name: device_seconds for name, (_, device_seconds) in timed.items()}
     mix = mixed(*(choose(by_product[product], STOCK) for product in PRODUCTS)) if len(names) > 1 else names[0]
     found: dict[str, dict[str, Seconds]] = {}
@@ -115,7 +121,7 @@ def measure_gemm(
             gemm = gemm_of(plan)
             assert gemm is not None, "plans are made of back ends that are here"
             runs[plan], links = chained(_bound(gemm, rows), (x, w), grad)
-        found[load] = _per_call(timer(runs, device), links)
+        found[load] = _per_call(timer(runs, device, PLANS), links)
     return found
 
 
@@ -140,7 +146,7 @@ def measure_ffn(
         runs, links = {}, 1
         for name, forward in backends.items():
             runs[name], links = chained(_routed(forward, routes), (x, weights, w_in, w_out), grad)
-        found[load] = _per_call(timer(runs, device), links)
+        found[load] = _per_call(timer(runs, device, PLANS), links)
     return found
 
 
