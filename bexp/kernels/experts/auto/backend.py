@@ -118,7 +118,7 @@ class AutoExperts:
         """
         shape = shape_of(routes_TK, w_in, w_out)
         num_pairs = routes_TK.shape[0] * routes_TK.shape[1]
-        steps: tuple[tuple[int, str], ...] = _steps(
+        steps = _steps(
             *(shape.num_experts, shape.top_k, shape.hidden_size, shape.ffn_hidden_size, shape.gated),
             *(dtype_name(shape.dtype), shape.transposed, str(w_in.device), self._traceable(shape.dtype)),
         )
@@ -128,7 +128,6 @@ class AutoExperts:
         return tuple(name for name, each in self.backends.items() if dtype in each.traceable_dtypes)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
 def _steps(
     num_experts: int,
     top_k: int,
@@ -144,6 +143,10 @@ def _steps(
     number_format = getattr(torch, dtype)
     shape = FFNShape(num_experts, top_k, hidden_size, ffn_hidden_size, gated, number_format, transposed)
     return table_of(torch.device(device)).steps(shape.key, STOCK, among)
+
+
+# What `torch.compiler.assume_constant_result` does, without the compiler that it imports, which takes seconds.
+_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def auto_backend(backends: Iterable[ExpertBackend]) -> tuple[ExpertBackend, AutoExperts]:
