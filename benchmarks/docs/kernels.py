@@ -54,7 +54,8 @@ def grouped_gemm(results: Row) -> str:
 
 def variable_gemm(results: Row) -> str:
     """Rates on the whole card, what fits within the limit, and uneven loads against even ones."""
-    names = [*results["contenders"]["baselines"], *results["contenders"]["ours"]]
+    groups = results["contenders"]
+    names = [*groups["baselines"], *groups["ours"], *groups.get("chosen", ())]
     dtypes = list(dict.fromkeys(run["dtype"] for run in results["runs"]))
     runs: dict[tuple[Any, ...], list[Row]] = {}
     for run in results["runs"]:
@@ -169,7 +170,7 @@ def _rate(runs: list[Row]) -> str:
     if not timed:
         return _outcome(runs)
     flops = statistics.mean(run["flops_per_second"] for run in timed)
-    slower = [max(1.0, run.get("host_seconds", 0.0) / run["seconds"]) for run in timed if "seconds" in run] or [1.0]
+    slower = [wall_seconds({"host_seconds": 0.0} | run) / run["seconds"] for run in timed if "seconds" in run] or [1.0]
     wall = flops / statistics.mean(slower)
     return f"{flops / 1e12:.0f}" + (f" ({wall / 1e12:.0f})" if wall < 0.995 * flops else "")
 

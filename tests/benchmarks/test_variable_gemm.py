@@ -14,7 +14,7 @@ from benchmarks import gemm_runs
 from benchmarks.docs.results import load
 from benchmarks.environment import write_results
 from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, UNEVEN, Case, split_at_random
-from benchmarks.gemm_contenders import BASELINES, OURS, Operands, Problem
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, Operands, Problem
 from benchmarks.gemm_runs import Run, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.variable_gemm import DTYPES, LIMIT_BYTES, main, remaining, summary, tasks
@@ -223,14 +223,15 @@ def test_all_contenders_meet_all_cases_with_and_without_the_limit() -> None:
 def test_ours_and_bmm_meet_every_case_before_anything_else() -> None:
     groups = list(tasks(quick=False, limited=True))
     first = [group[0] for group in groups[: next(i for i, group in enumerate(groups) if len(group) > 1)]]
-    assert {name for _, name in first} == {"bmm", *OURS}
+    assert {name for _, name in first} == {"bmm", *OURS, *CHOSEN}
     cases = [(cell.case, cell.dtype, cell.limit_bytes) for cell, name in first if name == "bmm"]
     wanted = {(case, dtype, limit) for case in (*TELLING, *OTHERS) for dtype in DTYPES for limit in (None, LIMIT_BYTES)}
     assert wanted <= set(cases)
     assert len(first) == len(set(first))
     rest = [task for group in groups for task in group if task not in first]
-    assert {name for _, name in rest[: 4 * len(DTYPES) * 7]} == {*BASELINES, *OURS}, "then the comparisons"
-    assert {name for _, name in rest[4 * len(DTYPES) * 7 :]} == {"loop", "grouped_mm"}
+    everyone = {*BASELINES, *OURS, *CHOSEN}
+    assert {name for _, name in rest[: 4 * len(DTYPES) * len(everyone)]} == everyone, "then the comparisons"
+    assert {name for _, name in rest[4 * len(DTYPES) * len(everyone) :]} == {"loop", "grouped_mm"}
 
 
 @pytest.mark.slow
