@@ -46,7 +46,7 @@ SECONDS, QUICK_SECONDS = 150.0, 60.0
 RUN_SECONDS, START_SECONDS = 60.0, 180.0
 DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
 FIRST = ("bmm", *OURS, *CHOSEN)
-"""The contenders that a cell must have to count: ours, and the padded one."""
+"""The contenders that come first and that a cell must have to count: ours, and the padded one."""
 LEFT_OUT = "left_out"
 SAME = ("options", "limit_bytes", "tf32", "tolerances", "contenders", "cases")
 
