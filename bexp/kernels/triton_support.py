@@ -11,6 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from bexp.kernels.launcher import is_current
 from bexp.kernels.probe import failure_of
 
 P = ParamSpec("P")
@@ -56,20 +57,10 @@ def has_bulk_copies(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _BULK_COPY_CAPABILITY
 
 
-def fits_bulk_copies(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can be made: tensors are contiguous, and base and rows are multiples of 16 bytes."""
-    return all(
-        tensor.is_contiguous()
-        and tensor.numel() > 0
-        and tensor.data_ptr() % _BULK_COPY_BYTES == 0
-        and tensor.shape[-1] * tensor.element_size() % _BULK_COPY_BYTES == 0
-        for tensor in tensors
-    )
-
-
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return `x` contiguous and aligned to 16 bytes, as descriptors need it. A slice of a flat parameter may not be."""
-    tensor = tensor.contiguous()
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
     return tensor if tensor.data_ptr() % _BULK_COPY_BYTES == 0 else tensor.clone()
 
 
@@ -85,7 +76,9 @@ def launched_where_it_lies(
 
     @functools.wraps(function)
     def launch(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with launching_on(first.device):
+        if is_current(first.get_device()):
+            return function(first, *args, **kwargs)
+        with torch.cuda.device(first.device):
             return function(first, *args, **kwargs)
 
     return launch

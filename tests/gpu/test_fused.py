@@ -18,6 +18,7 @@ from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
 from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN
 from bexp.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
 from bexp.kernels.experts.registry import expert_support
+from bexp.kernels.launcher import Launch
 from tests.bexp.kernels import expert_cases, references
 from tests.gpu.test_kernels import experts_shape
 
@@ -130,6 +131,51 @@ def test_it_never_waits_for_the_device(path: str) -> None:
         expert_cases.run(backend(path), LARGE[1], routes, tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("case", [LARGE[1], expert_cases.CASES[0]], ids=lambda case: case.name)
+def test_a_captured_graph_computes_the_same(case: expert_cases.ExpertCase) -> None:
+    routes, tensors = expert_cases.problem(case, torch.bfloat16, CUDA)
+    inputs = [tensor.requires_grad_() for tensor in tensors[:4]]
+    x, weights, w_in, w_out = inputs
+
+    def both_ways() -> tuple[Tensor, ...]:
+        out = FUSED.forward(x, routes, weights, w_in, w_out, case.activation)
+        return (out.detach(), *torch.autograd.grad(out, inputs, tensors[4]))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both_ways()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both_ways()
+    with torch.no_grad():
+        x.mul_(-0.5)
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, both_ways(), strict=True))
+
+
+def test_launches_go_below_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first ones of a shape go through Triton's own launch, wherever the tensors lie later."""
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("launches are prepared for Triton 3.6")
+    case = expert_cases.ExpertCase("prepared", 200, 8, 2, hidden=128, width=64)
+    problems = [expert_cases.problem(case, torch.bfloat16, CUDA, seed) for seed in range(3)]
+    expert_cases.run(FUSED, case, *problems[0])
+
+    def refuse(self: Launch, tensors: object) -> None:
+        raise AssertionError("launched by Triton")
+
+    monkeypatch.setattr(Launch, "by_triton", refuse)
+    for routes, tensors in problems[1:]:
+        found = expert_cases.run(FUSED, case, routes, tensors)
+        for actual, wanted in zip(found, expected(case, routes, tensors), strict=True):
+            assert references.relative_error(actual, wanted) <= TOLERANCE
 
 
 def test_a_model_is_served() -> None:

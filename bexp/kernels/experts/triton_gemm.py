@@ -8,6 +8,7 @@ groups.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,16 +17,25 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.allocation import empty
 from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows, sorted_rows
+from bexp.kernels.launcher import (
+    ALIGNMENT_BYTES,
+    KEPT_LAUNCHES,
+    Blocks,
+    Launch,
+    Launches,
+    Pointer,
+    current_stream,
+    is_current,
+)
 from bexp.kernels.shapes import ExpertsShape
 from bexp.kernels.triton_support import (
-    fits_bulk_copies,
     has_bulk_copies,
-    launching_on,
     num_multiprocessors,
     triton_failure,
     triton_reason,
@@ -94,95 +104,158 @@ def multiply_rows(
 ) -> Tensor:
     """Each expert's rows by its matrix: (R, K) and (E, K, N), or (E, N, K) where `transposed`, to (R, N).
 
-    `ends` (E,) int32 are the experts' last rows plus one, ascending to R.
+    `ends` (E,) int32 are the experts' last rows plus one, ascending to R. `out` is contiguous.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - optional
-
-    from bexp.kernels.experts.triton_kernels import rows_kernel  # noqa: PLC0415 - imports Triton
-
+    device = x_RK.get_device()
+    if not is_current(device):
+        with torch.cuda.device(device):
+            return multiply_rows(x_RK, w, ends, transposed=transposed, out=out, tiles=tiles)
     x_RK, w = _with_dense_rows(x_RK), w.contiguous()
-    num_rows, k = x_RK.shape
-    num_experts, n = w.shape[0], w.shape[1] if transposed else w.shape[2]
-    assert w.shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
-    out = x_RK.new_empty(num_rows, n) if out is None else out
-    if out.numel() == 0:
-        return out
-    tiles = tiles or rows_tiles(num_rows / num_experts, x_RK.device)
-    m_tiles = -(-num_rows // tiles.block_m) + min(num_experts, num_rows)
-    bulk = tiles.bulk_copies and _bulk_copies(x_RK, w, out)
-    w_block = [1, tiles.block_n, tiles.block_k] if transposed else [1, tiles.block_k, tiles.block_n]
-    with launching_on(x_RK.device):
-        rows_kernel[(_programs(tiles, m_tiles * -(-n // tiles.block_n), x_RK.device),)](
-            x_RK,
-            w,
-            out,
-            ends,
-            num_experts,
-            k,
-            n,
-            x_RK.stride(0),
-            w.stride(0),
-            w.stride(1),
-            out.stride(0),
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
-            GROUP_M=tiles.group_m,
-            EXPERTS=max(16, 1 << (num_experts - 1).bit_length()),
-            TRANSPOSED=transposed,
-            USE_TMA=bulk,
-            FLATTEN=bulk and tiles.flatten,
-            HALVES=tiles.halves,
-            x_desc=TensorDescriptor.from_tensor(x_RK, [tiles.block_m, tiles.block_k]) if bulk else None,
-            w_desc=TensorDescriptor.from_tensor(w, w_block) if bulk else None,
-            out_desc=TensorDescriptor.from_tensor(out, [tiles.block_m, tiles.stored_columns]) if bulk else None,
-            num_stages=tiles.num_stages,
-            num_warps=tiles.num_warps,
-        )
+    shape = (x_RK.shape[0], w.shape[1 if transposed else 2])
+    out = _result(x_RK, shape, (shape[1], 1), out)
+    aligned = _are_aligned(x_RK, w, out)
+    launch = _multiply_rows(
+        x_RK.shape, x_RK.stride(), w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, aligned, tiles, device
+    )
+    if launch is not None:
+        launch(current_stream(device), x_RK, w, out, ends)
     return out
 
 
 def sum_over_rows(
     x_RK: Tensor, grad_RN: Tensor, ends: Tensor, *, out: Tensor | None = None, tiles: Tiles | None = None
 ) -> Tensor:
-    """Each expert's x^T grad over its rows: (R, K) and (R, N) to (E, K, N); zero for an expert without rows."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - optional
+    """Each expert's x^T grad over its rows: (R, K) and (R, N) to (E, K, N); zero for an expert without rows.
 
-    from bexp.kernels.experts.triton_kernels import weights_kernel  # noqa: PLC0415 - imports Triton
-
+    `out` is contiguous.
+    """
+    device = x_RK.get_device()
+    if not is_current(device):
+        with torch.cuda.device(device):
+            return sum_over_rows(x_RK, grad_RN, ends, out=out, tiles=tiles)
     x_RK, grad_RN = _with_dense_rows(x_RK), _with_dense_rows(grad_RN)
-    num_rows, k = x_RK.shape
-    num_experts, n = ends.shape[0], grad_RN.shape[1]
-    out = x_RK.new_empty(num_experts, k, n) if out is None else out
+    (num_rows, k), n, num_experts = x_RK.shape, grad_RN.shape[1], ends.shape[0]
+    out = _result(x_RK, (num_experts, k, n), (k * n, n, 1), out)
     if num_rows == 0:
         return out.zero_()
-    tiles = tiles or weights_tiles(num_rows / num_experts, x_RK.device)
-    num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
-    bulk = tiles.bulk_copies and _bulk_copies(x_RK, grad_RN, out)
-    with launching_on(x_RK.device):
-        weights_kernel[(_programs(tiles, num_tiles, x_RK.device),)](
-            x_RK,
-            grad_RN,
-            out,
-            ends,
-            num_experts,
-            k,
-            n,
-            x_RK.stride(0),
-            grad_RN.stride(0),
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_R=tiles.block_k,
-            GROUP_M=tiles.group_m,
-            USE_TMA=bulk,
-            HALVES=tiles.halves,
-            x_desc=TensorDescriptor.from_tensor(x_RK, [tiles.block_k, tiles.block_m]) if bulk else None,
-            grad_desc=TensorDescriptor.from_tensor(grad_RN, [tiles.block_k, tiles.block_n]) if bulk else None,
-            out_desc=TensorDescriptor.from_tensor(out, [1, tiles.block_m, tiles.stored_columns]) if bulk else None,
-            num_stages=tiles.num_stages,
-            num_warps=tiles.num_warps,
-        )
+    aligned = _are_aligned(x_RK, grad_RN, out)
+    types = (x_RK.dtype, grad_RN.dtype, ends.dtype)
+    launch = _sum_over_rows(
+        num_rows, num_experts, k, n, x_RK.stride(0), grad_RN.stride(0), types, aligned, tiles, device
+    )
+    launch(current_stream(device), x_RK, grad_RN, out, ends)
     return out
+
+
+@lru_cache(KEPT_LAUNCHES)
+def _multiply_rows(
+    x_shape: tuple[int, int],
+    x_stride: tuple[int, int],
+    w_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    ends_dtype: torch.dtype,
+    transposed: bool,
+    aligned: bool,
+    tiles: Tiles | None,
+    device: int,
+) -> Launches | None:
+    """The launch; null if there is nothing to write."""
+    from bexp.kernels.experts.triton_kernels import rows_kernel  # noqa: PLC0415 - imports Triton
+
+    num_rows, k = x_shape
+    num_experts, n = w_shape[0], w_shape[1] if transposed else w_shape[2]
+    assert w_shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
+    if num_rows == 0 or n == 0:
+        return None
+    place = _device(device)
+    tiles = tiles or rows_tiles(num_rows / num_experts, place)
+    m_tiles = -(-num_rows // tiles.block_m) + min(num_experts, num_rows)
+    bulk = tiles.bulk_copies and aligned and _bulk_copies(place, dtype, k, n)
+    w_block = (1, tiles.block_n, tiles.block_k) if transposed else (1, tiles.block_k, tiles.block_n)
+    x, w, out = Pointer("x"), Pointer("w"), Pointer("out")
+    launch = Launch(
+        rows_kernel,
+        (_programs(tiles, m_tiles * -(-n // tiles.block_n), place),),
+        {
+            "x": x,
+            "w": w,
+            "out": out,
+            "ends": Pointer("ends"),
+            "num_experts": num_experts,
+            "K": k,
+            "N": n,
+            "stride_x": x_stride[0],
+            "stride_we": w_shape[1] * w_shape[2],
+            "stride_w": w_shape[2],
+            "stride_out": n,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "GROUP_M": tiles.group_m,
+            "EXPERTS": max(16, 1 << (num_experts - 1).bit_length()),
+            "TRANSPOSED": transposed,
+            "USE_TMA": bulk,
+            "FLATTEN": bulk and tiles.flatten,
+            "HALVES": tiles.halves,
+            "x_desc": Blocks(x, tuple(x_shape), (tiles.block_m, tiles.block_k)) if bulk else None,
+            "w_desc": Blocks(w, tuple(w_shape), w_block) if bulk else None,
+            "out_desc": Blocks(out, (num_rows, n), (tiles.block_m, tiles.stored_columns)) if bulk else None,
+        },
+        num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )
+    return Launches(("x", "w", "out", "ends"), (launch,))
+
+
+@lru_cache(KEPT_LAUNCHES)
+def _sum_over_rows(
+    num_rows: int,
+    num_experts: int,
+    k: int,
+    n: int,
+    stride_x: int,
+    stride_grad: int,
+    types: tuple[torch.dtype, ...],
+    aligned: bool,
+    tiles: Tiles | None,
+    device: int,
+) -> Launches:
+    from bexp.kernels.experts.triton_kernels import weights_kernel  # noqa: PLC0415 - imports Triton
+
+    place = _device(device)
+    tiles = tiles or weights_tiles(num_rows / num_experts, place)
+    num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
+    bulk = tiles.bulk_copies and aligned and _bulk_copies(place, types[0], k, n)
+    x, grad, out = Pointer("x"), Pointer("grad"), Pointer("out")
+    out_block = (1, tiles.block_m, tiles.stored_columns)
+    launch = Launch(
+        weights_kernel,
+        (_programs(tiles, num_tiles, place),),
+        {
+            "x": x,
+            "grad": grad,
+            "out": out,
+            "ends": Pointer("ends"),
+            "num_experts": num_experts,
+            "K": k,
+            "N": n,
+            "stride_x": stride_x,
+            "stride_grad": stride_grad,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_R": tiles.block_k,
+            "GROUP_M": tiles.group_m,
+            "USE_TMA": bulk,
+            "HALVES": tiles.halves,
+            "x_desc": Blocks(x, (num_rows, k), (tiles.block_k, tiles.block_m)) if bulk else None,
+            "grad_desc": Blocks(grad, (num_rows, n), (tiles.block_k, tiles.block_n)) if bulk else None,
+            "out_desc": Blocks(out, (num_experts, k, n), out_block) if bulk else None,
+        },
+        num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )
+    return Launches(("x", "grad", "out", "ends"), (launch,))
 
 
 class TritonGemm(Function):
@@ -248,8 +321,28 @@ def _programs(tiles: Tiles, num_tiles: int, device: torch.device) -> int:
     return min(num_tiles, tiles.programs_per_multiprocessor * num_multiprocessors(device))
 
 
-def _bulk_copies(*tensors: Tensor) -> bool:
-    return has_bulk_copies(tensors[0].device) and fits_bulk_copies(*tensors)
+def _bulk_copies(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether the device copies blocks of contiguous tensors with rows of these widths."""
+    return has_bulk_copies(device) and all(
+        width > 0 and width * dtype.itemsize % ALIGNMENT_BYTES == 0 for width in widths
+    )
+
+
+def _are_aligned(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether both operands and the result are contiguous and start at multiples of 16 bytes."""
+    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
+    return addresses % ALIGNMENT_BYTES == 0 and a.is_contiguous() and b.is_contiguous()
+
+
+def _result(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], given: Tensor | None) -> Tensor:
+    if given is None:
+        return empty(like, shape, strides, like.dtype)
+    assert given.shape == shape and given.dtype == like.dtype and given.is_contiguous(), "the result's shape and dtype"
+    return given
+
+
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -126,26 +127,49 @@ def test_the_same_inputs_give_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@interpreted
-def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
-    from bexp.kernels.experts.fused.token_permutation import permute_tokens
+def permuted(routes: torch.Tensor, num_experts: int, heights: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
+    """A permutation's parts and its buffer."""
+    from bexp.kernels.experts.fused.token_permutation import TokenPermutation, permutation_size, permute_tokens
+    from bexp.kernels.launcher import Launch, Launches
 
+    sizes = (routes.numel(), num_experts)
+    parts = TokenPermutation.of(*sizes, heights)
+    buffer = torch.zeros(permutation_size(*sizes, heights), dtype=torch.int32)
+    permute = permute_tokens(*sizes, routes.shape[1], parts)
+    run = Launches(("routes", "permutation"), (permute,)) if isinstance(permute, Launch) else permute
+    run(0, routes, buffer)
+    return parts, buffer
+
+
+@interpreted
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rows_are_sorted_by_expert_and_then_by_token(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bexp.kernels.experts.fused import token_permutation
+
+    monkeypatch.setattr(token_permutation, "FEW_PAIRS", 900 if at_once else 0)
     routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 150)  # several blocks of pairs
-    permutation = permute_tokens(routes, 5, (16, 32))
+    permutation, buffer = permuted(routes, 5, (16, 32))
+
+    def part(pointer: Any, length: int) -> list[int]:
+        found: list[int] = pointer.view({"permutation": buffer}, (length,)).tolist()
+        return found
+
     experts, pairs = torch.sort(routes.flatten(), stable=True)
-    assert permutation.pair_of_row.tolist() == pairs.tolist()
-    assert permutation.token_of_row.tolist() == (pairs // 2).tolist()
+    assert part(permutation.pair_of_row, 900) == pairs.tolist()
+    assert part(permutation.token_of_row, 900) == (pairs // 2).tolist()
     assert (
-        permutation.ends.tolist()
+        part(permutation.ends, 5)
         == torch.bincount(experts, minlength=5).cumsum(0).tolist()
         == [300, 300, 600, 900, 900]
     )
-    assert permutation.largest_first.tolist() == [0, 2, 3, 1, 4]
-    tiles = permutation.tiles[32]
-    assert int(tiles.count) == 30 <= tiles.most
-    assert tiles.expert[:30].tolist() == [0] * 10 + [2] * 10 + [3] * 10
-    assert tiles.row[:30].tolist() == [s + 32 * i for s in (0, 300, 600) for i in range(10)]
-    assert tiles.first.tolist() == [0, 10, 10, 20, 30]
+    assert part(permutation.largest_first, 5) == [0, 2, 3, 1, 4]
+    for height, each in ((32, 10), (16, 19)):
+        tiles = permutation.tiles[height]
+        assert part(tiles.count, 1) == [3 * each]
+        assert 3 * each <= tiles.most
+        assert part(tiles.expert, 3 * each) == [0] * each + [2] * each + [3] * each
+        assert part(tiles.row, 3 * each) == [s + height * i for s in (0, 300, 600) for i in range(each)]
+        assert part(tiles.first, 5) == [0, each, each, 2 * each, 3 * each]
 
 
 @interpreted
@@ -242,12 +266,22 @@ def test_hopper_tiles_share_a_multiprocessor(tile: HopperTile) -> None:
 
 @interpreted
 def test_rows_are_gathered_in_the_experts_order() -> None:
-    from bexp.kernels.experts.fused.token_permutation import gather_rows, permute_tokens
+    from bexp.kernels.experts.fused.layouts import Operand
+    from bexp.kernels.experts.fused.token_permutation import gather_rows
+    from bexp.kernels.launcher import Launches, Pointer
 
     routes = torch.tensor([[3, 0], [0, 2], [3, 2]] * 7)
-    tokens = torch.randn(21, 24)
-    permutation = permute_tokens(routes, 5, (16,))
-    assert torch.equal(gather_rows(tokens, permutation), tokens[permutation.token_of_row.long()])
+    tokens, others = torch.randn(2, 21, 24)
+    parts, buffer = permuted(routes, 5, (16,))
+    order = parts.token_of_row.view({"permutation": buffer}, (42,)).long()
+    places = [Operand(Pointer("out", start), 42, 24, "rows") for start in (0, 42 * 24 * 4)]
+    for both in (False, True):
+        out = torch.zeros(2, 42, 24)
+        others_too = ("others", places[1]) if both else ()
+        launch = gather_rows("tokens", places[0], parts, *others_too)
+        Launches(("tokens", "others", "permutation", "out"), (launch,))(0, tokens, others, buffer, out)
+        assert torch.equal(out[0], tokens[order])
+        assert torch.equal(out[1], others[order] if both else torch.zeros(42, 24))
 
 
 @pytest.mark.skipif(is_interpreting(), reason="asks for a device")

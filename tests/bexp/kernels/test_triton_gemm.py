@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from bexp.kernels.experts.triton_gemm import (
     sum_over_rows,
     weights_tiles,
 )
-from bexp.kernels.triton_support import fits_bulk_copies
+from bexp.kernels.launcher import KEPT_LAUNCHES
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.interpreter import interpreted
@@ -32,10 +33,13 @@ UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 30), 33, 1
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which way the operands take; the interpreter knows both."""
 
-    def bulk_copies(*tensors: Tensor) -> bool:
-        return bool(request.param) and fits_bulk_copies(*tensors)
+    monkeypatch.setattr(triton_gemm, "has_bulk_copies", lambda device: bool(request.param))
 
-    monkeypatch.setattr(triton_gemm, "_bulk_copies", bulk_copies)
+
+@pytest.fixture(autouse=True)
+def no_launches_of_another_test() -> None:
+    triton_gemm._multiply_rows.cache_clear()
+    triton_gemm._sum_over_rows.cache_clear()
 
 
 @interpreted
@@ -61,6 +65,30 @@ def test_every_number_is_written(case: GemmCase, dtype: torch.dtype, tiles: Tile
     ]
     for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
         assert relative_error(value, wanted) <= (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@interpreted
+def test_each_kind_of_operands_has_launches_of_its_own() -> None:
+    """All that Triton specialises a kernel on, but the addresses, is in the key that a launch is kept by."""
+    kept = triton_gemm._multiply_rows.cache_info
+    ends, x, w = gemm_cases.ends_of((2, 4), CPU), torch.randn(6, 16), torch.randn(2, 16, 16)
+    others: list[dict[str, Any]] = [
+        {},
+        {"x": x.half(), "w": w.half()},
+        {"ends": ends.long()},
+        {"x": torch.randn(6, 40)[:, :16]},
+        {"x": torch.randn(97)[1:].view(6, 16)},
+        {"x": torch.randn(5, 16), "ends": ends - 1},
+        {"w": torch.randn(2, 16, 24)},
+        {"transposed": True},
+        {"tiles": SMALL},
+    ]
+    for number, other in enumerate(others, start=1):
+        for _ in range(2):
+            given = {"x": x, "w": w, "ends": ends, **other}
+            multiply_rows(given.pop("x"), given.pop("w"), given.pop("ends"), **given)
+        assert kept().currsize == kept().misses == number
+    assert kept().maxsize == KEPT_LAUNCHES
 
 
 @interpreted

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.experts.fused.function import Kept, run_backward, run_forward, tiles_for
+from bexp.kernels.experts.fused.function import plan_for
+from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.tiles import default_tiles
 from bexp.kernels.experts.fused.token_permutation import permutation_size
 from bexp.kernels.experts.matrices import aligned_matrices
-from bexp.kernels.triton_support import aligned
+from bexp.kernels.triton_support import aligned, launching_on
 
 
 @torch.library.custom_op(
@@ -32,14 +34,15 @@ def fused_experts(
     activation: Activation,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output (T, D) and both parts of `Kept`, which are empty tensors unless `keep` is set."""
-    x_TD, weights_TK = aligned(x_TD), aligned(weights_TK)
+    """Return the output (T, D) and what backward needs: empty tensors unless `keep` is set."""
+    x_TD, routes_TK, weights_TK = aligned(x_TD), routes_TK.contiguous(), aligned(weights_TK)
     w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
-    tiles = tiles_for(routes_TK, w_in, w_out)
-    out, kept = run_forward(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
-    if kept is None:
+    plan = plan_for(x_TD, routes_TK, weights_TK, w_in, w_out, activation, keep=keep)
+    with launching_on(x_TD.device):
+        out, pre, permutation = plan.forward(x_TD, routes_TK, weights_TK, w_in, w_out)
+    if pre is None:
         return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
-    return out, kept.pre, kept.permutation
+    return out, pre, permutation
 
 
 @fused_experts.register_fake
@@ -50,9 +53,10 @@ def _(
     out = x_TD.new_empty(x_TD.shape)
     if not keep:
         return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
-    heights = tiles_for(routes_TK, w_in, w_out).heights(backward=True)
-    permutation = routes_TK.new_empty(permutation_size(num_pairs, w_in.shape[0], heights), dtype=torch.int32)
-    return out, x_TD.new_empty(num_pairs, w_in.shape[2]), permutation
+    gated, on_hopper = w_in.shape[2] == 2 * w_out.shape[1], has_hopper_kernels(w_in.device)
+    tiles = default_tiles(num_pairs, w_in.shape[0], gated, w_in.element_size(), on_hopper)
+    size = permutation_size(num_pairs, w_in.shape[0], tiles.heights(backward=True))
+    return out, x_TD.new_empty(num_pairs, w_in.shape[2]), routes_TK.new_empty(size, dtype=torch.int32)
 
 
 @torch.library.custom_op(
@@ -74,8 +78,9 @@ def fused_experts_backward(
     """The gradients of x, the routing weights, w_in and w_out."""
     grad_TD, x_TD, weights_TK = aligned(grad_TD), aligned(x_TD), aligned(weights_TK)
     w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
-    tiles = tiles_for(weights_TK, w_in, w_out)
-    found = run_backward(grad_TD, x_TD, weights_TK, w_in, w_out, Kept(pre, permutation), activation, tiles)
+    plan = plan_for(x_TD, weights_TK, weights_TK, w_in, w_out, activation, keep=True)
+    with launching_on(x_TD.device):
+        found = plan.backward(grad_TD, x_TD, weights_TK, w_in, w_out, pre, permutation)
     assert found.x is not None
     assert found.weights is not None
     assert found.w_in is not None

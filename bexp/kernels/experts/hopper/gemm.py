@@ -5,12 +5,15 @@ The kernels are compiled by Triton's Gluon and imported when first used: not eve
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from bexp.kernels.allocation import empty
 from bexp.kernels.experts.hopper.counter import tile_counter
 from bexp.kernels.experts.hopper.launch import (
     WARPS_OF_A_GROUP,
@@ -21,7 +24,8 @@ from bexp.kernels.experts.hopper.launch import (
 from bexp.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
-from bexp.kernels.triton_support import aligned, launching_on, num_multiprocessors
+from bexp.kernels.launcher import KEPT_LAUNCHES, Launch, Launches, Pointer, current_stream, is_current
+from bexp.kernels.triton_support import aligned, num_multiprocessors
 
 
 def multiply_rows(
@@ -35,71 +39,164 @@ def multiply_rows(
 ) -> Tensor:
     """Each expert's rows by its matrix: (R, K) and (E, K, N), or (E, N, K) where `transposed`, to (R, N).
 
-    `ends` (E,) int32 are the experts' last rows plus one, ascending to R. K and N are multiples of `ALIGNMENT`.
+    `ends` (E,) int32 are the experts' last rows plus one, ascending to R. K and N are multiples of `ALIGNMENT`. `out`
+    is contiguous.
     """
-    from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
-
+    device = x_RK.get_device()
+    if not is_current(device):
+        with torch.cuda.device(device):
+            return multiply_rows(x_RK, w, ends, transposed=transposed, out=out, tiles=tiles)
     x_RK, w = aligned(x_RK), aligned(w)
-    num_rows, k = x_RK.shape
-    num_experts, n = w.shape[0], w.shape[1] if transposed else w.shape[2]
-    assert w.shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
-    out = x_RK.new_empty(num_rows, n) if out is None else out
-    if out.numel() == 0:
-        return out
-    multiprocessors = num_multiprocessors(x_RK.device)
-    tiles = tiles or rows_tiles(num_rows, num_experts, k, n, multiprocessors)
-    row_tiles = most_row_tiles(num_rows, num_experts, tiles.block_m)
-    with launching_on(x_RK.device):
-        rows_kernel[(min(row_tiles * -(-n // tiles.block_n), tiles.programs * multiprocessors),)](
-            tensor_map(x_RK, [tiles.rows, tiles.block_k]),
-            tensor_map(w, [1, tiles.block_n, tiles.block_k] if transposed else [1, tiles.block_k, tiles.block_n]),
-            tensor_map(out, [tiles.rows, tiles.columns]),
-            out,
-            ends,
-            num_experts,
-            k,
-            n,
-            out.stride(0),
-            EXPERTS=searched_experts(num_experts),
-            TRANSPOSED=transposed,
-            BLOCK_K=tiles.block_k,
-            **_sizes(tiles, num_experts),
-        )
+    shape, strides, launch = _multiply_rows(
+        x_RK.shape, w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, tiles, device
+    )
+    if out is None:
+        out = empty(x_RK, shape, strides, x_RK.dtype)
+    else:
+        assert out.shape == shape and out.dtype == x_RK.dtype and out.is_contiguous(), "the result's shape and dtype"
+    if launch is not None:
+        launch(current_stream(device), x_RK, w, out, ends)
     return out
 
 
 def sum_over_rows(
     x_RK: Tensor, grad_RN: Tensor, ends: Tensor, *, out: Tensor | None = None, tiles: HopperTiles | None = None
 ) -> Tensor:
-    """Each expert's x^T grad over its rows: (R, K) and (R, N) to (E, K, N); zero for an expert without rows."""
+    """Each expert's x^T grad over its rows: (R, K) and (R, N) to (E, K, N); zero for an expert without rows.
+
+    `out` is contiguous.
+    """
+    device = x_RK.get_device()
+    if not is_current(device):
+        with torch.cuda.device(device):
+            return sum_over_rows(x_RK, grad_RN, ends, out=out, tiles=tiles)
+    x_RK, grad_RN = aligned(x_RK), aligned(grad_RN)
+    shape, strides, launch, claims = _sum_over_rows(
+        x_RK.shape, grad_RN.shape, ends.shape, x_RK.dtype, grad_RN.dtype, ends.dtype, tiles, device
+    )
+    if out is None:
+        out = empty(x_RK, shape, strides, x_RK.dtype)
+    else:
+        assert out.shape == shape and out.dtype == x_RK.dtype and out.is_contiguous(), "the result's shape and dtype"
+    if launch is None:
+        return out.zero_()
+    stream = current_stream(device)
+    if claims:
+        launch(stream, x_RK, grad_RN, out, ends, tile_counter(device, stream))
+    else:
+        launch(stream, x_RK, grad_RN, out, ends)
+    return out
+
+
+@lru_cache(KEPT_LAUNCHES)
+def _multiply_rows(
+    x_shape: tuple[int, int],
+    w_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    ends_dtype: torch.dtype,
+    transposed: bool,
+    tiles: HopperTiles | None,
+    device: int,
+) -> tuple[tuple[int, int], tuple[int, int], Launches | None]:
+    """The shape and strides of the result, and the launch; null if there is nothing to write."""
+    from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
+
+    num_rows, k = x_shape
+    num_experts, n = w_shape[0], w_shape[1] if transposed else w_shape[2]
+    assert w_shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
+    if num_rows == 0 or n == 0:
+        return (num_rows, n), (n, 1), None
+    multiprocessors = num_multiprocessors(torch.device("cuda", device))
+    tiles = tiles or rows_tiles(num_rows, num_experts, k, n, multiprocessors)
+    row_tiles = most_row_tiles(num_rows, num_experts, tiles.block_m)
+    w_block = (1, tiles.block_n, tiles.block_k) if transposed else (1, tiles.block_k, tiles.block_n)
+    launch = Launch(
+        rows_kernel,
+        (min(row_tiles * -(-n // tiles.block_n), tiles.programs * multiprocessors),),
+        {
+            "x_desc": tensor_map(Pointer("x"), tuple(x_shape), (tiles.rows, tiles.block_k), dtype),
+            "w_desc": tensor_map(Pointer("w"), tuple(w_shape), w_block, dtype),
+            "out_desc": tensor_map(Pointer("out"), (num_rows, n), (tiles.rows, tiles.columns), dtype),
+            "out": Pointer("out"),
+            "ends": Pointer("ends"),
+            "num_experts": num_experts,
+            "K": k,
+            "N": n,
+            "stride_out": n,
+            "EXPERTS": searched_experts(num_experts),
+            "TRANSPOSED": transposed,
+            "BLOCK_K": tiles.block_k,
+            **_sizes(tiles, num_experts),
+        },
+        **_options(tiles),
+    )
+    return (num_rows, n), (n, 1), Launches(("x", "w", "out", "ends"), (launch,))
+
+
+@lru_cache(KEPT_LAUNCHES)
+def _sum_over_rows(
+    x_shape: tuple[int, int],
+    grad_shape: tuple[int, int],
+    ends_shape: tuple[int],
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    ends_dtype: torch.dtype,
+    tiles: HopperTiles | None,
+    device: int,
+) -> tuple[tuple[int, int, int], tuple[int, int, int], Launches | None, bool]:
+    """The shape and strides of the result, the launch, null without rows, and whether it takes a counter of tiles."""
+    (num_rows, k), n, num_experts = x_shape, grad_shape[1], ends_shape[0]
+    shape, strides = (num_experts, k, n), (k * n, n, 1)
+    if num_rows == 0:
+        return shape, strides, None, False
+    pointers = (Pointer("x"), Pointer("grad"), Pointer("out"), Pointer("ends"))
+    launch, claims = weights_launch(*pointers, num_rows, num_experts, k, n, dtype, device, tiles)
+    names = ("x", "grad", "out", "ends", *(("counter",) if claims else ()))
+    return shape, strides, Launches(names, (launch,)), claims
+
+
+def weights_launch(
+    x: Pointer,
+    grad: Pointer,
+    out: Pointer,
+    ends: Pointer,
+    num_rows: int,
+    num_experts: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    device: int,
+    tiles: HopperTiles | None = None,
+) -> tuple[Launch, bool]:
+    """The launch of `sum_over_rows`, and whether it also takes a `tile_counter`, which is called "counter"."""
     from bexp.kernels.experts.hopper.weights_kernel import weights_kernel  # noqa: PLC0415 - imports Triton
 
-    x_RK, grad_RN = aligned(x_RK), aligned(grad_RN)
-    num_rows, k = x_RK.shape
-    num_experts, n = ends.shape[0], grad_RN.shape[1]
-    out = x_RK.new_empty(num_experts, k, n) if out is None else out
-    if num_rows == 0:
-        return out.zero_()
-    multiprocessors = num_multiprocessors(x_RK.device)
+    multiprocessors = num_multiprocessors(torch.device("cuda", device))
     tiles = tiles or weights_tiles(num_experts, k, n, multiprocessors)
-    assert num_experts <= MOST_ORDERED_EXPERTS or not tiles.dynamic, f"{num_experts} experts are taken in their order"
+    claims = tiles.dynamic
+    assert num_experts <= MOST_ORDERED_EXPERTS or not claims, f"{num_experts} experts are taken in their order"
     num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
-    with launching_on(x_RK.device):
-        weights_kernel[(min(num_tiles, tiles.programs * multiprocessors),)](
-            tensor_map(x_RK, [tiles.block_k, tiles.rows]),
-            tensor_map(grad_RN, [tiles.block_k, tiles.block_n]),
-            tensor_map(out, [1, tiles.rows, tiles.columns]),
-            ends,
-            tile_counter(x_RK.device) if tiles.dynamic else None,
-            num_experts,
-            k,
-            n,
-            BLOCK_R=tiles.block_k,
-            EXPERTS=searched_experts(num_experts) if tiles.dynamic else 0,
-            DYNAMIC=tiles.dynamic,
-            **_sizes(tiles, num_experts if tiles.dynamic else 1),
-        )
-    return out
+    launch = Launch(
+        weights_kernel,
+        (min(num_tiles, tiles.programs * multiprocessors),),
+        {
+            "x_desc": tensor_map(x, (num_rows, k), (tiles.block_k, tiles.rows), dtype),
+            "grad_desc": tensor_map(grad, (num_rows, n), (tiles.block_k, tiles.block_n), dtype),
+            "out_desc": tensor_map(out, (num_experts, k, n), (1, tiles.rows, tiles.columns), dtype),
+            "ends": ends,
+            "counter": Pointer("counter") if claims else None,
+            "num_experts": num_experts,
+            "K": k,
+            "N": n,
+            "BLOCK_R": tiles.block_k,
+            "EXPERTS": searched_experts(num_experts) if claims else 0,
+            "DYNAMIC": claims,
+            **_sizes(tiles, num_experts if claims else 1),
+        },
+        **_options(tiles),
+    )
+    return launch, claims
 
 
 class HopperGemm(Function):
@@ -133,7 +230,7 @@ def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
 
 
 def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:
-    """What both kernels are compiled for; the registers at the start bound what consumers and producer share."""
+    """What both kernels are compiled for."""
     return {
         "CONSUMERS": tiles.consumers,
         "ROWS": tiles.rows,
@@ -144,6 +241,9 @@ def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:
         "GROUP_M": tiles.group_m,
         "PRODUCER_REGISTERS": tiles.producer_registers(num_experts),
         "CONSUMER_REGISTERS": tiles.consumer_registers(num_experts),
-        "num_warps": WARPS_OF_A_GROUP,
-        "maxnreg": tiles.launch_registers,
     }
+
+
+def _options(tiles: HopperTiles) -> dict[str, int]:
+    """What the compiler is told; the registers at the start bound what consumers and producer share."""
+    return {"num_warps": WARPS_OF_A_GROUP, "maxnreg": tiles.launch_registers}

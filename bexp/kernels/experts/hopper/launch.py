@@ -1,11 +1,12 @@
-"""Arguments that every launch of a Hopper kernel needs. Triton's Gluon is imported when a tensor map is made."""
+"""Arguments that every launch of a Hopper kernel needs. Triton's Gluon is imported when a layout is made."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from bexp.kernels.launcher import Blocks, Pointer
 
 ALIGNMENT = 8
 """Widths are multiples of this number of two-byte elements: rows of bulk copies start at multiples of 16 bytes."""
@@ -13,19 +14,17 @@ WARPS_OF_A_GROUP = 4
 _FEWEST_EXPERTS = 32
 
 
-def tensor_map(tensor: Tensor, block: list[int]) -> Any:
-    """A descriptor of `tensor` for bulk copies of `block`, swizzled as the product instructions read it."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: PLC0415 - optional
-
-    return TensorDescriptor.from_tensor(tensor, block, shared_layout(block, tensor))
+def tensor_map(pointer: Pointer, shape: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype) -> Blocks:
+    """A contiguous tensor for bulk copies of `block`, swizzled as the product instructions read it."""
+    return Blocks(pointer, shape, block, shared_layout(block, dtype))
 
 
-def shared_layout(block: list[int], like: Tensor) -> Any:
-    """The layout of a block in shared memory, in the dtype of `like` (bfloat16 or float16)."""
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """The layout of a block in shared memory, for bfloat16 or float16."""
     from triton.experimental.gluon import language as gl  # noqa: PLC0415 - optional
 
-    dtype = gl.bfloat16 if like.dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(block, dtype)
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
 def searched_experts(num_experts: int) -> int:

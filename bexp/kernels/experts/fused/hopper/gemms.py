@@ -1,6 +1,4 @@
-"""Launches of the fused FFN's Hopper kernels. Shapes are named as in `ExpertFFN`; R is T * K.
-
-Tensors are contiguous; a weight may also be the transpose of a contiguous tensor.
+"""Launches of the fused FFN's Hopper kernels, as `fused/gemms` describes them.
 
 The kernels are compiled by Triton's Gluon and imported when first used: not every machine has it.
 """
@@ -9,12 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused.hopper.tiles import HopperTile
-from bexp.kernels.experts.fused.layouts import Operand
+from bexp.kernels.experts.fused.layouts import FusedShape, Operand
 from bexp.kernels.experts.fused.token_permutation import TokenPermutation
 from bexp.kernels.experts.hopper.launch import (
     ALIGNMENT,
@@ -24,116 +18,117 @@ from bexp.kernels.experts.hopper.launch import (
     shared_layout,
     tensor_map,
 )
-from bexp.kernels.experts.matrices import stored
-from bexp.kernels.triton_support import launching_on, num_multiprocessors
+from bexp.kernels.launcher import Launch, Pointer
+from bexp.kernels.triton_support import num_multiprocessors
 
 _WIDEST_INSTRUCTION_REGISTERS = 154
 
 
 def gate_up_gemm(
     x: Operand,
-    weights_TK: Tensor,
-    w_in: Tensor,
-    hidden_size: int,
-    activation: Activation,
+    pre: Pointer,
+    hidden: Pointer,
+    shape: FusedShape,
     permutation: TokenPermutation,
     tile: HopperTile,
     *,
     keep: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the weighted activation (R, H) and, if `keep`, the input of the activation (R, 2H or H)."""
+) -> Launch:
+    """Write the weighted activation (R, H) and, if `keep`, the input of the activation `pre` (R, 2H or H)."""
     from bexp.kernels.experts.fused.hopper.gate_up_gemm import gate_up_gemm_kernel  # noqa: PLC0415 - imports Triton
 
-    num_pairs, width = permutation.pair_of_row.numel(), w_in.shape[2]
-    gates = width // hidden_size
+    gates = 2 if shape.gated else 1
     columns = tile.BLOCK_N // gates
-    hidden = w_in.new_empty(num_pairs, hidden_size)
-    pre = w_in.new_empty(num_pairs, width) if keep else None
-    matrices, transposed = stored(w_in)
-    with launching_on(w_in.device):
-        gate_up_gemm_kernel[_grid(num_pairs, w_in.shape[0], hidden_size, columns, tile, w_in.device)](
-            _rows(x, tile),
-            _matrices(matrices, gates, columns, tile, transposed=transposed),
-            hidden if pre is None else pre,
-            hidden,
-            weights_TK,
-            permutation.token_of_row,
-            permutation.pair_of_row,
-            permutation.ends,
-            w_in.shape[0],
-            num_pairs,
-            w_in.shape[1] // ALIGNMENT,
-            hidden_size // ALIGNMENT,
-            ACTIVATION=activation,
-            KEEP=keep,
-            GATES=gates,
-            COLUMNS=columns,
-            TRANSPOSED=transposed,
-            **_options(tile, w_in, w_in.shape[1]),
-        )
-    return hidden, pre
+    sizes = (shape.token_size, shape.hidden_size)
+    return Launch(
+        gate_up_gemm_kernel,
+        _grid(columns, tile, shape),
+        {
+            "x": _rows(x, tile, shape),
+            "w_desc": _matrices("w_in", sizes, gates, columns, tile, shape, transposed=shape.in_transposed),
+            "pre": pre,
+            "hidden": hidden,
+            "weights": Pointer("weights"),
+            "token_of_row": permutation.token_of_row,
+            "pair_of_row": permutation.pair_of_row,
+            "ends": permutation.ends,
+            "num_experts": shape.num_experts,
+            "num_rows": shape.num_pairs,
+            "eighth_of_K": shape.token_size // ALIGNMENT,
+            "eighth_of_H": shape.hidden_size // ALIGNMENT,
+            "ACTIVATION": shape.activation,
+            "KEEP": keep,
+            "GATES": gates,
+            "COLUMNS": columns,
+            "TRANSPOSED": shape.in_transposed,
+            **_sizes(tile, shape, shape.token_size),
+        },
+        **_options(tile),
+    )
 
 
 def differentiate_hidden(
     grad: Operand,
-    weights_TK: Tensor,
-    pre: Tensor,
-    w_out: Tensor,
-    activation: Activation,
+    pre: Pointer,
+    grad_pre: Pointer,
+    hidden: Pointer,
+    partial: Pointer,
+    shape: FusedShape,
     permutation: TokenPermutation,
     tile: HopperTile,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of `pre`, the weighted activation (R, H), and summands of the weights' gradient (n, R)."""
+) -> Launch:
+    """Write the gradient of `pre`, the weighted activation (R, H), and summands of the weights' gradient (n, R)."""
     from bexp.kernels.experts.fused.hopper.differentiate_hidden import (  # noqa: PLC0415 - imports Triton
         differentiate_hidden_kernel,
     )
 
-    num_experts, hidden_size, k = w_out.shape
-    num_pairs = permutation.pair_of_row.numel()
-    grad_pre, hidden = torch.empty_like(pre), pre.new_empty(num_pairs, hidden_size)
     columns = tile.BLOCK_N
-    partial = torch.empty(-(-hidden_size // columns), num_pairs, dtype=torch.float32, device=pre.device)
-    matrices, lies_transposed = stored(w_out)
-    with launching_on(pre.device):
-        differentiate_hidden_kernel[_grid(num_pairs, num_experts, hidden_size, columns, tile, pre.device)](
-            _rows(grad, tile),
-            _matrices(matrices, 1, columns, tile, transposed=not lies_transposed),
-            tensor_map(pre, list(tile.PIECE)),
-            grad_pre,
-            hidden,
-            weights_TK,
-            partial,
-            permutation.token_of_row,
-            permutation.pair_of_row,
-            permutation.ends,
-            num_experts,
-            num_pairs,
-            k // ALIGNMENT,
-            hidden_size // ALIGNMENT,
-            ACTIVATION=activation,
-            GATES=pre.shape[1] // hidden_size,
-            COLUMNS=columns,
-            TRANSPOSED=not lies_transposed,
-            **_options(tile, w_out, k),
-        )
-    return grad_pre, hidden, partial
+    transposed = not shape.out_transposed
+    sizes = (shape.token_size, shape.hidden_size)
+    return Launch(
+        differentiate_hidden_kernel,
+        _grid(columns, tile, shape),
+        {
+            "grad": _rows(grad, tile, shape),
+            "w_desc": _matrices("w_out", sizes, 1, columns, tile, shape, transposed=transposed),
+            "pre_desc": tensor_map(pre, (shape.num_pairs, shape.pre_size), tile.PIECE, shape.dtype),
+            "grad_pre": grad_pre,
+            "hidden": hidden,
+            "weights": Pointer("weights"),
+            "partial": partial,
+            "token_of_row": permutation.token_of_row,
+            "pair_of_row": permutation.pair_of_row,
+            "ends": permutation.ends,
+            "num_experts": shape.num_experts,
+            "num_rows": shape.num_pairs,
+            "eighth_of_K": shape.token_size // ALIGNMENT,
+            "eighth_of_H": shape.hidden_size // ALIGNMENT,
+            "ACTIVATION": shape.activation,
+            "GATES": 2 if shape.gated else 1,
+            "COLUMNS": columns,
+            "TRANSPOSED": transposed,
+            **_sizes(tile, shape, shape.token_size),
+        },
+        **_options(tile),
+    )
 
 
-def _grid(
-    num_rows: int, num_experts: int, width: int, columns: int, tile: HopperTile, device: torch.device
-) -> tuple[int]:
-    row_tiles = most_row_tiles(num_rows, num_experts, tile.block_m)
-    return (min(row_tiles * -(-width // columns), num_multiprocessors(device)),)
+def _grid(columns: int, tile: HopperTile, shape: FusedShape) -> tuple[int]:
+    row_tiles = most_row_tiles(shape.num_pairs, shape.num_experts, tile.block_m)
+    return (min(row_tiles * -(-shape.hidden_size // columns), num_multiprocessors(shape.place)),)
 
 
-def _rows(operand: Operand, tile: HopperTile) -> Any:
+def _rows(operand: Operand, tile: HopperTile, shape: FusedShape) -> Any:
     assert operand.layout == ("tokens" if tile.gathered else "rows"), "as the tile says"
-    return operand.tensor if tile.gathered else tensor_map(operand.tensor, [tile.block_m, tile.block_k])
+    if tile.gathered:
+        return operand.pointer
+    return tensor_map(operand.pointer, (operand.num_rows, operand.width), (tile.block_m, tile.block_k), shape.dtype)
 
 
-def _options(tile: HopperTile, w: Tensor, k: int) -> dict[str, Any]:
-    """What both kernels are compiled for; the registers at the start bound what all partitions share."""
+def _sizes(tile: HopperTile, shape: FusedShape, k: int) -> dict[str, Any]:
+    """What both kernels are compiled for."""
     wide = tile.launch_registers >= _WIDEST_INSTRUCTION_REGISTERS
+    dtype = shape.dtype
     return {
         "GATHERED": tile.gathered,
         "EVEN_K": k % tile.block_k == 0,
@@ -142,22 +137,34 @@ def _options(tile: HopperTile, w: Tensor, k: int) -> dict[str, Any]:
         "WIDTH": tile.BLOCK_N if wide else tile.BLOCK_N // 2,
         "STAGES": tile.stages,
         "GROUP_M": tile.group,
-        "EXPERTS": searched_experts(w.shape[0]),
-        "A_LAYOUT": shared_layout([tile.block_m, tile.block_k], w),
-        "B_LAYOUT": shared_layout([tile.block_k, tile.BLOCK_N], w),
-        "SUMS_LAYOUT": shared_layout([tile.ROWS, tile.BLOCK_N // 2], w),
+        "EXPERTS": searched_experts(shape.num_experts),
+        "A_LAYOUT": shared_layout((tile.block_m, tile.block_k), dtype),
+        "B_LAYOUT": shared_layout((tile.block_k, tile.BLOCK_N), dtype),
+        "SUMS_LAYOUT": shared_layout((tile.ROWS, tile.BLOCK_N // 2), dtype),
         "EPILOGUE_WARPS": tile.epilogue_warps,
         "PRODUCER_WARPS": tile.producer_warps,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "OTHER_REGISTERS": tile.other_registers,
-        "num_warps": WARPS_OF_A_GROUP,
-        "maxnreg": tile.launch_registers,
     }
 
 
-def _matrices(matrices: Tensor, gates: int, columns: int, tile: HopperTile, *, transposed: bool) -> Any:
-    """A tensor map over (E, K, gates, N), or over (E, gates, N, K) where the matrices lie transposed."""
-    num_experts, first, second = matrices.shape
+def _options(tile: HopperTile) -> dict[str, int]:
+    """What the compiler is told; the registers at the start bound what all partitions share."""
+    return {"num_warps": WARPS_OF_A_GROUP, "maxnreg": tile.launch_registers}
+
+
+def _matrices(
+    name: str,
+    sizes: tuple[int, int],
+    gates: int,
+    columns: int,
+    tile: HopperTile,
+    shape: FusedShape,
+    *,
+    transposed: bool,
+) -> Any:
+    """A tensor map over (E, K, gates, N), or over (E, gates, N, K) where the matrices lie transposed, for (K, N)."""
+    (k, n), num_experts = sizes, shape.num_experts
     if transposed:
-        return tensor_map(matrices.view(num_experts, gates, first // gates, second), [1, 1, columns, tile.block_k])
-    return tensor_map(matrices.view(num_experts, first, gates, second // gates), [1, tile.block_k, 1, columns])
+        return tensor_map(Pointer(name), (num_experts, gates, n, k), (1, 1, columns, tile.block_k), shape.dtype)
+    return tensor_map(Pointer(name), (num_experts, k, gates, n), (1, tile.block_k, 1, columns), shape.dtype)

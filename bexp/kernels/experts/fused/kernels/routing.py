@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from bexp.kernels.jit import kernel
+from bexp.kernels.jit import jit, kernel
 
 
 @kernel
@@ -61,6 +61,52 @@ def place_pairs(
     tl.store(token_of_row + row, pairs // TOP_K, mask=live)
 
 
+@jit
+def lay_tiles_of(
+    expert: tl.tensor,
+    counts: tl.tensor,
+    start: tl.tensor,
+    first_tile: tl.tensor,
+    tile_expert: tl.tensor,
+    tile_row: tl.tensor,
+    num_tiles: tl.tensor,
+    E: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Writes an expert's first tile, and expert and first row of its tiles; `counts` (BINS,) are all experts' rows."""
+    bins = tl.arange(0, BINS)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(bins < expert, tiles, 0))
+    mine = tl.sum(tl.where(bins == expert, tiles, 0))
+    tl.store(first_tile + expert, first)
+    for begin in range(0, mine, CHUNK):
+        tile = begin + tl.arange(0, CHUNK)
+        tl.store(tile_expert + first + tile, tl.zeros((CHUNK,), tl.int32) + expert, mask=tile < mine)
+        tl.store(tile_row + first + tile, start + tile * BLOCK_M, mask=tile < mine)
+    if expert == E - 1:
+        tl.store(num_tiles, first + mine)
+
+
+@jit
+def place_expert(
+    expert: tl.tensor,
+    counts: tl.tensor,
+    start: tl.tensor,
+    ends: tl.tensor,
+    largest_first: tl.tensor,
+    E: tl.tensor,
+    BINS: tl.constexpr,
+) -> None:
+    """Writes an expert's end, and the expert at its place by size."""
+    bins = tl.arange(0, BINS)
+    count = tl.sum(tl.where(bins == expert, counts, 0))
+    larger = (counts > count) | ((counts == count) & (bins < expert))
+    tl.store(largest_first + tl.sum((larger & (bins < E)).to(tl.int32)), expert)
+    tl.store(ends + expert, start + count)
+
+
 @kernel
 def lay_tiles(
     scan: tl.tensor,
@@ -88,21 +134,79 @@ def lay_tiles(
     upto = tl.load(scan + last, mask=real, other=0)
     below = tl.load(scan + last - num_blocks, mask=real & (bins > 0), other=0)
     counts = upto - below
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    count = tl.sum(tl.where(bins == expert, counts, 0))
     start = tl.sum(tl.where(bins == expert, below, 0))
-    first = tl.sum(tl.where(bins < expert, tiles, 0))
-    larger = (counts > count) | ((counts == count) & (bins < expert))
-    tl.store(largest_first + tl.sum((larger & real).to(tl.int32)), expert)
-    tl.store(ends + expert, start + count)
-    tl.store(first_tile + expert, first)
-    mine = (count + BLOCK_M - 1) // BLOCK_M
-    for begin in range(0, mine, CHUNK):
-        tile = begin + tl.arange(0, CHUNK)
-        tl.store(tile_expert + first + tile, tl.zeros((CHUNK,), tl.int32) + expert, mask=tile < mine)
-        tl.store(tile_row + first + tile, start + tile * BLOCK_M, mask=tile < mine)
-    if expert == E - 1:
-        tl.store(num_tiles, first + mine)
+    place_expert(expert, counts, start, ends, largest_first, E, BINS)
+    lay_tiles_of(expert, counts, start, first_tile, tile_expert, tile_row, num_tiles, E, BLOCK_M, BINS, CHUNK)
+
+
+@kernel
+def permute_few(
+    routes: tl.tensor,
+    pair_of_row: tl.tensor,
+    token_of_row: tl.tensor,
+    ends: tl.tensor,
+    largest_first: tl.tensor,
+    first_tile: tl.tensor,
+    tile_expert: tl.tensor,
+    tile_row: tl.tensor,
+    num_tiles: tl.tensor,
+    other_first_tile: tl.tensor,
+    other_tile_expert: tl.tensor,
+    other_tile_row: tl.tensor,
+    other_num_tiles: tl.tensor,
+    num_pairs: tl.tensor,
+    E: tl.tensor,
+    TOP_K: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    OTHER_HEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    TILES: tl.constexpr,
+) -> None:
+    """All of a permutation in one launch, with tiles of one or two heights, where every program looks at all pairs.
+
+    The first E programs do what `lay_tiles` does. Each other one finds the rows of BLOCK pairs: a pair's row is the
+    number of pairs with a lower expert, or with the same expert and a lower index.
+    """
+    program = tl.program_id(0)
+    if program < E:
+        bins = tl.arange(0, BINS)
+        counts = tl.zeros((BINS,), dtype=tl.int32)
+        for begin in range(0, num_pairs, CHUNK):
+            pairs = begin + tl.arange(0, CHUNK)
+            experts = tl.load(routes + pairs, mask=pairs < num_pairs, other=BINS - 1).to(tl.int32)
+            counts += tl.histogram(experts, BINS)
+        counts = tl.where(bins < E, counts, 0)
+        start = tl.sum(tl.where(bins < program, counts, 0))
+        place_expert(program, counts, start, ends, largest_first, E, BINS)
+        lay_tiles_of(program, counts, start, first_tile, tile_expert, tile_row, num_tiles, E, HEIGHT, BINS, TILES)
+        if OTHER_HEIGHT > 0:
+            lay_tiles_of(
+                program,
+                counts,
+                start,
+                other_first_tile,
+                other_tile_expert,
+                other_tile_row,
+                other_num_tiles,
+                E,
+                OTHER_HEIGHT,
+                BINS,
+                TILES,
+            )
+    else:
+        mine = (program - E) * BLOCK + tl.arange(0, BLOCK)
+        live = mine < num_pairs
+        keys = tl.load(routes + mine, mask=live, other=0).to(tl.int32) * num_pairs + mine
+        row = tl.zeros((BLOCK,), dtype=tl.int32)
+        for begin in range(0, num_pairs, CHUNK):
+            pairs = begin + tl.arange(0, CHUNK)
+            experts = tl.load(routes + pairs, mask=pairs < num_pairs, other=E).to(tl.int32)
+            below = (experts * num_pairs + pairs)[None, :] < keys[:, None]
+            row += tl.sum(below.to(tl.int32), axis=1)
+        tl.store(pair_of_row + row, mine, mask=live)
+        tl.store(token_of_row + row, mine // TOP_K, mask=live)
 
 
 @kernel
@@ -137,14 +241,19 @@ def gather_tiles(
 @kernel
 def gather_rows(
     tokens: tl.tensor,
+    other_tokens: tl.tensor,
     out: tl.tensor,
+    other_out: tl.tensor,
     token_of_row: tl.tensor,
     num_pairs: tl.tensor,
     D: tl.tensor,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """out (num_pairs, D): the tokens of the rows."""
+    """out (num_pairs, D): the tokens of the rows. Programs (., 1), if there are any, do it for the other tokens."""
+    if tl.program_id(1) == 1:
+        tokens = other_tokens
+        out = other_out
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = (rows < num_pairs)[:, None]
     token = tl.load(token_of_row + rows, mask=rows < num_pairs, other=0).to(tl.int64)
@@ -153,6 +262,29 @@ def gather_rows(
         inside = live & (columns < D)[None, :]
         found = tl.load(tokens + token[:, None] * D + columns[None, :], mask=inside)
         tl.store(out + rows.to(tl.int64)[:, None] * D + columns[None, :], found, mask=inside)
+
+
+@jit
+def sum_block(
+    program: tl.tensor,
+    rows: tl.tensor,
+    out: tl.tensor,
+    num_pairs: tl.tensor,
+    D: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """out[t] = sum over k of rows[t * TOP_K + k], in float32 and in the order of k, for a program's block."""
+    num_d = tl.cdiv(D, BLOCK_D)
+    tokens = program // num_d * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = program % num_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = (tokens < num_pairs // TOP_K)[:, None] & (columns < D)[None, :]
+    cells = (tokens.to(tl.int64) * TOP_K)[:, None] * D + columns[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
+    for k in range(TOP_K):
+        total += tl.load(rows + cells + k * D, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + tokens.to(tl.int64)[:, None] * D + columns[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
 @kernel
@@ -165,12 +297,36 @@ def sum_pairs(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """out[t] = sum over k of rows[t * TOP_K + k], in float32 and in the order of k."""
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    live = (tokens < num_pairs // TOP_K)[:, None] & (columns < D)[None, :]
-    cells = (tokens.to(tl.int64) * TOP_K)[:, None] * D + columns[None, :]
-    total = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
-    for k in range(TOP_K):
-        total += tl.load(rows + cells + k * D, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + tokens.to(tl.int64)[:, None] * D + columns[None, :], total.to(out.dtype.element_ty), mask=live)
+    """out (T, D): the sums of each token's rows (T * TOP_K, D)."""
+    sum_block(tl.program_id(0), rows, out, num_pairs, D, TOP_K, BLOCK_T, BLOCK_D)
+
+
+@kernel
+def finish_backward(
+    rows: tl.tensor,
+    grad_x: tl.tensor,
+    partial: tl.tensor,
+    grad_weights: tl.tensor,
+    num_pairs: tl.tensor,
+    num_blocks: tl.tensor,
+    D: tl.tensor,
+    SUMMANDS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The first num_blocks programs write grad_weights (R,): the sums of partial (SUMMANDS, R) in their order.
+
+    The others, if there are any, write grad_x as `sum_pairs` does.
+    """
+    program = tl.program_id(0)
+    if program < num_blocks:
+        pairs = program * BLOCK + tl.arange(0, BLOCK)
+        live = pairs < num_pairs
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for n in range(SUMMANDS):
+            total += tl.load(partial + num_pairs.to(tl.int64) * n + pairs, mask=live, other=0.0)
+        tl.store(grad_weights + pairs, total.to(grad_weights.dtype.element_ty), mask=live)
+    else:
+        sum_block(program - num_blocks, rows, grad_x, num_pairs, D, TOP_K, BLOCK_T, BLOCK_D)
