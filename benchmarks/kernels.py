@@ -43,7 +43,7 @@ from bexp.kernels.experts.auto.measuring import GemmShape
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import TimingBudget
-from bexp.measure.turns import Run, TurnTiming, chained, synchronize, time_in_turns
+from bexp.measure.turns import Run, TurnsBudget, TurnTiming, chained, synchronize, time_in_turns
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.model import DType
 from workers.profiler.failures import classify, is_poisoned
@@ -71,6 +71,7 @@ CONTENDERS = BASELINES | OURS | CHOSEN
 REFERENCE = "grouped_mm"
 HOPELESS = 4.0
 """A contender that is so many times slower than the fastest before it is run once, and not in turns."""
+BUDGET = TurnsBudget(rounds=15)
 SAVED_CELLS = 10
 """After so many cells the file is written, in case the command is stopped."""
 
@@ -118,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     cells, kept = found["cells"], sum(bool(cell["runs"]) for cell in found["cells"])
     if kept:
         print(f"{options.out}: {kept} cells are kept and not measured again")
-    todo = [cell for cell in cells if not cell["runs"]]
+    todo = sorted((cell for cell in cells if not cell["runs"]), key=lambda cell: sum(cell["counts"]))
     for number, cell in enumerate(todo):
         if time.monotonic() > deadline:
             break
@@ -187,7 +188,7 @@ def time_cell(counts: tuple[int, ...], names: Iterable[str], device: torch.devic
         rows[name], found = _checked(name, given)
         if found is not None:
             run, links[name] = found
-            once = _seconds_once(run, device) / links[name]
+            once = seconds_once(run, device) / links[name]
             fastest = min(fastest, once)
             if once > HOPELESS * fastest:
                 rows[name] |= _timed(TurnTiming(once, 0.0, once, 0.0, 1, in_turns=False), 1, sum(counts))
@@ -195,7 +196,7 @@ def time_cell(counts: tuple[int, ...], names: Iterable[str], device: torch.devic
                 runs[name] = run
         del found
         torch.cuda.empty_cache()
-    for name, timing in time_in_turns(runs, device).items():
+    for name, timing in time_in_turns(runs, device, BUDGET).items():
         rows[name] |= _timed(timing, links[name], sum(counts))
     return [rows[name] for name in names]
 
@@ -217,14 +218,16 @@ def _checked(name: str, given: Problem) -> tuple[dict[str, Any], tuple[Run, int]
         return row | {"outcome": outcome.value, "reason": reason}, None
 
 
-def _seconds_once(run: Run, device: torch.device) -> float:
-    """Seconds of the second of two runs, by the clock."""
-    run()
-    synchronize(device)
-    started = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - started
+def seconds_once(run: Run, device: torch.device) -> float:
+    """Seconds of the fastest of three runs, by the clock."""
+    seconds = []
+    for _ in range(3):
+        synchronize(device)
+        started = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 def _timed(timing: TurnTiming, links: int, num_rows: int) -> dict[str, Any]:

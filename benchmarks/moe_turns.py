@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.kernels import seconds_once
 from benchmarks.moe_contenders import (
     DENSE,
     HIDDEN,
@@ -187,7 +188,7 @@ class Cell:
             return
         try:
             run = _training_run(block, self._x)
-            once = self._once[name] = _seconds_once(run, self._device)
+            once = self._once[name] = seconds_once(run, self._device)
             others = [seconds for other, seconds in self._once.items() if not other.startswith(DENSE)]
             if others and not name.startswith(DENSE) and once > HOPELESS * min(others):
                 row |= {"seconds": once, "device_seconds": once, "repeats": 1, "in_turns": False}
@@ -253,16 +254,6 @@ def _training_run(block: nn.Module, x: Tensor) -> Run:
         torch.autograd.grad(block(leaf), wanted, gradient, allow_unused=True)
 
     return run
-
-
-def _seconds_once(run: Run, device: torch.device) -> float:
-    """Seconds of the last of three runs, by the clock."""
-    for _ in range(3):
-        synchronize(device)
-        started = time.perf_counter()
-        run()
-        synchronize(device)
-    return time.perf_counter() - started
 
 
 def _waits(name: str) -> bool:

@@ -6,19 +6,22 @@ meet the same conditions, so that their ratio depends on them less than on the c
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from bexp.measure.cuda_timing import BLOCKED_SHARE, FASTEST_LAUNCH_SECONDS, MAX_QUEUED_LAUNCHES, SLEEP_MARGIN
-from bexp.measure.timing import collector_paused, standard_error
+from bexp.measure.timing import standard_error
 
 Run = Callable[[], object]
 MOST_LINKS = 8
+LONGER_SLEEP = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def time_in_turns(
     """
     budget = budget or TurnsBudget()
     found = {name: _Contender(run) for name, run in runs.items()}
-    with collector_paused():
+    with _collector_off():
         for each in found.values():
             _warm_up(each, device, budget)
         fastest = min((each.seconds for each in found.values()), default=0.0)
@@ -122,6 +125,18 @@ def chained(
     return run, links
 
 
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Switch the garbage collector off. Unlike `collector_paused` it does not collect first, which takes longer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _warm_up(each: _Contender, device: torch.device, budget: TurnsBudget) -> None:
     """Run a few times, and find out how many runs a turn has."""
     for _ in range(2):
@@ -147,8 +162,23 @@ def _chain(run: Run, repeats: int, device: torch.device) -> float:
 
 
 def _add_queued(each: _Contender, cycles_per_second: float, device: torch.device) -> None:
-    """Add a time on the device, or note that the run waits for the device, so that nothing can be queued."""
+    """Add a time on the device, or note that the run waits for the device, so that nothing can be queued.
+
+    A host that was disturbed may take longer than the device sleeps. So a run waits only if it outlasts a second sleep
+    that is much longer.
+    """
     sleep = SLEEP_MARGIN * each.queued * each.issue_seconds + 1e-3
+    for longer in (sleep, LONGER_SLEEP * sleep):
+        issued, seconds = _queue(each, longer, cycles_per_second, device)
+        if issued < BLOCKED_SHARE * longer:
+            each.device.append(seconds)
+            return
+    each.waits = True
+    each.device.clear()
+
+
+def _queue(each: _Contender, sleep: float, cycles_per_second: float, device: torch.device) -> tuple[float, float]:
+    """Issue runs while the device sleeps; return the host's seconds for all, and the device's for one."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     started = time.perf_counter()
     torch.cuda._sleep(int(sleep * cycles_per_second))
@@ -158,11 +188,7 @@ def _add_queued(each: _Contender, cycles_per_second: float, device: torch.device
     after.record()
     issued = time.perf_counter() - started
     synchronize(device)
-    if issued >= BLOCKED_SHARE * sleep:
-        each.waits = True
-        each.device.clear()
-        return
-    each.device.append(float(before.elapsed_time(after)) / 1e3 / each.queued)
+    return issued, float(before.elapsed_time(after)) / 1e3 / each.queued
 
 
 def _cycles_per_second(device: torch.device) -> float:

@@ -40,7 +40,7 @@ class AutoExperts:
     _chosen: dict[tuple[object, ...], ExpertFFN] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.gemms = GemmPlans(tuple(self.backends.values()))
+        self.gemms = GemmPlans(self.backends)
 
     def forward(
         self, x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -60,7 +60,7 @@ def settle(key: str, num_rows: int, device: torch.device, measure: Callable[[int
 class GemmPlans:
     """The grouped GEMM of each shape that this process has met. `backends` say which of the kernels can serve it."""
 
-    backends: Collection[ExpertBackend]
+    backends: Mapping[str, ExpertBackend]
     _gemms: dict[tuple[object, ...], GroupedGemm] = field(default_factory=dict)
 
     def __call__(self, x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
@@ -74,8 +74,8 @@ class GemmPlans:
 
     def _measure(self, shape: GemmShape, num_rows: int, *, device: torch.device) -> ByLoad:
         like = ExpertsShape(shape.k, shape.n, shape.num_experts, 1, shape.dtype, gated=False)
-        serving = {each.name for each in self.backends if each.unsupported_reason(like, device) is None}
-        names = [name for name in KERNELS if name in serving]
+        able = (name for name in KERNELS if name in self.backends)
+        names = [name for name in able if self.backends[name].unsupported_reason(like, device) is None]
         return measure_gemm(shape, num_rows, names, device) if len(names) > 1 else {}
 
     def _settled(self, x_RK: Tensor, w_EKN: Tensor) -> GroupedGemm:
