@@ -49,7 +49,7 @@ class AutoExperts:
         if torch.compiler.is_compiling():
             run = self.backends[self._traced_choice(routes_TK, w_in, w_out)].forward
             return run(x_TD, routes_TK, weights_TK, w_in, w_out, activation)
-        key = (routes_TK.shape, w_in.shape, w_in.stride(), w_out.shape, w_in.dtype, w_in.device)
+        key = (routes_TK.shape, w_in.shape, w_in.is_contiguous(), w_out.shape, w_in.dtype, w_in.get_device())
         run = self._chosen.get(key) or self._settled(key, routes_TK, w_in, w_out)
         return run(x_TD, routes_TK, weights_TK, w_in, w_out, activation)
 

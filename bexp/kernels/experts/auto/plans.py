@@ -65,8 +65,10 @@ class GemmPlans:
 
     def __call__(self, x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
         """As in `GroupedGemm`: the plan for these shapes."""
-        gemm = self._gemms.get((x_RK.shape, w_EKN.shape, w_EKN.stride(), x_RK.dtype, x_RK.device))
-        return (gemm or self._settled(x_RK, w_EKN))(x_RK, w_EKN, rows)
+        # Every microsecond here is one of the host's in each product of a small model.
+        key = (x_RK.shape, w_EKN.shape, w_EKN.is_contiguous(), x_RK.dtype, x_RK.get_device())
+        gemm = self._gemms.get(key) or self._settled(key, x_RK, w_EKN)
+        return gemm(x_RK, w_EKN, rows)
 
     def plan(self, shape: GemmShape, num_rows: int, device: torch.device, *, may: bool) -> str:
         """The plan of a GEMM; it is measured if `may` is set, which may wait for the device."""
@@ -78,12 +80,12 @@ class GemmPlans:
         names = [name for name in able if self.backends[name].unsupported_reason(like, device) is None]
         return measure_gemm(shape, num_rows, names, device) if len(names) > 1 else {}
 
-    def _settled(self, x_RK: Tensor, w_EKN: Tensor) -> GroupedGemm:
+    def _settled(self, key: tuple[object, ...], x_RK: Tensor, w_EKN: Tensor) -> GroupedGemm:
         (num_experts, k, n), device = w_EKN.shape, x_RK.device
         shape = GemmShape(num_experts, k, n, x_RK.dtype, not w_EKN.is_contiguous())
         gemm = gemm_of(self.plan(shape, x_RK.shape[0], device, may=may_measure(device))) or KERNELS[STOCK].gemm
         if len(self._gemms) < MOST_KEPT and not is_capturing(device):
-            self._gemms[x_RK.shape, w_EKN.shape, w_EKN.stride(), x_RK.dtype, device] = gemm
+            self._gemms[key] = gemm
         return gemm
 
 
