@@ -20,6 +20,7 @@ from bexp.kernels.experts.comparisons import cublas_grouped
 from bexp.kernels.experts.comparisons.block_sparse import BLOCK, SDD
 from bexp.kernels.experts.comparisons.block_topology import block_topology
 from bexp.kernels.experts.hopper import gemm as hopper_gemm
+from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.kernels.experts.rows import Rows
 
 
@@ -179,6 +180,12 @@ def _hopper_grouped(given: Problem) -> Operands:
     return Operands(x, w, given.grad, None, lambda x, w: hopper_gemm.grouped_gemm(x, w, rows))
 
 
+def _auto(given: Problem) -> Operands:
+    x, w = _leaves(given.x, given.w)
+    rows = Rows(given.ends, given.ends, given.ends)
+    return Operands(x, w, given.grad, None, lambda x, w: AUTO_EXPERTS.gemms(x, w, rows))
+
+
 def _block_sparse(given: Problem) -> Operands:
     padded, grad, rows = _padded(given, [-(-count // BLOCK) * BLOCK for count in given.counts])
     x, w = _leaves(padded, given.w)
@@ -200,3 +207,5 @@ OURS: dict[str, Callable[[Problem], Operands]] = {
     "hopper_grouped": _hopper_grouped,
     "block_sparse": _block_sparse,
 }
+CHOSEN: dict[str, Callable[[Problem], Operands]] = {"auto": _auto}
+"""Not a kernel, but a choice of kernels by a table that is measured beforehand."""

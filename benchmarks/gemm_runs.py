@@ -9,19 +9,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gemm_cases import Case
-from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, Operands, Problem, problem
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, GemmPasses, Operands, Problem, problem
 from benchmarks.isolation import Spoilt
 from benchmarks.kernels import poisoned
 from benchmarks.projected_errors import Reference, is_within, projected_errors, reference
-from bexp.kernels.experts.registry import expert_backend
+from bexp.kernels.experts.auto.measuring import GemmShape
+from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
 from bexp.kernels.shapes import ExpertsShape
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import BlockTimer, HostTimer, TimingBudget
+from bexp.measure.turns import TurnsBudget, time_in_turns
 from explorer.records.measurement import Outcome
 from explorer.spec.model import DType
 from workers.profiler.failures import classify, is_poisoned
@@ -32,6 +35,8 @@ TOLERANCES = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 1e-5}
 """Largest relative error in norm; float16's is bfloat16's times the ratio of their rounding errors, rounded up."""
 WRONG, TOO_LARGE = "wrong", "operands_exceed_limit"
 """Outcomes beside those of a trial: a wrong result, and operands that are too large for every contender."""
+CLOCK_BUDGET = TurnsBudget(rounds=5, chain_seconds=5e-3)
+"""How often a loop of passes is timed by the clock, after the passes were timed one by one on the device."""
 SLOW_SECONDS = 0.5
 """A pass that takes longer is timed once."""
 
@@ -76,7 +81,7 @@ class ForwardOnly(GemmPasses):
 
 def contenders() -> dict[str, Callable[[Problem], Operands]]:
     """All of them, the baselines first."""
-    return BASELINES | OURS
+    return BASELINES | OURS | CHOSEN
 
 
 def device_hardware(device: str) -> dict[str, Any]:
@@ -94,6 +99,9 @@ def run(task: Run) -> dict[str, Any] | Spoilt:
     if reason is not None:
         found = {"outcome": Outcome.UNSUPPORTED.value, "reason": reason}
         return {"training": found, "forward": found}
+    if task.contender in CHOSEN:
+        shape = GemmShape(task.case.num_experts, task.case.k, task.case.n, torch_dtype(task.dtype))
+        AUTO_EXPERTS.gemms.plan(shape, sum(task.case.counts), device, may=True)
     training = _attempt(task, device, training=True)
     spoilt = is_poisoned(device)
     if training["outcome"] == Outcome.OK:
@@ -197,7 +205,10 @@ def _timed(passes: GemmPasses, timer: BlockTimer, device: torch.device, flops: i
         return once | {"flops_per_second": flops / seconds}
     timer.warm_up(passes)
     timing = timer.time(passes)
+    clock = time_in_turns({"": partial(_run_once, passes)}, device, CLOCK_BUDGET)[""]
     return {
+        "clock_seconds": clock.clock_seconds,
+        "clock_error_seconds": clock.clock_error_seconds,
         "seconds": timing.device_seconds,
         "forward_seconds": timing.forward_device_seconds,
         "host_seconds": timing.host_seconds,
@@ -205,6 +216,13 @@ def _timed(passes: GemmPasses, timer: BlockTimer, device: torch.device, flops: i
         "repeats": timing.repeats,
         "flops_per_second": flops / timing.device_seconds,
     }
+
+
+def _run_once(passes: GemmPasses) -> None:
+    passes.prepare_forward()
+    passes.forward()
+    if passes.training:
+        passes.backward()
 
 
 @contextmanager

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.gemm_contenders import BASELINES, OURS
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
 
 ROOFLINE_SECONDS = 2e-4
 """Below this, a cell is dominated by launches and latency, and its share of the roofline says little."""
 ROOFLINE_GOALS = {0: 0.7, 512: 0.85}
 """The goal for the share of the roofline, by the least number of tokens per expert."""
+LEVEL = 0.99
 NUM_ERRORS = 2.0
 """A ratio within this many standard errors of 1 is level."""
 
@@ -24,15 +25,17 @@ def device_seconds(run: Run) -> float:
 
 
 def wall_seconds(run: Run) -> float:
-    """The same in a loop that launches it: the host's time where that is longer."""
-    return max(float(run["seconds"]), float(run["host_seconds"]))
+    """The same by the clock, in a loop that launches it; in older results the host's time where that is longer."""
+    clock = run.get("clock_seconds")
+    return max(float(run["seconds"]), float(run["host_seconds"])) if clock is None else float(clock)
 
 
 def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Write the ratios and the share of the roofline into each cell, and return the summary of all cells.
 
     A ratio is the fastest baseline's time over that of the fastest of ours: `ratio` on the device, `ratio_with_host`
-    by wall-clock. `verdict` compares `ratio` with its standard error.
+    by wall-clock. `auto_ratio` and `auto_ratio_with_host` are those of `auto`, in cells that have it. `verdict`
+    compares `ratio` with its standard error.
     """
     for cell in cells:
         timed = [run for run in cell["runs"] if run["outcome"] == "ok"]
@@ -44,20 +47,19 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
             cell["ratio_error"] = cell["ratio"] * math.hypot(_relative_error(own), _relative_error(other))
             cell["verdict"] = verdict(cell["ratio"], NUM_ERRORS * cell["ratio_error"])
             cell["ratio_with_host"] = min(map(wall_seconds, others)) / min(map(wall_seconds, ours))
+        for chosen in (run for run in timed if run["name"] in CHOSEN and others):
+            cell["auto_ratio"] = min(map(device_seconds, others)) / device_seconds(chosen)
+            cell["auto_ratio_with_host"] = min(map(wall_seconds, others)) / wall_seconds(chosen)
         if ours:
             cell["roofline_share"] = cell["roofline_seconds"] / min(map(device_seconds, ours))
     ratios = [cell["ratio"] for cell in cells if "ratio" in cell]
-    with_host = [cell["ratio_with_host"] for cell in cells if "ratio" in cell]
     shares = [cell for cell in cells if "roofline_share" in cell and cell["roofline_seconds"] > ROOFLINE_SECONDS]
     return {
         "cells": len(cells),
         "cells_timed": len(ratios),
-        "worst_ratio": min(ratios, default=None),
-        "geometric_mean_ratio": geometric_mean(ratios),
-        "cells_at_least_0.99": sum(ratio >= 0.99 for ratio in ratios),
-        "worst_ratio_with_host": min(with_host, default=None),
-        "geometric_mean_ratio_with_host": geometric_mean(with_host),
-        "cells_at_least_0.99_with_host": sum(ratio >= 0.99 for ratio in with_host),
+        **{key.format(""): value for key, value in _ratios(cells, "ratio").items()},
+        **{key.format("_with_host"): value for key, value in _ratios(cells, "ratio_with_host").items()},
+        **({"auto": _auto(cells)} if any("auto_ratio" in cell for cell in cells) else {}),
         "verdicts": {
             word: sum(cell.get("verdict") == word for cell in cells) for word in ("faster", "level", "slower")
         },
@@ -68,6 +70,23 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
             for cell in shares
         ),
     }
+
+
+def _ratios(cells: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The worst, the geometric mean, and how many are level or better; names with a place for the clock's."""
+    found = [cell[name] for cell in cells if name in cell]
+    return {
+        "worst_ratio{}": min(found, default=None),
+        "geometric_mean_ratio{}": geometric_mean(found),
+        "cells_at_least_0.99{}": sum(ratio >= LEVEL for ratio in found),
+    }
+
+
+def _auto(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same of `auto`."""
+    device, clock = (_ratios(cells, name) for name in ("auto_ratio", "auto_ratio_with_host"))
+    found = {key.format(""): value for key, value in device.items()}
+    return found | {key.format("_with_host"): value for key, value in clock.items()}
 
 
 def verdict(ratio: float, spread: float) -> str:

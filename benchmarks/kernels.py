@@ -1,11 +1,17 @@
 """Grouped GEMM alone, forward and backward: our back ends against the loop, bmm and torch's grouped_mm.
 
-    python -m benchmarks.kernels --out results/NAME.json [--quick] [--variants]
+    python -m benchmarks.kernels --out results/NAME.json [--quick] [--minutes M] [--contenders NAME ...] [--variants]
 
-(K, N) = (2048, 1024) in bfloat16, over numbers of experts, tokens per expert, and even and Zipf(1) loads. Times are
-medians of the profiler's own timer: device events, the second-level cache overwritten before each pass, the device
-under load before and between the repeats, and launches queued ahead if the host is slower than the device. Forward and
-backward are timed separately and added. Every contender's results are compared with float64 in the same run.
+(K, N) = (2048, 1024) in bfloat16, over numbers of experts, tokens per expert, and even and Zipf(1) loads. A cell's
+contenders run in turns. The clock's time is that of a loop of forwards and backwards, the host included, as a model has
+them: eight products in one graph where memory allows it, each with operands of its own, so that no cache holds them.
+The device's time is that of the same loop with its launches queued ahead. Both are medians over the turns. Every
+contender's results are compared with float64 in the same run.
+
+`auto` takes its kernels from a table that is measured before the cells, at the same shapes, under even and Zipf(1)
+loads. It is not told which of the two a cell has.
+
+If the file exists, the run continues it: cells that have runs are kept.
 
 The roofline of a product is max(FLOPs / matmul peak, bytes / bandwidth) with every operand moved once, summed over
 forward, dX and dW. Peak and bandwidth are measured before and after in the same run, and the higher of each counts.
@@ -16,23 +22,28 @@ do.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
-from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, Problem, errors, problem
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, GemmPasses, Problem, errors, problem
 from benchmarks.gemm_summary import summarize
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
+from bexp.kernels.experts.auto.measuring import GemmShape
+from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import TimingBudget
+from bexp.measure.turns import Run, TurnsBudget, TurnTiming, chained, synchronize, time_in_turns
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.model import DType
 from workers.profiler.failures import classify, is_poisoned
@@ -54,10 +65,15 @@ VARIANTS_LOADS = (
     (8, 8192, "zipf"),
 )
 TOLERANCE = 1e-2
-FULL_SECONDS, QUICK_SECONDS, VARIANTS_SECONDS = 330.0, 80.0, 240.0
-"""No case starts after these seconds. The results name what was left out."""
-SLOWEST_PASS_SECONDS = 1.0
-"""A contender whose warm-up takes longer is not timed."""
+FULL_MINUTES, QUICK_MINUTES, VARIANTS_SECONDS = 9.0, 1.3, 240.0
+"""No case starts after this time. Cells that were left out have no runs; starting again measures them."""
+CONTENDERS = BASELINES | OURS | CHOSEN
+REFERENCE = "grouped_mm"
+HOPELESS = 4.0
+"""A contender that is so many times slower than the fastest before it is run once, and not in turns."""
+BUDGET = TurnsBudget(rounds=15, hopeless=math.inf)
+SAVED_CELLS = 10
+"""After so many cells the file is written, in case the command is stopped."""
 
 
 class KernelTimer(CudaTimer):
@@ -72,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="fewer cases, within 90 s")
+    parser.add_argument("--minutes", type=float, help="start no cell after so long")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="default: all")
     parser.add_argument("--variants", action="store_true", help="compare the tiles of the kernels instead")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -90,19 +108,36 @@ def main(arguments: list[str] | None = None) -> int:
         write_results(options.out, found)
         print_variants(found["variants"])
         return 0
-    seconds = QUICK_SECONDS if options.quick else FULL_SECONDS
-    cells = time_cells(device, timer, time.monotonic() + seconds, quick=options.quick)
-    after = measure_hardware(device, None)
-    peak, bandwidth = peaks(hardware, after)
+    names = [name for name in CONTENDERS if name in (options.contenders or CONTENDERS)]
+    minutes = options.minutes or (QUICK_MINUTES if options.quick else FULL_MINUTES)
+    deadline = time.monotonic() + 60 * minutes
+    fresh = found | {"contenders": names, "cells": empty_cells(quick=options.quick), "table_seconds": 0.0}
+    try:
+        found = begin(options.out, fresh, same=("k", "n", "contenders"))
+    except ValueError as error:
+        parser.error(str(error))
+    cells, kept = found["cells"], sum(bool(cell["runs"]) for cell in found["cells"])
+    if kept:
+        print(f"{options.out}: {kept} cells are kept and not measured again")
+    todo = sorted((cell for cell in cells if not cell["runs"]), key=lambda cell: sum(cell["counts"]))
+    for number, cell in enumerate(todo):
+        if time.monotonic() > deadline:
+            break
+        if "auto" in names:
+            found["table_seconds"] += prepare_table(cell, device)
+        cell["runs"] = time_cell(tuple(cell["counts"]), names, device)
+        if number % SAVED_CELLS == 0:
+            write_results(options.out, found)
+    peak, bandwidth = peaks(hardware, measure_hardware(device, None))
     sustained = sustained_matmul(device)
     for cell in cells:
         cell["roofline_seconds"] = roofline_seconds(cell["counts"], peak, bandwidth)
         cell["sustained_roofline_seconds"] = roofline_seconds(cell["counts"], sustained["flops_per_second"], bandwidth)
     found |= {"matmul_flops_per_second": peak, "bandwidth_bytes_per_second": bandwidth, "sustained": sustained}
-    found["cells"] = cells
     found["summary"] = summarize(cells)
     write_results(options.out, found)
     print_table(found)
+    print(f"{found['table_seconds']:.1f} s were spent on the table of auto")
     return 0 if all(run["outcome"] != "wrong" for cell in cells for run in cell["runs"]) else 1
 
 
@@ -118,55 +153,93 @@ def loads(distribution: str, num_experts: int, tokens: int) -> tuple[int, ...]:
     return tuple(counts[order].tolist())
 
 
-def time_cells(device: torch.device, timer: KernelTimer, deadline: float, *, quick: bool) -> list[dict[str, Any]]:
-    """Every contender in every cell; a cell that does not start in time has no runs."""
-    cells = []
-    for num_experts in QUICK_EXPERTS if quick else EXPERTS:
-        for tokens in QUICK_TOKENS if quick else TOKENS:
-            for distribution in DISTRIBUTIONS:
-                counts = loads(distribution, num_experts, tokens)
-                cell = {"experts": num_experts, "tokens": tokens, "distribution": distribution, "counts": counts}
-                runs: list[dict[str, Any]] = []
-                if time.monotonic() < deadline:
-                    given = problem(counts, K, N, torch.bfloat16, device)
-                    runs = [time_contender(name, given, timer) for name in (*BASELINES, *OURS)]
-                    del given
-                cells.append(cell | {"runs": runs})
-    return cells
+def empty_cells(*, quick: bool) -> list[dict[str, Any]]:
+    """All cells, without runs."""
+    return [
+        {
+            "experts": num_experts,
+            "tokens": tokens,
+            "distribution": distribution,
+            "counts": loads(distribution, num_experts, tokens),
+            "runs": [],
+        }
+        for num_experts in (QUICK_EXPERTS if quick else EXPERTS)
+        for tokens in (QUICK_TOKENS if quick else TOKENS)
+        for distribution in DISTRIBUTIONS
+    ]
 
 
-def time_contender(name: str, given: Problem, timer: KernelTimer) -> dict[str, Any]:
-    """Check and time one contender; failing is an outcome."""
-    run: dict[str, Any] = {"name": name}
+def prepare_table(cell: dict[str, Any], device: torch.device) -> float:
+    """Measure what `auto` needs to know for a cell, unless it is known, and return the seconds that this took."""
+    started = time.perf_counter()
+    shape = GemmShape(cell["experts"], K, N, torch.bfloat16)
+    AUTO_EXPERTS.gemms.plan(shape, sum(cell["counts"]), device, may=True)
+    return time.perf_counter() - started
+
+
+def time_cell(counts: tuple[int, ...], names: Iterable[str], device: torch.device) -> list[dict[str, Any]]:
+    """Check every contender, and time those in turns that are not hopelessly slow; failing is an outcome."""
+    given = problem(counts, K, N, torch.bfloat16, device)
+    rows: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Run] = {}
+    links: dict[str, int] = {}
+    fastest = math.inf
+    for name in sorted(names, key=lambda name: name != REFERENCE):  # what tells whether others are hopeless comes first
+        rows[name], found = _checked(name, given)
+        if found is not None:
+            run, links[name] = found
+            once = seconds_once(run, device) / links[name]
+            fastest = min(fastest, once)
+            if once > HOPELESS * fastest:
+                rows[name] |= _timed(TurnTiming(once, 0.0, once, 0.0, 1, in_turns=False), 1, sum(counts))
+            else:
+                runs[name] = run
+        del found
+        torch.cuda.empty_cache()
+    for name, timing in time_in_turns(runs, device, BUDGET).items():
+        rows[name] |= _timed(timing, links[name], sum(counts))
+    return [rows[name] for name in names]
+
+
+def _checked(name: str, given: Problem) -> tuple[dict[str, Any], tuple[Run, int] | None]:
+    """The errors of a contender, and what is timed, if they are small."""
+    row: dict[str, Any] = {"name": name}
     try:
-        passes = GemmPasses((BASELINES | OURS)[name](given))
+        operands = CONTENDERS[name](given)
         with poisoned():
-            run["errors"] = errors(passes, given)
-        if not all(error <= TOLERANCE for error in run["errors"].values()):  # NaN is wrong, too
-            return run | {"outcome": "wrong"}
-        started = time.perf_counter()
-        timer.warm_up(passes)
-        if time.perf_counter() - started > SLOWEST_PASS_SECONDS:
-            return run | {"outcome": "too_slow"}
-        timing = timer.time(passes)
+            row["errors"] = errors(GemmPasses(operands), given)
+        if not all(error <= TOLERANCE for error in row["errors"].values()):  # NaN is wrong, too
+            return row | {"outcome": "wrong"}, None
+        return row, chained(operands.multiply, (operands.x, operands.w), operands.grad)
     except Exception as error:  # any exception of a back end is its outcome, unless the device is unusable afterwards
         if is_poisoned(given.x.device):
             raise
         outcome, reason = classify(error)
-        return run | {"outcome": outcome.value, "reason": reason}
-    finally:
-        if name in ("bmm", "block_sparse"):  # their operands are large and their own
-            passes = None  # type: ignore[assignment]  # lets go of it
-            torch.cuda.empty_cache()
-    return run | {
-        "outcome": "ok",
+        return row | {"outcome": outcome.value, "reason": reason}, None
+
+
+def seconds_once(run: Run, device: torch.device) -> float:
+    """Seconds of the fastest of three runs, by the clock."""
+    seconds = []
+    for _ in range(3):
+        synchronize(device)
+        started = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _timed(timing: TurnTiming, links: int, num_rows: int) -> dict[str, Any]:
+    seconds = {
         "seconds": timing.device_seconds,
-        "forward_seconds": timing.forward_device_seconds,
-        "host_seconds": timing.host_seconds,
-        "standard_error_seconds": timing.standard_error_seconds,
-        "repeats": timing.repeats,
-        "flops_per_second": 6 * sum(given.counts) * K * N / timing.device_seconds,
+        "standard_error_seconds": timing.device_error_seconds,
+        "clock_seconds": timing.clock_seconds,
+        "clock_error_seconds": timing.clock_error_seconds,
     }
+    row = {name: value / links for name, value in seconds.items()}
+    rate = 6 * num_rows * K * N / row["clock_seconds"]
+    return row | {"outcome": "ok", "repeats": timing.rounds, "in_turns": timing.in_turns, "flops_per_second": rate}
 
 
 @contextmanager
@@ -215,20 +288,19 @@ def print_table(found: dict[str, Any]) -> None:
     sustained = found["sustained"]
     print(
         f"peak {peak / 1e12:.0f} TFLOP/s, sustained {sustained['flops_per_second'] / 1e12:.0f} at "
-        f"{sustained['clock_mhz']} MHz and {sustained['power_watts']} W; {bandwidth / 1e12:.2f} TB/s; TFLOP/s forward "
-        "and backward"
+        f"{sustained['clock_mhz']} MHz and {sustained['power_watts']} W; {bandwidth / 1e12:.2f} TB/s; us of forward "
+        "and backward, device / clock; by the clock, the best stock one's time over that of our best and of auto"
     )
-    names = (*BASELINES, *OURS)
-    print(f"{'E':>4} {'tokens':>6} {'load':>8} " + " ".join(f"{name[:14]:>14}" for name in names) + "  ratio  roofline")
+    names = found["contenders"]
+    print(f"{'E':>4} {'tokens':>6} {'load':>8} " + " ".join(f"{name[:14]:>14}" for name in names) + "  ours auto")
     for cell in found["cells"]:
         runs = {run["name"]: run for run in cell["runs"]}
         shown = [_shown(runs[name]) if name in runs else "-" for name in names]
-        ratio, share = cell.get("ratio"), cell.get("roofline_share")
+        ratios = [cell.get(f"{name}ratio_with_host", math.nan) for name in ("", "auto_")]
         print(
             f"{cell['experts']:>4} {cell['tokens']:>6} {cell['distribution']:>8} "
             + " ".join(f"{text:>14}" for text in shown)
-            + (f"  {ratio:5.2f}" if ratio else "      -")
-            + (f"  {share:5.0%} of {cell['roofline_seconds'] * 1e6:.0f} us" if share else "")
+            + "".join(f" {ratio:5.2f}" for ratio in ratios)
         )
     print(found["summary"])
     failures = {(r["name"], r["reason"]) for cell in found["cells"] for r in cell["runs"] if "reason" in r}
@@ -253,7 +325,9 @@ def print_variants(rows: list[dict[str, Any]]) -> None:
 
 
 def _shown(run: dict[str, Any]) -> str:
-    return f"{run['flops_per_second'] / 1e12:.0f}" if run["outcome"] == "ok" else str(run["outcome"])[:14]
+    if run["outcome"] != "ok":
+        return str(run["outcome"])[:14]
+    return f"{run['seconds'] * 1e6:.0f} / {run['clock_seconds'] * 1e6:.0f}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ _EXPERTS = {
     "fused": "bexp_fused",
     "triton_grouped": "bexp_triton_grouped",
     "hopper_grouped": "bexp_hopper_grouped",
+    "auto": "bexp_auto",
 }
 """The experts setting of a transformers model for each expert back end of our reference layers."""
 _SDPA = ("flash", "cudnn", "efficient", "math")

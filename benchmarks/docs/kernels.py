@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
 from benchmarks.docs.results import GIB, Columns, Row, counted, facts, grid, measured_on, percent, ratio, table
-from benchmarks.gemm_contenders import BASELINES, OURS
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
 from benchmarks.gemm_summary import ROOFLINE_SECONDS, device_seconds, wall_seconds
 from benchmarks.moe_contenders import DENSE
+from benchmarks.moe_summary import GRAPH
 
 KINDS = {"layer": "Whole MoE layers (norm, router, experts, combination)", "experts": "Expert FFNs alone"}
 SHORT = {"operands_exceed_limit": "too large", "out_of_memory": "out of memory", "timed_out": "timed out"}
+BOUND_SHARE = 0.3
+"""From this share of a layer's time on, the bytes of the experts' matrices are shown as its bound."""
 CLOCKS = {"device_relative_to_dense": "fastest on the device", "relative_to_dense": "fastest with the host"}
 
 
@@ -52,9 +55,42 @@ def grouped_gemm(results: Row) -> str:
     return shown + "\n" + facts(figures) + measured_on(results)
 
 
+def auto_gemm(results: Row) -> str:
+    """The fastest stock time over that of `auto` by tokens an expert: by the clock, and on the device."""
+    cells = [cell for cell in results["cells"] if "auto_ratio" in cell]
+    places = {((cell["experts"], cell["distribution"]), cell["tokens"]): cell for cell in cells}
+    found = results["summary"].get("auto", {})
+    wrong = {run["name"] for cell in cells for run in cell["runs"] if run["outcome"] == "wrong"}
+    shown = grid(
+        "tokens an expert",
+        sorted({cell["tokens"] for cell in cells}),
+        dict.fromkeys(place for place, _ in sorted(places)),
+        lambda tokens, place: _auto_cell(places.get((place, tokens))),
+        column=lambda place: f"E={place[0]}, {place[1]}",
+    )
+    timed = f"of {len(cells)}"
+    figures: list[tuple[str, Any]] = []
+    for suffix, what in (("_with_host", "by the clock"), ("", "on the device")):
+        figures += [
+            (f"geometric mean, {what}", ratio(found.get(f"geometric_mean_ratio{suffix}"), 3)),
+            (f"worst cell, {what}", ratio(found.get(f"worst_ratio{suffix}"))),
+            (f"cells of at least 0.99x, {what}", f"{found.get(f'cells_at_least_0.99{suffix}', 0)} {timed}"),
+        ]
+    stock = Counter(_fastest(cell, wall_seconds, BASELINES) for cell in cells)
+    figures += [
+        ("standard error of a cell's ratio by the clock, median", percent(_median_error(cells))),
+        ("fastest stock one by the clock", counted(stock)),
+        ("seconds spent on the table of `auto`", f"{results['table_seconds']:.0f}"),
+        ("wrong results", ", ".join(sorted(wrong)) or "none"),
+        ("cells left out for want of time", len(results["cells"]) - len(cells) or None),
+    ]
+    return shown + "\n" + facts(figures) + measured_on(results)
+
+
 def variable_gemm(results: Row) -> str:
     """Rates on the whole card, what fits within the limit, and uneven loads against even ones."""
-    names = [*results["contenders"]["baselines"], *results["contenders"]["ours"]]
+    groups = results["contenders"]
+    names = [*groups["baselines"], *groups["ours"], *groups.get("chosen", ())]
     dtypes = list(dict.fromkeys(run["dtype"] for run in results["runs"]))
     runs: dict[tuple[Any, ...], list[Row]] = {}
     for run in results["runs"]:
@@ -111,6 +147,61 @@ def moe_layer(results: Row) -> str:
     return "".join(say) + facts([("largest relative error against float64", f"{worst:.1e}")]) + measured_on(results)
 
 
+def moe_turns(results: Row) -> str:
+    """Milliseconds by the clock and throughput relative to dense, a line a model and micro-batch."""
+    cells: dict[tuple[str, int], list[Row]] = {}
+    for row in results["rows"]:
+        if "seconds" in row:
+            cells.setdefault((_model(row), row["micro_batch_size"]), []).append(row)
+    choices: dict[str, Callable[[Row], bool]] = {
+        "dense": lambda row: row["backend"] in DENSE,
+        "fastest stock": lambda row: row["backend"] in BASELINES,
+        "fastest back end": lambda row: not row["backend"].endswith(GRAPH) and not row["backend"].startswith("dense"),
+        "`auto`": lambda row: row["backend"] == "auto",
+        "dense graph": lambda row: row["backend"].removesuffix(GRAPH) in DENSE and row["backend"].endswith(GRAPH),
+        "fastest graph": lambda row: row["backend"].endswith(GRAPH) and not row["backend"].startswith("dense"),
+    }
+
+    def cell(place: tuple[str, int], choice: str) -> str | None:
+        rows = [row for row in cells[place] if choices[choice](row)]
+        return _layer_times(min(rows, key=lambda row: float(row["seconds"]))) if rows else None
+
+    shown = grid("layer", sorted(cells), choices, cell, row=lambda place: f"{place[0]} m={place[1]}")
+    errors = [row["error"] for row in results["errors"]]
+    figures: list[tuple[str, Any]] = [
+        ("largest relative error against float64", f"{max(errors):.1e}" if errors else None),
+        ("cells left out for want of time", len(results.get("left_out", ())) or None),
+    ]
+    return shown + "\n" + facts(figures) + measured_on(results)
+
+
+def _layer_times(row: Row) -> str:
+    """`fused 1.23 ms (device 1.2), 0.95x`, and the share of the bound by the experts' bytes where that is the limit."""
+    times = f"{row['seconds'] * 1e3:.3g} ms (device {row['device_seconds'] * 1e3:.3g})"
+    if row["backend"].startswith("dense"):
+        return f"{row['backend'].removesuffix(GRAPH)} {times}"
+    bound = row.get("bound_seconds") or 0.0
+    share = (
+        f", {percent(bound / row['seconds'], 0)} of the bytes' bound" if bound > BOUND_SHARE * row["seconds"] else ""
+    )
+    return f"{row['backend'].removesuffix(GRAPH)} {times}, {ratio(row.get('relative_to_dense'))}{share}"
+
+
+def _auto_cell(cell: Row | None) -> str | None:
+    return None if cell is None else f"{cell['auto_ratio_with_host']:.2f} ({cell['auto_ratio']:.2f})"
+
+
+def _median_error(cells: list[Row]) -> float | None:
+    """The relative standard error of `auto`'s and the fastest stock one's times by the clock, together."""
+    errors = []
+    for cell in cells:
+        timed = [run for run in cell["runs"] if run["outcome"] == "ok"]
+        stock = min((run for run in timed if run["name"] in BASELINES), key=wall_seconds)
+        pair = (stock, *(run for run in timed if run["name"] in CHOSEN))
+        errors.append(math.hypot(*(run["clock_error_seconds"] / run["clock_seconds"] for run in pair)))
+    return statistics.median(errors) if errors else None
+
+
 def _model(row: Row) -> str:
     return f"E={row['num_experts']} top_k={row['top_k']}"
 
@@ -159,8 +250,8 @@ def _sustained(found: Row) -> str:
     return ", ".join(parts)
 
 
-def _fastest(cell: Row, seconds: Callable[[Row], float]) -> str:
-    runs = [run for run in cell["runs"] if run["outcome"] == "ok" and run["name"] in BASELINES | OURS]
+def _fastest(cell: Row, seconds: Callable[[Row], float], names: Container[str] = BASELINES | OURS) -> str:
+    runs = [run for run in cell["runs"] if run["outcome"] == "ok" and run["name"] in names]
     return str(min(runs, key=seconds)["name"]) if runs else "not timed"
 
 
@@ -169,7 +260,7 @@ def _rate(runs: list[Row]) -> str:
     if not timed:
         return _outcome(runs)
     flops = statistics.mean(run["flops_per_second"] for run in timed)
-    slower = [max(1.0, run.get("host_seconds", 0.0) / run["seconds"]) for run in timed if "seconds" in run] or [1.0]
+    slower = [wall_seconds({"host_seconds": 0.0} | run) / run["seconds"] for run in timed if "seconds" in run] or [1.0]
     wall = flops / statistics.mean(slower)
     return f"{flops / 1e12:.0f}" + (f" ({wall / 1e12:.0f})" if wall < 0.995 * flops else "")
 

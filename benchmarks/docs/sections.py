@@ -73,6 +73,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "published-plans": partial(of_result, published_plans.published_plans, "h100-published-plans"),
     "grouped-gemm": partial(of_result, kernels.grouped_gemm, "h200-grouped-gemm"),
     "variable-gemm": partial(of_result, kernels.variable_gemm, "h200-variable-gemm"),
+    "auto-gemm": partial(of_result, kernels.auto_gemm, "h100-grouped-gemm"),
+    "moe-turns": partial(of_result, kernels.moe_turns, "h100-moe-turns"),
     "moe-layer": partial(of_result, kernels.moe_layer, "h200-moe-layer"),
     "bta": partial(of_result, attention.bta, "h200-bta"),
     "bta-math": partial(of_result, attention.bta, "h200-bta-math"),

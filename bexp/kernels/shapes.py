@@ -50,8 +50,8 @@ class ExpertsShape:
 class Support:
     """Whether a back end serves a shape on a device. `reason` is null if it does, otherwise it says why not.
 
-    `stock` marks back ends that torch itself has. `only_when_named` marks back ends for comparison, which a search
-    leaves out unless they are named.
+    `stock` marks back ends that torch itself has. `only_when_named` marks what a search leaves out unless it is named:
+    back ends for comparison, and the choice among back ends that the search tries one by one.
     """
 
     name: str

@@ -21,7 +21,7 @@ from bexp.transformers.undo import Changes
 
 ExpertFFN = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Activation], Tensor]
 
-OURS = ("bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped")
+OURS = ("bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped", "bexp_auto")
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -128,7 +128,9 @@ def _implementation(name: str, device_type: str, weight: Tensor, *, as_operator:
         raise SettingsError(f"experts '{name}': {reason}")
     if name == "bexp_fused":
         return _fused_operator if as_operator or torch.compiler.is_compiling() else _fused
-    return _triton_grouped if name == "bexp_triton_grouped" else _hopper_grouped
+    from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
+
+    return expert_backend(name.removeprefix("bexp_")).forward
 
 
 def _fused(x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation) -> Tensor:
@@ -146,28 +148,6 @@ def _fused_operator(
         return x * 0.0
     out: Tensor = fused_experts(x, routes, weights, w_in, w_out, activation, torch.is_grad_enabled())[0]
     return out
-
-
-def _triton_grouped(
-    x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
-) -> Tensor:
-    from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - with what needs Triton
-    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415 - it needs Triton, or is for this back end alone
-    from bexp.kernels.experts.triton_gemm import grouped_gemm  # noqa: PLC0415 - it needs Triton, or is for this back end alone
-
-    rows = sorted_rows(routes, w_in.shape[0], count=False)
-    return grouped_ffn(x, weights, w_in, w_out, activation, rows, grouped_gemm)
-
-
-def _hopper_grouped(
-    x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
-) -> Tensor:
-    from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - with what needs Triton
-    from bexp.kernels.experts.hopper.gemm import grouped_gemm  # noqa: PLC0415 - it needs Triton, or is for this back end alone
-    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415 - it needs Triton, or is for this back end alone
-
-    rows = sorted_rows(routes, w_in.shape[0], count=False)
-    return grouped_ffn(x, weights, w_in, w_out, activation, rows, grouped_gemm)
 
 
 def _reference(

@@ -16,7 +16,8 @@ FRAMEWORK = Framework(
     title="bexp.apply",
     attention=LIBRARY_ATTENTION | {"flash", "cudnn", "efficient", "math"},
     experts=LIBRARY_EXPERTS
-    | {"fused", "triton_grouped", "hopper_grouped", "bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped"},
+    | {"fused", "triton_grouped", "hopper_grouped", "auto"}
+    | {"bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped", "bexp_auto"},
     policies=frozenset(Recompute) - {Recompute.QKV},
     first_layers=True,
     layer_groups=True,

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gemm_contenders import BASELINES, OURS, GemmPasses, errors, problem
+from benchmarks import kernels
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, GemmPasses, Operands, Problem, errors, problem
 from benchmarks.gemm_summary import summarize
 from benchmarks.kernels import DISTRIBUTIONS, K, N, loads, roofline_seconds
+from bexp.measure.turns import TurnsBudget
 
 CPU = torch.device("cpu")
 
@@ -87,5 +92,68 @@ def test_a_ratio_within_the_standard_error_is_level() -> None:
     assert summarize([cell])["verdicts"] == {"faster": 1, "level": 0, "slower": 0}
 
 
+def test_auto_is_compared_with_the_best_stock_one_by_the_clock() -> None:
+    def run(name: str, seconds: float, clock_seconds: float) -> dict[str, object]:
+        return {
+            "name": name,
+            "outcome": "ok",
+            "seconds": seconds,
+            "standard_error_seconds": 0.0,
+            "clock_seconds": clock_seconds,
+        }
+
+    runs = [run("bmm", 1.0, 3.0), run("grouped_mm", 2.0, 2.0), run("hopper_grouped", 1.0, 4.0), run("auto", 2.0, 1.6)]
+    cell = {"tokens": 16, "roofline_seconds": 1e-5, "sustained_roofline_seconds": 1e-5, "runs": runs}
+    without = {"tokens": 16, "roofline_seconds": 1e-5, "sustained_roofline_seconds": 1e-5, "runs": runs[:3]}
+    found = summarize([cell, without])
+    assert (cell["auto_ratio"], cell["auto_ratio_with_host"]) == (0.5, 1.25)
+    assert found["auto"]["worst_ratio_with_host"] == found["auto"]["geometric_mean_ratio_with_host"] == 1.25
+    assert found["auto"]["cells_at_least_0.99"] == 0
+    assert found["auto"]["cells_at_least_0.99_with_host"] == 1
+    assert found["worst_ratio_with_host"] == 0.5, "ours without auto"
+    assert "auto" not in summarize([without])
+
+
 def test_contenders_have_names_of_their_own() -> None:
-    assert not BASELINES.keys() & OURS.keys()
+    assert len(BASELINES | OURS | CHOSEN) == len(BASELINES) + len(OURS) + len(CHOSEN)
+
+
+def test_a_cell_is_checked_and_timed_in_turns_but_for_the_hopeless(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BEXP_EXPERT_TABLES", str(tmp_path))
+    monkeypatch.setattr(kernels, "K", 64)
+    monkeypatch.setattr(kernels, "N", 32)
+    monkeypatch.setattr(kernels, "BUDGET", TurnsBudget(rounds=2, chain_seconds=0.0, hopeless=math.inf))
+    monkeypatch.setattr(kernels, "HOPELESS", 20.0)
+
+    def crashes(given: Problem) -> Operands:
+        raise RuntimeError("no such kernel")
+
+    def wrong(given: Problem) -> Operands:
+        operands = BASELINES["loop"](given)
+        return replace(operands, multiply=lambda x, w: operands.multiply(x, w) * 1.1)
+
+    def slow(given: Problem) -> Operands:
+        operands = BASELINES["loop"](given)
+
+        def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)
+            return operands.multiply(x, w)
+
+        return replace(operands, multiply=multiply)
+
+    more = {"crashes": crashes, "wrong": wrong, "slow": slow}
+    monkeypatch.setattr(kernels, "CONTENDERS", BASELINES | CHOSEN | more)
+    names = ("slow", "loop", "bmm", "wrong", "grouped_mm", "crashes", "auto")
+    rows = kernels.time_cell((8, 0, 5, 3), names, CPU)
+    assert [row["name"] for row in rows] == list(names)
+    found = {row["name"]: row for row in rows}
+    assert found["wrong"]["outcome"] == "wrong"
+    assert found["crashes"]["reason"] == "RuntimeError: no such kernel"
+    timed = ("slow", "loop", "bmm", "grouped_mm", "auto")
+    assert all(found[name]["outcome"] == "ok" and found[name]["clock_seconds"] > 0 for name in timed)
+    assert not found["slow"]["in_turns"]
+    assert found["slow"]["clock_seconds"] == pytest.approx(0.05, rel=0.5), "of one call, not of a chain"
+    assert found["auto"]["in_turns"]
+    assert found["auto"]["repeats"] == 2

@@ -14,7 +14,7 @@ from benchmarks import gemm_runs
 from benchmarks.docs.results import load
 from benchmarks.environment import write_results
 from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, UNEVEN, Case, split_at_random
-from benchmarks.gemm_contenders import BASELINES, OURS, Operands, Problem
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, Operands, Problem
 from benchmarks.gemm_runs import Run, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.variable_gemm import DTYPES, LIMIT_BYTES, main, remaining, summary, tasks
@@ -223,14 +223,15 @@ def test_all_contenders_meet_all_cases_with_and_without_the_limit() -> None:
 def test_ours_and_bmm_meet_every_case_before_anything_else() -> None:
     groups = list(tasks(quick=False, limited=True))
     first = [group[0] for group in groups[: next(i for i, group in enumerate(groups) if len(group) > 1)]]
-    assert {name for _, name in first} == {"bmm", *OURS}
+    assert {name for _, name in first} == {"bmm", *OURS, *CHOSEN}
     cases = [(cell.case, cell.dtype, cell.limit_bytes) for cell, name in first if name == "bmm"]
     wanted = {(case, dtype, limit) for case in (*TELLING, *OTHERS) for dtype in DTYPES for limit in (None, LIMIT_BYTES)}
     assert wanted <= set(cases)
     assert len(first) == len(set(first))
     rest = [task for group in groups for task in group if task not in first]
-    assert {name for _, name in rest[: 4 * len(DTYPES) * 7]} == {*BASELINES, *OURS}, "then the comparisons"
-    assert {name for _, name in rest[4 * len(DTYPES) * 7 :]} == {"loop", "grouped_mm"}
+    everyone = {*BASELINES, *OURS, *CHOSEN}
+    assert {name for _, name in rest[: 4 * len(DTYPES) * len(everyone)]} == everyone, "then the comparisons"
+    assert {name for _, name in rest[4 * len(DTYPES) * len(everyone) :]} == {"loop", "grouped_mm"}
 
 
 @pytest.mark.slow
@@ -271,7 +272,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     assert main(["--out", str(out), "--device", "cpu", "--quick", "--seconds", "1e-9"]) == 0
     found = json.loads(out.read_text())
     assert not found["runs"]
-    assert {row["contender"] for row in found["left_out"]} == {*BASELINES, *OURS}
+    assert {row["contender"] for row in found["left_out"]} == {*BASELINES, *OURS, *CHOSEN}
 
     assert main(["--out", str(out), "--device", "cpu", "--quick"]) == 1
     found = json.loads(out.read_text())
@@ -377,5 +378,6 @@ def test_the_recorded_table_can_be_continued(
     assert not stub.calls
     todo, kept = remaining(list(tasks(quick=False, limited=True)), recorded["runs"])
     assert f"{len(kept)} runs are kept" in capsys.readouterr().out
-    assert sum(map(len, todo)) == len(recorded["left_out"])
+    assert not recorded["left_out"]
+    assert {name for group in todo for _, name in group} == {*CHOSEN}, "which came later"
     assert json.loads(out.read_text()) == recorded

@@ -8,6 +8,7 @@ CHILD_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbering that the device locks use
     "OMP_WAIT_POLICY": "PASSIVE",  # a thread that spins at a barrier keeps the core from the thread it waits for
     "PYTHONFAULTHANDLER": "1",
+    "BEXP_MEASURE_EXPERTS": "1",  # the expert back end `auto` measures shapes that its table lacks
 }
 GROUP_DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # multicast through NVSwitch needs a fabric that not every host lets a process use

@@ -17,8 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 FOLDER_VARIABLE = "BEXP_KERNEL_CACHE"
-LIBRARY_FOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""The variable that tells a library its folder, and the name of that folder."""
+LIBRARY_FOLDERS = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "BEXP_EXPERT_TABLES": "experts",
+}
+"""The variable that tells a library its folder, and the name of that folder. Ours holds what `auto` has measured."""
 
 _log = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bexp.kernels.experts.auto.backend import auto_backend
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.bmm import BMM
 from bexp.kernels.experts.comparisons.block_sparse import BLOCK_SPARSE
@@ -15,7 +16,9 @@ from bexp.kernels.experts.loop import LOOP
 from bexp.kernels.experts.triton_gemm import TRITON_GROUPED
 from bexp.kernels.shapes import ExpertsShape, Support
 
-_ALL = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, HOPPER_GROUPED, BLOCK_SPARSE, FUSED)
+_SINGLE = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, HOPPER_GROUPED, BLOCK_SPARSE, FUSED)
+AUTO, AUTO_EXPERTS = auto_backend(_SINGLE)
+_ALL = (*_SINGLE, AUTO)
 _BACKENDS = {backend.name: backend for backend in _ALL}
 
 

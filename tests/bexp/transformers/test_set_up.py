@@ -36,6 +36,7 @@ SPARSE = [
     Settings(experts="bexp_fused"),
     Settings(experts="bexp_triton_grouped"),
     Settings(experts="bexp_hopper_grouped"),
+    Settings(experts="bexp_auto"),
     Settings(experts="bexp_fused", recompute="experts"),
     Settings(experts="bexp_fused", recompute="activations"),
     Settings(attention="sdpa:math", experts="bexp_fused", recompute="layers_1", bta_tile=2, loss="chunked"),

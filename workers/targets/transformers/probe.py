@@ -24,10 +24,10 @@ from workers.targets.transformers.resolved import ResolvedModel
 PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 """Back ends of torch's attention that a device has more than one of."""
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
-OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped")
-SLOW_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped")
+OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped", "bexp_auto")
+NAMED_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped", "bexp_auto")
 """On a GPU these are tried when a request names them: a loop over experts, products that gather the weights of every
-token, and kernels that `bexp_hopper_grouped` replaces on Hopper."""
+token, kernels that `bexp_hopper_grouped` replaces on Hopper, and a choice among the others, which are tried anyway."""
 LIGER_LOSS = "liger"
 NAME_IT = "a request has to name it"
 _REFUSALS = (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
@@ -88,8 +88,8 @@ class SettingsProbe:
         return [*STOCK_EXPERTS, *(OUR_EXPERTS if self._device.type == "cuda" else ())]
 
     def _expert_support(self, name: str) -> BackendSupport:
-        """Loops over experts, and products that gather every token's weights, are tried when they are named."""
-        only_when_named = self._device.type == "cuda" and name in SLOW_EXPERTS
+        """Whether the model can have one; the slow ones and the choice are tried when they are named."""
+        only_when_named = self._device.type == "cuda" and name in NAMED_EXPERTS
         reason = self._resolved.experts_implementations.get(name)
         if reason is None and only_when_named and name not in (self._request.expert_backends or ()):
             reason = NAME_IT

@@ -217,4 +217,4 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     return triton_failure(run, device)
 
 
-BLOCK_SPARSE = ExpertBackend("block_sparse", False, _check, block_sparse_ffn, only_when_named=True)
+BLOCK_SPARSE = ExpertBackend("block_sparse", False, _check, block_sparse_ffn, only_when_named=True, waits=True)

@@ -147,4 +147,4 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
-CUBLAS_GROUPED = ExpertBackend("cublas_grouped", False, _check, _forward, only_when_named=True)
+CUBLAS_GROUPED = ExpertBackend("cublas_grouped", False, _check, _forward, only_when_named=True, waits=True)

@@ -1,0 +1,274 @@
+"""MoE layers by the clock and on the device, all contenders of a cell in turns, eager and as CUDA graphs.
+
+    python -m benchmarks.moe_turns --out results/NAME.json [--minutes M]
+
+The layers are those of `benchmarks.moe_layer`: norm, router, top-k, experts of 2048 x 1408 (gated), combination and
+residual sum, forward and backward in bfloat16, with uniform routes. The yardstick is the dense layer of as many active
+FLOPs, eager and compiled. Layers are compiled, too, around back ends that torch.compile can trace. The clock's time is
+that of a loop of forwards and backwards, the host included. The device's time is that of the same loop with its
+launches queued ahead. Both are medians over the turns.
+
+At small micro-batches the host is the limit. There, both sides are timed as CUDA graphs too: forward and backward are
+captured once, and replays are timed. A back end that waits for the device cannot be captured.
+
+Where there are few tokens an expert, the layer is bound by the experts' matrices: forward and the gradient of the rows
+read them, and the gradient of the matrices is as large. The bound is these bytes over the measured bandwidth.
+
+If the file exists, the run continues it: its cells are kept, and the missing ones are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.continuation import begin
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.kernels import seconds_once
+from benchmarks.moe_contenders import (
+    DENSE,
+    HIDDEN,
+    LIGER,
+    WIDTH,
+    compiled_name,
+    contenders,
+    dense_block,
+    hidden_states,
+    layer_block,
+    layer_model,
+)
+from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
+from benchmarks.moe_summary import GRAPH, compare_with_dense
+from bexp.kernels.experts.auto.measuring import FFNShape
+from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
+from bexp.measure.memory import measure_memory
+from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
+from workers.profiler.failures import classify, is_poisoned
+from workers.profiler.hardware import measure_hardware
+
+MINUTES = 9.0
+CELLS = (
+    *((8, 2, 64), (128, 1, 64), (8, 2, 1), (128, 1, 1), (8, 2, 4), (128, 1, 4)),
+    *((8, 2, 16), (128, 1, 16), (128, 8, 1), (128, 8, 64), (128, 2, 1), (128, 2, 64)),
+    *((8, 1, 1), (8, 1, 64), (8, 8, 1), (8, 8, 64)),
+)
+"""Experts, top_k and micro-batch, those with a goal first."""
+GRAPH_MICRO_BATCHES = (1, 4)
+HOPELESS = 4.0
+"""A back end that is so many times slower than the fastest before it runs once, and not in turns."""
+BUDGET = TurnsBudget(hopeless=math.inf)
+"""Who takes part is decided before: a dense layer's graph would make every other contender look hopeless."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what there is time for and write one JSON file; 1 if a result was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="start no cell after so long")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("these layers are timed on a CUDA device, and there is none")
+    deadline = time.monotonic() + 60 * options.minutes
+    device = torch.device("cuda", torch.cuda.current_device())
+    hardware = measure_hardware(device, None)
+    fresh: dict[str, Any] = {
+        "environment": describe_environment(),
+        "hardware": hardware.model_dump(mode="json"),
+        "shape": {"seq_length": SEQ_LENGTH, "hidden_size": HIDDEN, "expert_ffn_hidden_size": WIDTH},
+        "errors": [],
+        "rows": [],
+    }
+    try:
+        found = begin(options.out, fresh, same=("shape",))
+    except ValueError as error:
+        parser.error(str(error))
+    for num_experts, top_k, micro_batch in missing(found["rows"]):
+        if time.monotonic() > deadline:
+            break
+        cell = Cell(num_experts, top_k, micro_batch, device, hardware.memory_bandwidth_bytes_per_second)
+        found["rows"] += cell.measure()
+        compare_with_dense(found["rows"])
+        write_results(options.out, found)
+        for row in found["rows"]:
+            if cell.key.items() <= row.items():
+                print(describe(row), flush=True)
+    for model in dict.fromkeys((row["num_experts"], row["top_k"]) for row in found["rows"]):
+        done = {(row["num_experts"], row["top_k"]) for row in found["errors"]}
+        if model not in done and time.monotonic() < deadline:
+            found["errors"] += check(*model, device)
+    found["left_out"] = [list(cell) for cell in missing(found["rows"])]
+    write_results(options.out, found)
+    wrong = [row for row in found["errors"] if not row["error"] <= TOLERANCE]
+    for row in wrong:
+        print("WRONG", row)
+    print(f"{len(found['errors'])} results compared with float64, {len(found['left_out'])} cells left out")
+    return 1 if wrong else 0
+
+
+def missing(rows: list[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
+    """The cells without rows."""
+    done = {(row["num_experts"], row["top_k"], row["micro_batch_size"]) for row in rows}
+    yield from (cell for cell in CELLS if cell not in done)
+
+
+class Cell:
+    """One model at one micro-batch."""
+
+    def __init__(
+        self, num_experts: int, top_k: int, micro_batch: int, device: torch.device, bandwidth_bytes_per_second: float
+    ) -> None:
+        self.key = {"kind": "layer", "num_experts": num_experts, "top_k": top_k, "micro_batch_size": micro_batch}
+        self._model = num_experts, top_k
+        self._tokens = micro_batch * SEQ_LENGTH
+        self._device = device
+        self._x = hidden_states(micro_batch, SEQ_LENGTH, device)
+        self._with_graphs = micro_batch in GRAPH_MICRO_BATCHES
+        self._bandwidth = bandwidth_bytes_per_second
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._runs: dict[str, Run] = {}
+        self._once: dict[str, float] = {}
+
+    def measure(self) -> list[dict[str, Any]]:
+        """A row a contender."""
+        started = time.perf_counter()
+        experts, top_k = self._model
+        shape = FFNShape(experts, top_k, HIDDEN, WIDTH, gated=True, dtype=torch.bfloat16)
+        AUTO_EXPERTS.prepare(shape, [self._tokens], self._device)
+        table_seconds = time.perf_counter() - started
+        names = contenders(layer_model(*self._model), self._device)
+        for name in (*DENSE, *sorted(names, key=_waits)):
+            self._add(name, self._block(name))
+        for name in names:
+            if name in self._runs and _traceable(name):
+                self._add(compiled_name(name), self._block(compiled_name(name)))
+        for name, timing in time_in_turns(self._runs, self._device, BUDGET).items():
+            self._rows[name] |= {
+                "seconds": timing.clock_seconds,
+                "clock_error_seconds": timing.clock_error_seconds,
+                "device_seconds": timing.device_seconds,
+                "device_error_seconds": timing.device_error_seconds,
+                "repeats": timing.rounds,
+                "in_turns": timing.in_turns,
+            }
+        flops = 18 * self._tokens * top_k * HIDDEN * WIDTH
+        bound = 3 * experts * 3 * HIDDEN * WIDTH * 2 / self._bandwidth
+        for name, row in self._rows.items():
+            if "seconds" in row:
+                row["expert_flops_per_second"] = flops / row["seconds"]
+                row["bound_seconds"] = bound if not name.startswith(DENSE) else None
+        if "auto" in self._rows:
+            self._rows["auto"]["table_seconds"] = table_seconds
+        self._runs.clear()
+        _release()
+        return [self.key | {"backend": name} | row for name, row in self._rows.items()]
+
+    def _block(self, name: str) -> nn.Module | Exception:
+        try:
+            if name in DENSE:
+                return dense_block("layer", self._model[1], self._device, compiled=name == "dense compile")
+            return layer_block(name, *self._model, self._tokens, self._device)
+        except Exception as error:  # noqa: BLE001 - whatever a contender raises is its outcome
+            return error
+
+    def _add(self, name: str, block: nn.Module | Exception) -> None:
+        """Prepare a contender's runs: eager, and as a graph where that is asked for and possible."""
+        row = self._rows[name] = {}
+        if isinstance(block, Exception):
+            row["reason"] = self._reason(block)
+            return
+        try:
+            run = _training_run(block, self._x)
+            once = self._once[name] = seconds_once(run, self._device)
+            others = [seconds for other, seconds in self._once.items() if not other.startswith(DENSE)]
+            if others and not name.startswith(DENSE) and once > HOPELESS * min(others):
+                row |= {"seconds": once, "device_seconds": once, "repeats": 1, "in_turns": False}
+                return
+            weight = measure_memory(FreshGradients(block, self._x), self._device)
+            block.zero_grad(set_to_none=True)
+            row |= {"saved_bytes": weight.saved, "peak_bytes": max(weight.forward_peak, weight.backward_peak)}
+        except Exception as error:  # noqa: BLE001 - whatever a contender raises is its outcome
+            row["reason"] = self._reason(error)
+            return
+        self._runs[name] = run
+        if self._with_graphs and not _waits(name):
+            graph = self._rows[name + GRAPH] = {}
+            try:
+                self._runs[name + GRAPH] = captured(run, self._device, self._pool)
+            except Exception as error:  # noqa: BLE001 - whatever a capture raises is its outcome
+                graph["reason"] = self._reason(error)
+
+    def _reason(self, error: Exception) -> str:
+        if is_poisoned(self._device):
+            raise error
+        return classify(error)[1] or type(error).__name__
+
+
+def captured(run: Run, device: torch.device, pool: Any) -> Run:
+    """Return the replay of what `run` launches, captured after three runs on another stream.
+
+    Graphs of one `pool` share their memory, so no two of them may be replayed at once.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph.replay
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line."""
+    head = f"E={row['num_experts']:<4}k={row['top_k']:<2}m={row['micro_batch_size']:<3}{row['backend']:24}"
+    if "seconds" not in row:
+        return f"{head} {row.get('reason')}"
+    bound = row.get("bound_seconds")
+    return (
+        f"{head}{row['seconds'] * 1e3:9.3f} ms by the clock, {row['device_seconds'] * 1e3:9.3f} on the device, "
+        f"x{row['relative_to_dense']:.3f} and x{row['device_relative_to_dense']:.3f} of dense"
+        + (f", {bound / row['seconds']:.0%} of the bound" if bound else "")
+    )
+
+
+def _training_run(block: nn.Module, x: Tensor) -> Run:
+    """A forward and backward that writes the gradients of the input and of every parameter."""
+    leaf = x.detach().requires_grad_()
+    wanted = [leaf, *(p for p in block.parameters() if p.requires_grad)]
+    gradient = torch.randn_like(x)
+
+    def run() -> None:
+        torch.autograd.grad(block(leaf), wanted, gradient, allow_unused=True)
+
+    return run
+
+
+def _waits(name: str) -> bool:
+    return name not in DENSE and name != LIGER and not name.endswith(" compile") and expert_backend(name).waits
+
+
+def _traceable(name: str) -> bool:
+    """Whether the layer can be compiled around the back end; `auto` is one of the others then."""
+    return name not in (LIGER, "auto") and torch.bfloat16 in expert_backend(name).traceable_dtypes
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The measured seconds of one machine: a JSON file that many processes read and write.
+
+A file holds what one card on one host reached with one set of versions; its name is a hash of these. Writers take a
+lock, read what is there, add to it, and replace the file in one step, so that a reader sees the old or the new file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bexp.kernels.experts.auto.choice import ByLoad, Seconds, choose
+
+FOLDER_VARIABLE = "BEXP_EXPERT_TABLES"
+MEASURE_VARIABLE = "BEXP_MEASURE_EXPERTS"
+CLASSES_AN_OCTAVE = 2
+FARTHEST_CLASSES = 4
+"""A class further away than this from all that were measured takes torch's own back end."""
+
+_EXPERTS = Path(__file__).parents[1]
+_log = logging.getLogger(__name__)
+
+
+def row_class(num_rows: int) -> int:
+    """Return the class of a number of rows: its base-two logarithm in halves, rounded; 0 rows are in class 0."""
+    return round(CLASSES_AN_OCTAVE * math.log2(num_rows)) if num_rows > 1 else 0
+
+
+def rows_of_class(number: int) -> int:
+    """Return the number of rows at which a class is measured."""
+    return max(1, round(2 ** (number / CLASSES_AN_OCTAVE)))
+
+
+def folder() -> Path:
+    """Return where tables are kept: BEXP_EXPERT_TABLES, else beside the compiled kernels in the user's cache folder."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(cache) if cache.startswith("/") else Path.home() / ".cache"
+    return base / "bexp" / "kernels" / "experts"
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Return what a table is of. The driver is not in it."""
+    return {
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "host": _host_processor(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "kernels": _kernels_digest(),
+    }
+
+
+@dataclass
+class KernelTable:
+    """Seconds by shape and class of rows, in memory and in `path`."""
+
+    path: Path
+    of: Mapping[str, str]
+    _seconds: dict[str, dict[int, dict[str, dict[str, Seconds]]]] = field(default_factory=dict)
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> KernelTable:
+        """The table of this machine, with what its file holds."""
+        of = machine(device)
+        name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+        table = cls(folder() / f"{name}.json", of)
+        table.read()
+        return table
+
+    def read(self) -> None:
+        """Add what the file holds. A file that is missing, broken or of another machine holds nothing."""
+        try:
+            found = json.loads(self.path.read_text())
+            if found["of"] != dict(self.of):
+                return
+            read = {
+                shape: {int(number): _decoded(loads) for number, loads in classes.items()}
+                for shape, classes in found["seconds"].items()
+            }
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("%s is not read: %s", self.path, error)
+            return
+        for shape, classes in read.items():
+            self._seconds.setdefault(shape, {}).update(classes)
+
+    def write(self, shape: str, number: int, seconds: ByLoad) -> None:
+        """Keep the seconds of a class, here and in the file. A folder that cannot be written costs only the file."""
+        mine = {load: dict(times) for load, times in seconds.items()}
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self.path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self.read()
+                self._seconds.setdefault(shape, {})[number] = mine
+                self._replace()
+        except OSError as error:
+            _log.warning("%s is not written: %s", self.path, error)
+            self._seconds.setdefault(shape, {})[number] = mine
+
+    def has(self, shape: str, number: int) -> bool:
+        """Whether a class was measured."""
+        return number in self._seconds.get(shape, {})
+
+    def seconds(self, shape: str, number: int) -> ByLoad:
+        """Return what was measured of a class."""
+        return self._seconds[shape][number]
+
+    def plan(self, shape: str, num_rows: int, stock: str, among: Collection[str] | None = None) -> str:
+        """Return the plan of the nearest class that was measured; `stock` if there is none near.
+
+        `among` are the plans that may be chosen; null: all.
+        """
+        number = row_class(num_rows)
+        near = min(self._seconds.get(shape, {}), key=lambda other: (abs(other - number), other), default=None)
+        if near is None or abs(near - number) > FARTHEST_CLASSES:
+            return stock
+        loads = self._seconds[shape][near]
+        allowed = {
+            load: {name: each for name, each in times.items() if among is None or name in among}
+            for load, times in loads.items()
+        }
+        return choose(allowed, stock)
+
+    def steps(self, shape: str, stock: str, among: Collection[str] | None = None) -> tuple[tuple[int, str], ...]:
+        """Return `plan` as a function of the rows: each plan after the first number of rows that it does not serve."""
+        last = max(self._seconds.get(shape, {0: {}})) + FARTHEST_CLASSES + 1
+        plans = [(self.plan(shape, rows_of_class(number), stock, among), number) for number in range(last + 1)]
+        ends = [(_first_row(number + 1), plan) for plan, number in plans]
+        return tuple(step for step, after in zip(ends, [*ends[1:], (0, "")], strict=True) if step[1] != after[1])
+
+    def _replace(self) -> None:
+        seconds = {
+            shape: {str(number): _encoded(loads) for number, loads in sorted(classes.items())}
+            for shape, classes in sorted(self._seconds.items())
+        }
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", delete=False) as file:
+            json.dump({"of": dict(self.of), "seconds": seconds}, file, indent=1)
+        Path(file.name).replace(self.path)
+
+
+def _first_row(number: int) -> int:
+    """Return the least number of rows in a class."""
+    rows = int(2 ** ((number - 0.5) / CLASSES_AN_OCTAVE))
+    return next(count for count in range(max(1, rows - 1), rows + 3) if row_class(count) >= number)
+
+
+def _encoded(loads: ByLoad) -> dict[str, dict[str, list[float]]]:
+    return {load: {name: [s.median, s.error] for name, s in times.items()} for load, times in loads.items()}
+
+
+def _decoded(loads: Any) -> dict[str, dict[str, Seconds]]:
+    return {
+        load: {name: Seconds(float(median), float(error)) for name, (median, error) in times.items()}
+        for load, times in loads.items()
+    }
+
+
+def _host_processor() -> str:
+    """Return the name of the host's processor, which launches."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@functools.cache
+def _kernels_digest() -> str:
+    """A hash of the sources of our expert kernels: another source may have another speed."""
+    digest = hashlib.sha256()
+    for path in sorted(_EXPERTS.rglob("*.py")):
+        if path.parent != Path(__file__).parent:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,392 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bexp.kernels.experts import loop
+from bexp.kernels.experts.auto import backend as auto_module
+from bexp.kernels.experts.auto import plans, products
+from bexp.kernels.experts.auto.backend import PLANNED, AutoExperts, auto_backend
+from bexp.kernels.experts.auto.choice import ByLoad, Seconds, choose
+from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape, apart, measure_ffn, measure_gemm
+from bexp.kernels.experts.auto.products import STOCK, Products, gemm_of
+from bexp.kernels.experts.auto.table import FARTHEST_CLASSES, KernelTable, row_class, rows_of_class
+from bexp.kernels.experts.backend import ExpertBackend, ExpertFFN
+from bexp.kernels.experts.registry import expert_backend
+from bexp.kernels.experts.rows import Rows
+from bexp.kernels.shapes import ExpertsShape
+from tests.bexp.kernels import expert_cases
+
+CPU = torch.device("cpu")
+OTHER = "other"
+GEMM = GemmShape(4, 32, 16, torch.bfloat16)
+
+
+def seconds(uniform: Mapping[str, float], zipf: Mapping[str, float], error: float = 0.0) -> ByLoad:
+    loads = {"uniform": uniform, "zipf": zipf}
+    return {load: {name: Seconds(value, error) for name, value in times.items()} for load, times in loads.items()}
+
+
+FASTER = seconds({STOCK: 2.0, OTHER: 1.0}, {STOCK: 2.0, OTHER: 1.0})
+SLOWER = seconds({STOCK: 1.0, OTHER: 2.0}, {STOCK: 1.0, OTHER: 2.0})
+
+
+@pytest.fixture(autouse=True)
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Tables of this test alone."""
+    monkeypatch.setenv("BEXP_EXPERT_TABLES", str(tmp_path))
+    monkeypatch.delenv("BEXP_MEASURE_EXPERTS", raising=False)
+    plans.table_of.cache_clear()
+    yield tmp_path
+    plans.table_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("uniform", "zipf", "error", "chosen"),
+    [
+        ({STOCK: 1.0, "a": 0.9}, {STOCK: 1.0, "a": 0.9}, 0.0, "a"),
+        ({STOCK: 1.0, "a": 0.995}, {STOCK: 1.0, "a": 0.995}, 0.0, STOCK),
+        ({STOCK: 1.0, "a": 0.9}, {STOCK: 1.0, "a": 0.9}, 0.1, STOCK),
+        ({STOCK: 1.0, "a": 1.1}, {STOCK: 1.0, "a": 0.5}, 0.0, STOCK),
+        ({STOCK: 1.0, "a": 1.0}, {STOCK: 1.0, "a": 0.5}, 0.0, "a"),
+        ({STOCK: 1.0, "a": 0.5, "b": 0.6}, {STOCK: 1.0, "a": 0.9, "b": 0.7}, 0.0, "b"),
+        ({STOCK: 1.0, "a": 0.5}, {STOCK: 1.0}, 0.0, STOCK),
+        ({"a": 0.5, "b": 0.4}, {"a": 0.5, "b": 0.9}, 0.0, "a"),
+        ({}, {}, 0.0, STOCK),
+    ],
+    ids=[
+        *(
+            "faster",
+            "level",
+            "within the noise",
+            "slower under one load",
+            "faster under one load and level under the other",
+        ),
+        *("the least worst ratio", "timed under one load only", "without the stock one", "nothing timed"),
+    ],
+)
+def test_what_is_chosen(uniform: dict[str, float], zipf: dict[str, float], error: float, chosen: str) -> None:
+    assert choose(seconds(uniform, zipf, error), STOCK) == chosen
+
+
+def test_a_class_is_measured_at_a_number_of_rows_within_it() -> None:
+    assert [row_class(rows_of_class(number)) for number in range(2, 40)] == list(range(2, 40))
+    assert [rows_of_class(row_class(1 << power)) for power in range(1, 20)] == [1 << power for power in range(1, 20)]
+    assert row_class(0) == row_class(1) == 0
+
+
+def test_the_nearest_class_decides_and_beyond_two_octaves_the_stock_one() -> None:
+    table = plans.table_of(CPU)
+    table.write("shape", 10, FASTER)
+    table.write("shape", 13, SLOWER)
+    found = {number: table.plan("shape", rows_of_class(number), STOCK) for number in range(2, 20)}
+    assert found == {number: OTHER if 10 - FARTHEST_CLASSES <= number <= 11 else STOCK for number in range(2, 20)}
+    assert table.plan("another shape", 32, STOCK) == STOCK
+    assert table.plan("shape", 32, STOCK, among={STOCK}) == STOCK
+
+
+def test_the_steps_say_the_same_as_the_plan_of_each_number_of_rows() -> None:
+    table = plans.table_of(CPU)
+    table.write("shape", 6, FASTER)
+    table.write("shape", 10, SLOWER)
+    table.write("shape", 13, FASTER)
+    steps = table.steps("shape", STOCK)
+    for rows in range(1, 2000):
+        assert next((plan for end, plan in steps if rows < end), STOCK) == table.plan("shape", rows, STOCK), rows
+    assert len(steps) < 8
+
+
+def test_a_table_is_read_by_a_later_process_with_the_same_versions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans.table_of(CPU).write("shape", 10, FASTER)
+    assert KernelTable.of_device(CPU).plan("shape", 32, STOCK) == OTHER
+    path = KernelTable.of_device(CPU).path
+    monkeypatch.setattr("bexp.kernels.experts.auto.table._version", lambda package: "another")
+    other = KernelTable.of_device(CPU)
+    assert other.path != path
+    assert other.plan("shape", 32, STOCK) == STOCK
+    other.path = path  # a file that was renamed, or whose name is the hash of two machines
+    other.read()
+    assert other.plan("shape", 32, STOCK) == STOCK
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"of": {}}', '{"seconds": {"shape": {"x": 1}}}'])
+def test_a_broken_file_is_no_table_and_is_replaced(text: str) -> None:
+    table = plans.table_of(CPU)
+    table.path.write_text(text)
+    assert KernelTable.of_device(CPU).plan("shape", 32, STOCK) == STOCK
+    table.write("shape", 10, FASTER)
+    assert KernelTable.of_device(CPU).plan("shape", 32, STOCK) == OTHER
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_file(tables: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tables / "file").write_text("")
+    table = KernelTable(tables / "file" / "table.json", {})
+    table.write("shape", 10, FASTER)
+    assert table.plan("shape", 32, STOCK) == OTHER
+    assert "is not written" in caplog.text
+
+
+def test_processes_that_write_at_once_lose_nothing(tables: Path) -> None:
+    path, context = tables / "table.json", multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_classes, args=(path, range(first, 40, 2))) for first in (0, 1)]
+    for writer in writers:
+        writer.start()
+    reads = 0
+    while any(writer.is_alive() for writer in writers):
+        if path.exists():
+            reads += bool(json.loads(path.read_text())["seconds"])  # whole at any time
+    for writer in writers:
+        writer.join()
+    assert reads
+    assert sorted(map(int, json.loads(path.read_text())["seconds"]["shape"])) == list(range(40))
+    assert {each.name for each in tables.iterdir()} == {"table.json", "table.lock"}
+
+
+def _write_classes(path: Path, numbers: range) -> None:
+    for number in numbers:
+        KernelTable(path, {}).write("shape", number, FASTER)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("nothing is measured here")
+
+
+@pytest.mark.parametrize(("allowed", "measured"), [(False, 0), (True, 1)], ids=["reads only", "may measure"])
+def test_a_class_is_measured_once_where_that_is_allowed(
+    allowed: bool, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def measure(num_rows: int) -> ByLoad:
+        calls.append(num_rows)
+        return FASTER
+
+    if allowed:
+        monkeypatch.setenv("BEXP_MEASURE_EXPERTS", "1")
+    for _ in range(2):
+        found = plans.settle("shape", 100, CPU, measure, may=plans.may_measure(CPU))
+    assert found == (OTHER if allowed else STOCK)
+    assert calls == [rows_of_class(row_class(100))] * measured
+
+
+def test_nothing_is_measured_during_a_capture_or_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_MEASURE_EXPERTS", "1")
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert plans.may_measure(cuda)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not plans.may_measure(cuda)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not plans.may_measure(CPU)
+
+
+def test_a_measurement_that_fails_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    def measure(_: int) -> ByLoad:
+        raise torch.OutOfMemoryError("out of memory")
+
+    assert plans.settle("shape", 100, CPU, measure, may=True) == STOCK
+    assert "out of memory" in caplog.text
+    assert plans.settle("shape", 100, CPU, lambda _: FASTER, may=True) == OTHER
+
+
+def test_a_measurement_sees_nothing_of_its_caller() -> None:
+    before = torch.get_rng_state()
+
+    def measure() -> tuple[bool, bool]:
+        measure_gemm(GEMM, 8, [STOCK], CPU, FakeTimer({}))
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+    def pack(tensor: Tensor) -> Tensor:
+        raise AssertionError("the graph of a measurement is not the caller's")
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.no_grad(), torch.autocast("cpu"), hooks:
+        assert apart(measure, CPU) == (True, False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class FakeTimer:
+    """Runs everything once; the seconds are given by name, 1 if they are not."""
+
+    def __init__(self, by_name: Mapping[str, tuple[float, float]]) -> None:
+        self.by_name = by_name
+        self.names: list[tuple[str, ...]] = []
+
+    def __call__(
+        self, runs: Mapping[str, Callable[[], object]], device: torch.device, budget: object, /
+    ) -> dict[str, tuple[Seconds, Seconds]]:
+        self.names.append(tuple(runs))
+        for run in runs.values():
+            run()
+        found = {name: self.by_name.get(name, (1.0, 1.0)) for name in runs}
+        return {name: (Seconds(clock), Seconds(device_time)) for name, (clock, device_time) in found.items()}
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The products of a second back end that were called; its numbers are those of the loop."""
+    names: list[str] = []
+
+    def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        names.append("multiply")
+        return loop.grouped_gemm(x, w, _counted(ends))
+
+    def add_up(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+        names.append("add_up")
+        parts = zip(x.split(_counted(ends).counts), grad.split(_counted(ends).counts), strict=True)
+        return torch.stack([a.t() @ b for a, b in parts])
+
+    def gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
+        names.append("gemm")
+        return loop.grouped_gemm(x_RK, w_EKN, _counted(rows.ends))
+
+    monkeypatch.setitem(products.KERNELS, OTHER, Products(multiply, add_up, gemm))
+    return names
+
+
+def _counted(ends: Tensor) -> Rows:
+    last = ends.tolist()
+    return Rows(ends, ends, ends, tuple(b - a for a, b in zip([0, *last[:-1]], last, strict=True)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (f"{OTHER}+{STOCK}+{STOCK}", ["multiply"]),
+        (f"{STOCK}+{OTHER}+{STOCK}", ["multiply"]),
+        (f"{STOCK}+{STOCK}+{OTHER}", ["add_up"]),
+        (OTHER, ["gemm"]),
+        (STOCK, []),
+    ],
+)
+def test_each_product_comes_from_the_kernel_that_the_plan_names(
+    plan: str, expected: list[str], transposed: bool, called: list[str]
+) -> None:
+    torch.manual_seed(0)
+    ends = torch.tensor([8, 8, 24, 40], dtype=torch.int32)
+    stored = torch.randn((4, 16, 32) if transposed else (4, 32, 16)).bfloat16()
+    x, grad = torch.randn(40, 32).bfloat16(), torch.randn(40, 16).bfloat16()
+    found = []
+    for gemm in (gemm_of(plan), gemm_of(STOCK)):
+        assert gemm is not None
+        a, b = x.clone().requires_grad_(), stored.clone().requires_grad_()
+        out = gemm(a, b.mT if transposed else b, Rows(ends, ends, ends))
+        out.backward(grad)
+        found.append((out, a.grad, b.grad))
+        if len(found) == 1:
+            assert called == expected
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_a_plan_of_a_back_end_that_is_not_here_is_none() -> None:
+    assert gemm_of("of_a_later_version") is None
+    assert gemm_of(f"{STOCK}+{STOCK}") is None
+
+
+def test_the_mix_takes_the_fastest_on_the_device_and_is_timed_by_the_clock(called: list[str]) -> None:
+    timer = FakeTimer({OTHER: (3.0, 0.5)})
+    found = measure_gemm(GEMM, 24, [STOCK, OTHER], CPU, timer)
+    assert timer.names == [(STOCK, OTHER)] * 8, "three products and the plans, under two loads; the mix is no mix here"
+    assert found.keys() == {"uniform", "zipf"}
+    assert {name: each.median for name, each in found["zipf"].items()} == {STOCK: 1.0 / 8, OTHER: 3.0 / 8}
+    assert choose(found, STOCK) == STOCK, "by the clock"
+
+
+def experts_with_another(**more: Any) -> AutoExperts:
+    """torch's grouped_mm and another back end whose bits are those of the loop."""
+    other = ExpertBackend(OTHER, False, lambda shape, device: None, loop.LOOP.forward, **more)
+    backend, experts = auto_backend((expert_backend(STOCK), loop.LOOP, other))
+    assert backend.only_when_named
+    assert backend.forward == experts.forward
+    return experts
+
+
+def ffn_shape(case: expert_cases.ExpertCase) -> FFNShape:
+    return FFNShape(case.num_experts, case.top_k, case.hidden, case.width, True, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("measured", "name"), [(FASTER, "loop"), (SLOWER, STOCK), (None, STOCK)])
+def test_results_are_those_of_the_chosen_back_end_bit_by_bit(measured: ByLoad | None, name: str) -> None:
+    case = expert_cases.CASES[0]
+    routes, tensors = expert_cases.problem(case, torch.bfloat16, CPU)
+    experts = experts_with_another()
+    if measured is not None:
+        plans.table_of(CPU).write(ffn_shape(case).key, row_class(routes.numel()), measured)
+    auto = ExpertBackend("auto", False, experts.check, experts.forward)
+    results = zip(*(expert_cases.run(b, case, routes, tensors) for b in (auto, expert_backend(name))), strict=True)
+    assert all(torch.equal(mine, wanted) for mine, wanted in results)
+
+
+def test_the_shared_ffn_takes_its_gemms_from_the_plans(called: list[str]) -> None:
+    case = expert_cases.CASES[0]
+    routes, _ = expert_cases.problem(case, torch.bfloat16, CPU)
+    shape, table, number = ffn_shape(case), plans.table_of(CPU), row_class(routes.numel())
+    table.write(shape.key, number, seconds({STOCK: 2.0, PLANNED: 1.0}, {STOCK: 2.0, PLANNED: 1.0}))
+    table.write(shape.gemms()[1].key, number, FASTER)
+    experts = experts_with_another()
+    auto = ExpertBackend("auto", False, experts.check, experts.forward)
+    errors = expert_cases.errors(auto, case, torch.bfloat16, CPU)
+    assert called == ["gemm"], "the second product alone"
+    assert max(errors.values()) <= 2e-2, errors
+
+
+def test_the_first_use_measures_every_back_end_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_MEASURE_EXPERTS", "1")
+    timer = FakeTimer({OTHER: (0.5, 0.5)})
+    monkeypatch.setattr(auto_module, "measure_ffn", partial(measure_ffn, timer=timer))
+    case = expert_cases.CASES[0]
+    routes, tensors = expert_cases.problem(case, torch.bfloat16, CPU)
+    experts = experts_with_another()
+    auto = ExpertBackend("auto", False, experts.check, experts.forward)
+    for _ in range(2):
+        expert_cases.run(auto, case, routes, tensors)
+    assert timer.names == [(STOCK, OTHER)] * 2, "under two loads, once"
+    assert KernelTable.of_device(CPU).plan(ffn_shape(case).key, routes.numel(), STOCK) == OTHER
+
+
+def test_a_graph_takes_the_choice_with_it_and_only_what_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_MEASURE_EXPERTS", "1")
+    monkeypatch.setattr(plans, "apart", _never)
+
+    def adds(number: int) -> ExpertFFN:
+        return lambda x, routes, weights, w_in, w_out, activation: x + number
+
+    table = plans.table_of(CPU)
+    shape = FFNShape(4, 1, 32, 16, True, torch.bfloat16)
+    table.write(shape.key, row_class(16), FASTER)
+    table.write(shape.key, row_class(256), SLOWER)
+    w_in, w_out = torch.randn(4, 32, 32).bfloat16(), torch.randn(4, 16, 32).bfloat16()
+
+    def chosen(traceable: frozenset[torch.dtype], tokens: int) -> bool:
+        stock = ExpertBackend(STOCK, True, lambda *_: None, adds(0), frozenset({torch.bfloat16}))
+        other = ExpertBackend(OTHER, False, lambda *_: None, adds(1), traceable)
+        x, routes = torch.randn(tokens, 32).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int64)
+        compiled = torch.compile(auto_backend((stock, other))[1].forward, backend="eager", fullgraph=True)
+        return torch.equal(compiled(x, routes, torch.ones(tokens, 1).bfloat16(), w_in, w_out, "silu"), x + 1)
+
+    found = [chosen(frozenset({torch.bfloat16}), tokens) for tokens in (16, 20, 256, 300)]
+    assert found == [True, True, False, False]
+    assert not chosen(frozenset(), 16)
+
+
+def test_there_must_be_a_choice_that_does_not_wait() -> None:
+    reason = expert_backend("auto").check(experts_shape(), CPU)
+    assert reason is not None
+    assert "nothing to choose from" in reason
+    assert experts_with_another().check(experts_shape(), CPU) is None
+    assert experts_with_another(waits=True).check(experts_shape(), CPU) == reason
+    assert "multiple of 8" in str(experts_with_another().check(experts_shape(hidden=60), CPU))
+
+
+def experts_shape(hidden: int = 64) -> ExpertsShape:
+    return ExpertsShape(hidden_size=hidden, ffn_hidden_size=32, num_experts=4, top_k=1, dtype=torch.bfloat16)
