@@ -154,12 +154,14 @@ def measure_layers(layer: Layer, device: torch.device, unit: float) -> dict[str,
         errors |= {f"{name} {part}": relative_error(actual, expected) for part, actual, expected in pairs}
     runs["autograd alone, forward and backward"] = partial(_both_ways, _Nothing.apply, inputs, (), grad)
     result = _table({"layer": asdict(layer), "errors": errors}, runs | _parts(inputs, routes, grad), unit)
-    chains = {f"{name} {length}": _chain(name, length, inputs, routes, grad) for name in ALL for length in CHAINED}
-    found = median_seconds(chains, calls=2)
-    result["chain_seconds"] = found
+    chains: dict[str, Callable[[], object]] = {
+        f"{name} {length}": _chain(name, length, inputs, routes, grad) for name in ALL for length in CHAINED
+    }
+    chained = median_seconds(chains, calls=2)
+    result["chain_seconds"] = chained
     short, long = CHAINED
     for name in ALL:
-        seconds = (found[f"{name} {long}"]["median"] - found[f"{name} {short}"]["median"]) / (long - short)
+        seconds = (chained[f"{name} {long}"]["median"] - chained[f"{name} {short}"]["median"]) / (long - short)
         result["launches"][f"{name}, a layer in a chain"] = seconds / unit
         print(f"{name + ', a layer in a chain':60s} {seconds * 1e6:8.1f} us {seconds / unit:7.2f} launches")
     return result
@@ -176,7 +178,7 @@ def _chain(
     def forward(x: Tensor, *_: Tensor) -> Tensor:
         for weights, w_in, w_out in layers:
             if name == NOTHING:
-                x = _Nothing.apply(x, weights, w_in, w_out)
+                x = _Nothing.apply(x, weights, w_in, w_out)  # type: ignore[no-untyped-call]  # untyped in torch
             else:
                 x = expert_backend(name).forward(x, routes, weights, w_in, w_out, "silu")
         return x
@@ -190,7 +192,7 @@ def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str
     from bexp.kernels.experts.fused.function import plan_for  # noqa: PLC0415 - needs Triton
     from bexp.kernels.launcher import current_stream  # noqa: PLC0415 - needs Triton
 
-    x, weights, w_in, w_out = plain = tuple(tensor.detach() for tensor in inputs)
+    x, weights, w_in, w_out = (tensor.detach() for tensor in inputs)
     operands = (x, routes, weights, w_in, w_out)
     plan = plan_for(*operands, "silu", keep=True)
     out, pre, permutation = plan.forward(*operands)
@@ -212,7 +214,7 @@ def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str
     return {
         "fused: finding the plan": partial(plan_for, *operands, "silu", keep=True),
         "fused: forward without autograd": partial(plan.forward, *operands),
-        "fused: backward without autograd": partial(plan.backward, grad, *plain, kept, permutation),
+        "fused: backward without autograd": partial(plan.backward, grad, x, weights, w_in, w_out, kept, permutation),
         f"fused: forward's {len(steps.launches._launches)} launches": launches,
         f"fused: forward's {len(bound)} launches, the driver alone": driver_alone,
         "one allocation": partial(empty, x, (16, 512), (512, 1), x.dtype),
