@@ -25,7 +25,7 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 KEPT_LAUNCHES = 256
 """Shapes for which a function keeps its launches; the least recently used go first."""
-MOST_ADDRESSES = 512
+MOST_ADDRESSES = 256
 """Addresses of a tensor whose descriptors are kept, and sets of addresses whose arguments are. The oldest go first."""
 _KNOWN_TRITON = ("3.6.",)
 _Bound: TypeAlias = tuple[Callable[..., None], int, int, int, tuple[Any, ...]]
