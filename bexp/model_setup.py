@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
-from bexp.recommendation import Recommendation, RecommendationError, Source
+from bexp.recommendation import Recommendation, RecommendationError, Source, execution_settings
 from bexp.transformers.set_up import Applied, set_up
 
 _LOGGER = logging.getLogger(__name__)
@@ -41,7 +41,12 @@ class Report:
 
 
 def apply(
-    model: nn.Module, recommendation: Source | Recommendation, *, seq_length: int | None = None, strict: bool = False
+    model: nn.Module,
+    recommendation: Source | Recommendation,
+    *,
+    seq_length: int | None = None,
+    strict: bool = False,
+    execution: str | None = None,
 ) -> Report:
     """Set a transformers model up as recommended, by the same code that measured it. `restore` takes it back.
 
@@ -50,11 +55,17 @@ def apply(
     is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator is part of what was
     measured. A model that was set up before is restored first. What was done is logged and returned.
 
+    `execution` takes the place of the recommended one: `eager`, `compile`, `graph` or `compile+graph`. With `graph`, the
+    micro-step becomes CUDA graphs when it first runs; what cannot become one runs operation by operation, and the log
+    says why (see `bexp.graphs`).
+
     Another device, version or sequence length is a warning; with `strict` it raises.
     Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model
     cannot have a setting.
     """
     told = Recommendation.read(recommendation)
+    if execution is not None:
+        told = replace(told, settings=replace(told.settings, **execution_settings(execution)))
     inner = _inner(model)
     _refuse_another_architecture(inner, told)
     restore(inner)

@@ -175,10 +175,21 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
         loss=kind if kind in ("chunked", "liger") else "library",
-        compile=(candidate.get("execution") or request.get("execution")) == "compile",
+        **execution_settings(candidate.get("execution") or request.get("execution") or "eager"),
         allocator=allocator,
         kernels=candidate.get("kernels") or "library",
     )
+
+
+def execution_settings(execution: str) -> dict[str, bool]:
+    """Return the settings of an execution: `eager`, `compile`, `graph`, or `compile+graph`.
+
+    Raises SettingsError for another name.
+    """
+    names = set(execution.split("+"))
+    if not names <= {"eager", "compile", "graph"} or ("eager" in names and len(names) > 1):
+        raise SettingsError(f"the execution is 'eager', 'compile', 'graph' or 'compile+graph', not '{execution}'")
+    return {"compile": "compile" in names, "graph": "graph" in names}
 
 
 def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
