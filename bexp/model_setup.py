@@ -55,9 +55,9 @@ def apply(
     is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator is part of what was
     measured. A model that was set up before is restored first. What was done is logged and returned.
 
-    `execution` takes the place of the recommended one: `eager`, `compile`, `graph` or `compile+graph`. With `graph`, the
-    micro-step becomes CUDA graphs when it first runs; what cannot become one runs operation by operation, and the log
-    says why (see `bexp.graphs`).
+    `execution` takes the place of the recommended one: `eager`, `compile`, `graph` or `compile+graph`. With graphs, the
+    micro-step is captured when it first runs. What cannot be captured runs operation by operation, and the log says why
+    (see `bexp.graphs`).
 
     Another device, version or sequence length is a warning; with `strict` it raises.
     Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model

@@ -39,10 +39,10 @@ class Applied:
 def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk: int | None = None) -> Applied:
     """Set `settings` on a transformers model, or on one decoder layer alone.
 
-    A layer alone has no loss and no micro-step: `loss` and `graph` are left out there. Weights keep their names, shapes and places. The allocator is
-    the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned attention back end fails where
-    it would leave a call to another. `chunk` is the number of tokens of a chunk of the loss. A configuration's
-    `use_cache` is set to false, since training has no use for a cache.
+    A layer alone has no loss and no micro-step: `loss` and `graph` are left out there. Weights keep their names, shapes
+    and places. The allocator is the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned
+    attention back end fails where it would leave a call to another. `chunk` is the number of tokens of a chunk of the
+    loss. A configuration's `use_cache` is set to false, since training has no use for a cache.
 
     Raises `SettingsError` if the model cannot have a setting; the model is then as it was.
     """
