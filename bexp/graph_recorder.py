@@ -38,6 +38,10 @@ class Recorder(Protocol):
             NotCapturableError: it waits for the device, or does something else that no graph can contain.
         """
 
+    @property
+    def pool_bytes(self) -> int:
+        """Memory that the recorded work keeps for itself."""
+
     def record(self, works: Sequence[Work]) -> list[Work]:
         """Return what repeats each of `works`, which run in this order. They share their memory.
 
@@ -87,6 +91,14 @@ class CudaRecorder:
             raise NotCapturableError(told(error)) from error
         finally:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the pool, which serves nothing but the graphs, whether or not they run."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
     def record(self, works: Sequence[Work]) -> list[Work]:
         """Capture each of `works` as a graph."""

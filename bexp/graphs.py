@@ -69,6 +69,11 @@ class GraphedLoss:
         """Signatures that have graphs."""
         return len(self._steps)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the graphs keep for their activations. torch's count of allocated bytes leaves it out."""
+        return self._recorder.pool_bytes if self._steps else 0
+
     def __call__(self, **inputs: Any) -> Tensor:
         """Return the loss of `inputs`. It has a memory of its own and stays as it is."""
         step = self._step(inputs)
@@ -232,7 +237,7 @@ class _GraphedStep:
             if self._loss is not None:
                 self._loss = self._loss.detach()  # what was saved for backward is the graphs' own business
         assert self._incoming is not None, "the warm-up ran a backward"
-        self.anchor = torch.zeros((), device=self._incoming.device, requires_grad=True)
+        self.anchor: Tensor = torch.zeros((), device=self._incoming.device, requires_grad=True)
 
     def copy_in(self, inputs: dict[str, Any]) -> None:
         """Write the inputs of a micro-step where the graphs read them."""

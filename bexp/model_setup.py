@@ -66,7 +66,7 @@ def apply(
     told = Recommendation.read(recommendation)
     if execution is not None:
         told = replace(told, settings=replace(told.settings, **execution_settings(execution)))
-    inner = _inner(model)
+    inner = inner_model(model)
     _refuse_another_architecture(inner, told)
     restore(inner)
     warnings = [text for text in [set_allocator(told.settings.allocator)] if text]
@@ -90,7 +90,7 @@ def restore(model: nn.Module) -> bool:
     Raises RecommendationError for a deep copy of a model that was set up: it trains as the original does, but what was
     set cannot be taken back.
     """
-    inner = _inner(model)
+    inner = inner_model(model)
     report = _APPLIED.pop(inner, None)
     if report is None:
         if _MARK in vars(inner):
@@ -103,7 +103,7 @@ def restore(model: nn.Module) -> bool:
 
 def applied_to(model: nn.Module) -> Report | None:
     """Return what `apply` did to a model; null if nothing."""
-    return _APPLIED.get(_inner(model))
+    return _APPLIED.get(inner_model(model))
 
 
 def device_name() -> str:
@@ -125,19 +125,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, a compiled wrapper, or peft's wrapper of a model with adapters."""
     inner = model._modules.get("_orig_mod")  # a compiled wrapper passes attributes on, `config` among them
     if inner is None and not hasattr(model, "config"):
         inner = model._modules.get("module")
     if inner is not None:
-        return _inner(inner)
+        return inner_model(inner)
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    compiled_in_place = getattr(_inner(model), "_compiled_call_impl", None) is not None
+    compiled_in_place = getattr(inner_model(model), "_compiled_call_impl", None) is not None
     return compiled_in_place or any("_orig_mod" in part._modules for part in model.modules())
 
 
