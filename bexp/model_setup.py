@@ -65,7 +65,8 @@ def apply(
     """
     told = Recommendation.read(recommendation)
     if execution is not None:
-        told = replace(told, settings=replace(told.settings, **execution_settings(execution)))
+        compiled, replayed = execution_settings(execution)
+        told = replace(told, settings=replace(told.settings, compile=compiled, graph=replayed))
     inner = inner_model(model)
     _refuse_another_architecture(inner, told)
     restore(inner)

@@ -81,7 +81,7 @@ def check_executions(request: ExplorationRequest) -> None:
         message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
         raise RuleError(message, field, "target")
     if request.target_name == BEXP and request.compiles and not request.always_compiles:
-        message = f"a choice between eager and compiled code needs target '{TRANSFORMERS}'"
+        message = f"a choice between executions 'eager' and 'compile' needs target '{TRANSFORMERS}'"
         raise RuleError(message, field, "target")
     if not request.replays:
         return
