@@ -63,12 +63,19 @@ CASES: dict[str, dict[str, Any]] = {
         "experts": "bexp_fused",
     },
 }
-TINY: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmoe-1-layer m=1": {
+        "config": {**OLMOE, "num_hidden_layers": 1},
+        "seq_length": 4096,
+        "micro_batch_size": 1,
+        "loss": "chunked",
+        "experts": "bexp_fused",
+    },
     "tiny": {
         "config": {**LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 128},
         "seq_length": 32,
         "micro_batch_size": 1,
-    }
+    },
 }
 EXECUTIONS = ("eager", "compile", "graph", "compile+graph")
 ROUNDS, STEPS = 5, 5
@@ -81,13 +88,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait-for", type=int, help="the id of a process that has to end before the first timing")
     parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, default=EXECUTIONS)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *TINY], default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *OTHERS], default=list(CASES))
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     processes = {}
     for name in options.cases:
         here, there = context.Pipe()
-        setting = {**CASES, **TINY}[name]
+        setting = {**CASES, **OTHERS}[name]
         process = context.Process(target=_child, args=(setting, options.device, tuple(options.executions), there))
         process.start()
         there.close()
@@ -103,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
             pipe.send("time")
             found[name] = _receive(pipe)
         process.join()
-        results = {"environment": describe_environment(), "cases": {**CASES, **TINY}, "results": found}
+        results = {"environment": describe_environment(), "cases": {**CASES, **OTHERS}, "results": found}
         write_results(options.out, results)
         print(_lines(name, found[name]), flush=True)
     return 0

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import bexp
-from bexp.graph_recorder import CudaRecorder
 from bexp.graphs import GraphedLoss
 from bexp.transformers.graph import graphed
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
 from explorer.spec.candidate import Candidate
-from explorer.spec.model import ModelSpec
+from explorer.spec.execution import Execution
 from explorer.spec.request import ExplorationRequest
 from tests.bexp.recommendations import document
-from workers.targets.reference.decoder import DecoderModel
+from workers.profiler.hardware import measure_hardware
+from workers.profiler.instruments import Instruments
+from workers.profiler.phases import PhaseClock
+from workers.profiler.training.run import ReferenceTrainingRun
+from workers.profiler.trials.whole_model import run_whole_model
+from workers.targets.transformers.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 transformers = pytest.importorskip("transformers")
@@ -241,29 +246,68 @@ def test_a_model_that_waits_for_the_device_goes_on_as_it_is(hidden: bool) -> Non
     assert forward.loss.problem is None
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_reference_layers_are_captured(recompute: str) -> None:
-    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "vocab_size": 1024}
-    spec = ModelSpec(num_layers=2, seq_length=128, **sizes)
-    candidate = Candidate(
-        micro_batch_size=2, attention_backend="flash", recompute=recompute, num_query_groups=spec.query_groups
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: list[Tensor]
+    graph_bytes: int
+
+
+def train_reference(execution: str, recompute: str, experts: str | None) -> Trained:
+    """A whole model of the reference layers in bf16, with float32 gradients that hooks add up."""
+    moe = None if experts is None else {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 256}
+    sizes = {
+        "hidden_size": 256,
+        "ffn_hidden_size": 512,
+        "num_attention_heads": 4,
+        "vocab_size": 1024,
+        "seq_length": 128,
+    }
+    request = ExplorationRequest.model_validate(
+        {"model": {"num_layers": 2, "dtype": "bfloat16", "moe": moe, **sizes}, "execution": execution, "batch_size": 8}
     )
-    model = DecoderModel(
-        spec, candidate, ExplorationRequest(model=spec), DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)
+    candidate = Candidate.model_validate(
+        {"micro_batch_size": 2, "attention_backend": "flash", "recompute": recompute, "expert_backend": experts}
+        | {"num_query_groups": request.model.query_groups}
     )
-    tokens = torch.randint(1024, (2, 128), device=DEVICE)
-    wanted = model(tokens, tokens)
-    wanted.backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    loss = GraphedLoss(model, model.forward, recorder=CudaRecorder())
+    run = ReferenceTrainingRun(Instruments(DEVICE), request.model, candidate, request)
+    run.begin()
     for _ in range(2):
-        found = loss(tokens_BS=tokens, targets_BS=tokens)
-        found.backward()
-    assert loss.problem is None
-    torch.testing.assert_close(found, wanted)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=2e-2, atol=2e-4)
+        run.step()
+    run.finish()
+    assert run.optimizer is not None
+    with torch.no_grad():
+        losses = [float(run._model(*batch)) for batch in run._batches]
+    return Trained(losses, [parameter.detach().float() for parameter in run._model.parameters()], run.graph_bytes)
+
+
+@pytest.mark.parametrize("experts", [None, "grouped_mm", "fused"])
+@pytest.mark.parametrize("recompute", ["none", "full", "activations"])
+def test_whole_models_of_reference_layers_train_alike(recompute: str, experts: str | None) -> None:
+    eager = train_reference("eager", recompute, experts)
+    graph = train_reference("graph", recompute, experts)
+    assert (eager.graph_bytes, graph.graph_bytes > 0) == (0, True)
+    assert graph.losses == pytest.approx(eager.losses, rel=2e-2)
+    if experts is None:
+        assert graph.losses != pytest.approx([math.log(1024)] * 2, rel=1e-4), "nothing was learnt"
+
+
+def test_a_target_of_transformers_reports_and_runs_graphs() -> None:
+    asked = {"hf_config": {"model_type": "llama", **SIZES}, "hf_seq_length": 128, "batch_size": 8}
+    request = ExplorationRequest.model_validate({**asked, "execution": "explore"})
+    target = TransformersTarget(request, Instruments(DEVICE))
+    report = target.report(measure_hardware(DEVICE, 0))
+    assert report.parts is not None
+    assert {support.name: support.reason for support in report.executions} == dict.fromkeys(Execution)
+    peaks = {}
+    for execution in (Execution.EAGER, Execution.GRAPH):
+        candidate = Candidate(
+            micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, loss="library", execution=execution
+        )
+        clock = PhaseClock()
+        peaks[execution] = run_whole_model(target._instruments, target, report.parts, candidate, request, clock)
+    eager, graph = (peaks[execution] for execution in (Execution.EAGER, Execution.GRAPH))
+    assert graph.micro_step_seconds < eager.micro_step_seconds
+    assert 0.9 * eager.peak_bytes < graph.peak_bytes < 1.5 * eager.peak_bytes + 2**25
 
 
 def test_a_trainer_replays_and_reaches_the_losses_of_eager(tmp_path: Path) -> None:

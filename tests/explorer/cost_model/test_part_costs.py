@@ -363,6 +363,31 @@ def test_a_choice_of_executions_multiplies_the_space_but_for_policies_by_operati
     assert base_candidates(asked, report(), parts())[0].execution is Execution.EAGER
 
 
+def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() -> None:
+    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+    named = {**own, "micro_batch_size": 2, "recompute": ["none"]}
+    experts = tuple(BackendSupport(name=name, usable=True) for name in ("eager", "grouped_mm"))
+    found = report().model_copy(update={"expert_backends": experts, "default_experts": "grouped_mm"})
+
+    def tried(found: DeviceReport, **fields: Any) -> set[tuple[Any, Any]]:
+        space = enumerate_candidates(request(**named, **fields), found, parts())
+        return {(candidate.expert_backend, candidate.execution) for candidate in space.candidates}
+
+    both = ["eager", "graph"]
+    assert tried(found, execution=both) == {("eager", "eager"), ("grouped_mm", "eager"), ("grouped_mm", "graph")}
+    with pytest.raises(EmptySpaceError, match="'eager', which waits for the device"):
+        tried(found, execution="graph", expert_backends=["eager"])
+    supports = tuple(
+        BackendSupport(name=one, usable=not one.replays, reason="no graphs here" if one.replays else None)
+        for one in Execution
+    )
+    without = found.model_copy(update={"executions": supports})
+    assert {execution for _, execution in tried(without, execution=both)} == {"eager"}
+    assert base_candidates(request(**named, execution=both), without, parts())[0].execution is Execution.EAGER
+    with pytest.raises(EmptySpaceError, match="no graphs here"):
+        tried(without, execution="graph")
+
+
 def test_layers_with_other_kernels_are_components_of_their_own_and_are_not_compiled() -> None:
     own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
     asked = request(**own, micro_batch_size=2, recompute=["none"], execution="explore", kernels=["library", "liger"])

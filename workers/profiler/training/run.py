@@ -101,6 +101,8 @@ class ReferenceTrainingRun:
         if self._graphed is not None:
             self.micro_step(0)
             require_captured(self._graphed)
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
         if self.optimizer is not None:
             self._parallel.prepare(self.optimizer, timed_micro_step)  # may run some, and leave gradients
         if not seconds:

@@ -102,6 +102,8 @@ class TransformersTrainingRun:
         if self._graphed is not None:
             self.micro_step(0)
             require_captured(self._graphed.loss)
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
         if self._optimizer is not None:
             self._parallel.prepare(self._optimizer, timed_micro_step)  # may run some, and leave gradients
         if not seconds:
