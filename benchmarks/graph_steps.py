@@ -3,9 +3,10 @@
     python -m benchmarks.graph_steps --out graphs.json
 
 Each case is a model of transformers with random weights in bf16, at one micro-batch size, in a process of its own. All
-processes build, compile and capture at the same time; then one after another times its four executions in turns, on one
+processes build, compile and capture at the same time; then one after another times its executions in turns, on one
 model with one optimizer. A micro-step is forward, loss and backward; a step adds clipping, fused AdamW and dropping the
-gradients. `--wait-for` names a process that has to end before the first timing.
+gradients. `--wait-for` names a process that has to end before the first timing. Cases that are not ready
+`--ready-within` seconds after the start are left out, and their result says so.
 
 Losses are those of the same micro-batch on the same weights. The peak of an execution is measured before the others
 have any memory, over whole steps, captures included.
@@ -87,6 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait-for", type=int, help="the id of a process that has to end before the first timing")
+    parser.add_argument("--ready-within", type=float, default=600.0, help="seconds to build, compile and capture")
     parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, default=EXECUTIONS)
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *OTHERS], default=list(CASES))
     options = parser.parse_args(arguments)
@@ -99,7 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
         process.start()
         there.close()
         processes[name] = (process, here)
-    failed = {name: message for name, (_, pipe) in processes.items() if (message := _receive(pipe)) != "ready"}
+    until = time.monotonic() + options.ready_within
+    failed = {name: message for name, (_, pipe) in processes.items() if (message := _receive(pipe, until)) != "ready"}
+    for name in failed:
+        processes[name][0].terminate()
     while options.wait_for is not None and Path(f"/proc/{options.wait_for}").exists():
         time.sleep(0.2)
     found: dict[str, Any] = {}
@@ -116,14 +121,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _receive(pipe: Any) -> Any:
+def _receive(pipe: Any, until: float | None = None) -> Any:
     try:
+        if until is not None and not pipe.poll(max(0.0, until - time.monotonic())):
+            return "it was not ready in time"
         return pipe.recv()
     except EOFError:
         return "the process ended without a result"
 
 
 def _child(setting: dict[str, Any], device: str, executions: tuple[str, ...], pipe: Any) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # each process would start one for each core
     try:
         runs = _Runs(setting, device, executions)
         runs.prepare()

@@ -150,6 +150,8 @@ class CudaRecorder:
         index = torch.cuda.current_device()
         with suppress(RuntimeError):  # it was closed
             torch._C._cuda_endAllocateToPool(index, self._pool)
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(index, self._pool)
         self._pool = None
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())

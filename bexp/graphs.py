@@ -121,7 +121,9 @@ class GraphedLoss:
             with self._within(inputs):
                 self._steps[signature] = _GraphedStep(self._function, inputs, self._state, self._recorder)
         except (NotCapturableError, torch.OutOfMemoryError) as error:
-            self.problem, self.error = told(error) if not isinstance(error, NotCapturableError) else str(error), error
+            self.problem = str(error) if isinstance(error, NotCapturableError) else told(error)
+            error.__cause__ = error.__context__ = None  # their frames hold what the attempt computed
+            self.error = error.with_traceback(None)
             self.reset()
             _LOGGER.warning(
                 "the micro-step is not replayed as CUDA graphs, and runs operation by operation: %s", self.problem
@@ -176,29 +178,37 @@ class _State:
         )
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Within the context, parameters have no gradients. Afterwards gradients and buffers are what they were."""
-        kept = [parameter.grad for parameter in self._owners]
+    def borrowed(self) -> Iterator[None]:
+        """Within the context, modules have other parameters in the same memory, whose gradients are the fixed ones.
+
+        Theirs is a new place in autograd. That of the model's own parameters may belong to a loss that is still alive,
+        with a stream that no capture may touch. Afterwards the gradients of these and all buffers are what they were.
+
+        Raises:
+            NotCapturableError: parameters are used without the modules that have them.
+        """
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(parameter) for parameter in self._owners]
+        others = {id(parameter): _in_same_memory(parameter) for parameter in self._trained}
+        for parameter, gradient in zip(self._owners, self._gradients, strict=True):
+            others[id(parameter)].grad = gradient
+        kept = [parameter.grad for parameter in self._trained]
         values = [buffer.detach().clone() for buffer in self._buffers]
-        for parameter in self._owners:
-            parameter.grad = None
+        for owner, name, parameter, _, _ in self._places:
+            owner[name] = others.get(id(parameter), parameter)
         try:
             yield
         finally:
-            for parameter, gradient in zip(self._owners, kept, strict=True):
+            for owner, name, parameter, _, _ in self._places:
+                owner[name] = parameter
+            strays = [p for p, gradient in zip(self._trained, kept, strict=True) if p.grad is not gradient]
+            for parameter, gradient in zip(self._trained, kept, strict=True):
                 parameter.grad = gradient
             with torch.no_grad():
                 for buffer, value in zip(self._buffers, values, strict=True):
                     buffer.copy_(value)
-
-    def reserve(self) -> None:
-        """Give the parameters their fixed gradients, whatever values these have."""
-        for parameter in self._owners:
-            parameter.grad = None  # the warm-up's, whose memory serves again
-        if not self._gradients:
-            self._gradients = [torch.zeros_like(parameter) for parameter in self._owners]
-        for parameter, gradient in zip(self._owners, self._gradients, strict=True):
-            parameter.grad = gradient
+        if strays:
+            raise NotCapturableError("parameters are used without the modules that have them")
 
     def attach(self) -> None:
         """Make the fixed gradients those of the parameters, with the values that these have now: None is zero."""
@@ -216,6 +226,13 @@ class _State:
             torch._foreach_zero_(empty)
 
 
+def _in_same_memory(parameter: nn.Parameter) -> nn.Parameter:
+    other = nn.Parameter(parameter.detach())
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        other.register_post_accumulate_grad_hook(hook)
+    return other
+
+
 class _GraphedStep:
     """Forward and backward of one signature, captured when it is built."""
 
@@ -230,9 +247,8 @@ class _GraphedStep:
         self._tensors = [(name, value) for name, value in self._inputs.items() if isinstance(value, Tensor)]
         self._loss: Tensor | None = None
         self._incoming: Tensor | None = None
-        with torch.enable_grad(), _no_autocast_cache(), state.set_aside():
+        with torch.enable_grad(), _no_autocast_cache(), state.borrowed():
             recorder.warm_up(self._warm_up)
-            state.reserve()
             self._forward_again, self._backward_again = recorder.record((self._forward, self._backward))
             if self._loss is not None:
                 self._loss = self._loss.detach()  # what was saved for backward is the graphs' own business
@@ -261,7 +277,7 @@ class _GraphedStep:
         self._forward()
         assert self._loss is not None, "the forward leaves a loss"
         if self._incoming is None:
-            self._incoming = torch.zeros_like(self._loss)  # so that hooks that add up gradients add nothing
+            self._incoming = torch.zeros_like(self._loss)  # so that nothing is added to gradients
         self._backward()
         self._loss = None
 
@@ -329,6 +345,8 @@ def _find_problem(module: nn.Module) -> str | None:
         hooks: Sequence[Any] = tuple((parameter._post_accumulate_grad_hooks or {}).values())
         if parameter._backward_hooks or not all(getattr(hook, "is_replayable", False) for hook in hooks):
             return "parameters have hooks, which no graph repeats"
+        if type(parameter) is not nn.Parameter:
+            return f"a parameter is a {type(parameter).__name__}"
     for part in module.modules():
         if part._backward_hooks or part._backward_pre_hooks or hasattr(part, "_hf_hook"):
             return f"{type(part).__name__} has hooks, which no graph repeats"

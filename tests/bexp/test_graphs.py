@@ -182,6 +182,17 @@ def test_parameters_that_moved_are_captured_again() -> None:
     assert net.layers[0].weight.grad is None
 
 
+def test_parameters_that_are_used_without_their_modules_are_refused() -> None:
+    _, net, _, recorder = pair()
+    weight = next(net.parameters())
+    loss = GraphedLoss(net, lambda x: net(x) + weight.square().sum(), recorder=recorder)
+    weight.grad = torch.ones_like(weight)
+    loss(x=draw(0)).backward()
+    assert "without the modules" in str(loss.problem)
+    assert recorder.repeats == 0
+    assert not torch.equal(weight.grad, torch.ones_like(weight))
+
+
 def hooked_parameter(net: Net) -> None:
     next(net.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
 
