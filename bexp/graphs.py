@@ -193,6 +193,8 @@ class _State:
         for parameter, gradient in zip(self._owners, self._gradients, strict=True):
             others[id(parameter)].grad = gradient
         kept = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
         values = [buffer.detach().clone() for buffer in self._buffers]
         for owner, name, parameter, _, _ in self._places:
             owner[name] = others.get(id(parameter), parameter)
@@ -201,7 +203,7 @@ class _State:
         finally:
             for owner, name, parameter, _, _ in self._places:
                 owner[name] = parameter
-            strays = [p for p, gradient in zip(self._trained, kept, strict=True) if p.grad is not gradient]
+            strays = [parameter for parameter in self._trained if parameter.grad is not None]
             for parameter, gradient in zip(self._trained, kept, strict=True):
                 parameter.grad = gradient
             with torch.no_grad():
