@@ -190,8 +190,8 @@ class _State:
         if not self._gradients:
             self._gradients = [torch.zeros_like(parameter) for parameter in self._owners]
         others = {id(parameter): _in_same_memory(parameter) for parameter in self._trained}
-        for parameter, gradient in zip(self._owners, self._gradients, strict=True):
-            others[id(parameter)].grad = gradient
+        for parameter, fixed in zip(self._owners, self._gradients, strict=True):
+            others[id(parameter)].grad = fixed
         kept = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None

@@ -26,6 +26,11 @@ class Execution(StrEnum):
         """Whether the host issues a micro-step as two CUDA graphs instead of operation by operation."""
         return self in {Execution.GRAPH, Execution.COMPILE_GRAPH}
 
+    @property
+    def captured(self) -> Execution:
+        """What runs when the graphs are captured, and whose kernels they replay; itself without graphs."""
+        return Execution.COMPILE if self.compiles else Execution.EAGER
+
 
 WAITING_EXPERTS = frozenset({"loop", "bmm", "eager"})
 """Expert back ends that wait for the device to count each expert's tokens. No graph can contain that."""
