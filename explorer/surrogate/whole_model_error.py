@@ -2,10 +2,10 @@
 
 The error is the logarithm of whole over composed tokens/s. It is the sum of four parts: one that all candidates of a
 model share, one that the candidates of a recomputation policy share, one that changes smoothly with the micro-batch
-size, and one of each candidate's own. Candidates with CUDA graphs share the last with those whose kernels they replay,
-so that the same kernels are not run as two whole models only to be told apart. The first part is wide and does not change the order of candidates. One whole
+size, and one of each candidate's own. The first part is wide and does not change the order of candidates. One whole
 model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part makes
-a candidate less certain the further its size is from one that was run whole.
+a candidate less certain the further its size is from one that was run whole. Candidates with CUDA graphs share the
+fourth part with those whose kernels they replay, so that whole models are not run only to tell such a pair apart.
 
 A candidate's own part has heavy tails: Student's t distribution (as in Shah et al., 2014, arXiv:1402.4306, but of each
 candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
