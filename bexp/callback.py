@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback as _Callback
 
-from bexp.model_setup import applied_to, device_name, versions
+from bexp.model_setup import applied_to, device_name, inner_model, versions
 from bexp.recommendation import Recommendation, Source
+from bexp.transformers.graph import GraphedForward, graphed
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3
@@ -79,7 +80,10 @@ class TrainerCallback(_Callback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Start counting from zero."""
         done = applied_to(model) if model is not None else None
-        self._run = _Run(applied=done is not None and done.recommendation.settings == self.recommendation.settings)
+        self._run = _Run(
+            applied=done is not None and done.recommendation.settings == self.recommendation.settings,
+            graphed=None if model is None else graphed(inner_model(model)),
+        )
         self.report = None
         if done is not None and _recomputes_layers(args) and done.recommendation.settings.recompute != "full":
             _LOGGER.warning(
@@ -222,6 +226,7 @@ class _Run:
     interrupted: bool = False
     peak_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    graphed: GraphedForward | None = None
     _peak_is_noted: bool = False
 
     def begin(self, state: Any) -> None:
@@ -253,7 +258,8 @@ class _Run:
     def note_peak(self) -> None:
         """Take the device's counters into account, unless they contain more than training."""
         if torch.cuda.is_available() and not self._peak_is_noted:
-            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated())
+            graphs = 0 if self.graphed is None else self.graphed.loss.held_bytes
+            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated() + graphs)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, torch.cuda.max_memory_reserved())
 
 

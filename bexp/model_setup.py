@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
-from bexp.recommendation import Recommendation, RecommendationError, Source
+from bexp.recommendation import Recommendation, RecommendationError, Source, execution_settings
 from bexp.transformers.set_up import Applied, set_up
 
 _LOGGER = logging.getLogger(__name__)
@@ -41,7 +41,12 @@ class Report:
 
 
 def apply(
-    model: nn.Module, recommendation: Source | Recommendation, *, seq_length: int | None = None, strict: bool = False
+    model: nn.Module,
+    recommendation: Source | Recommendation,
+    *,
+    seq_length: int | None = None,
+    strict: bool = False,
+    execution: str | None = None,
 ) -> Report:
     """Set a transformers model up as recommended, by the same code that measured it. `restore` takes it back.
 
@@ -50,12 +55,19 @@ def apply(
     is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator is part of what was
     measured. A model that was set up before is restored first. What was done is logged and returned.
 
+    `execution` takes the place of the recommended one: `eager`, `compile`, `graph` or `compile+graph`. With graphs, the
+    micro-step is captured when it first runs. What cannot be captured runs operation by operation, and the log says why
+    (see `bexp.graphs`).
+
     Another device, version or sequence length is a warning; with `strict` it raises.
     Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model
     cannot have a setting.
     """
     told = Recommendation.read(recommendation)
-    inner = _inner(model)
+    if execution is not None:
+        compiled, replayed = execution_settings(execution)
+        told = replace(told, settings=replace(told.settings, compile=compiled, graph=replayed))
+    inner = inner_model(model)
     _refuse_another_architecture(inner, told)
     restore(inner)
     warnings = [text for text in [set_allocator(told.settings.allocator)] if text]
@@ -79,7 +91,7 @@ def restore(model: nn.Module) -> bool:
     Raises RecommendationError for a deep copy of a model that was set up: it trains as the original does, but what was
     set cannot be taken back.
     """
-    inner = _inner(model)
+    inner = inner_model(model)
     report = _APPLIED.pop(inner, None)
     if report is None:
         if _MARK in vars(inner):
@@ -92,7 +104,7 @@ def restore(model: nn.Module) -> bool:
 
 def applied_to(model: nn.Module) -> Report | None:
     """Return what `apply` did to a model; null if nothing."""
-    return _APPLIED.get(_inner(model))
+    return _APPLIED.get(inner_model(model))
 
 
 def device_name() -> str:
@@ -114,19 +126,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, a compiled wrapper, or peft's wrapper of a model with adapters."""
     inner = model._modules.get("_orig_mod")  # a compiled wrapper passes attributes on, `config` among them
     if inner is None and not hasattr(model, "config"):
         inner = model._modules.get("module")
     if inner is not None:
-        return _inner(inner)
+        return inner_model(inner)
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    compiled_in_place = getattr(_inner(model), "_compiled_call_impl", None) is not None
+    compiled_in_place = getattr(inner_model(model), "_compiled_call_impl", None) is not None
     return compiled_in_place or any("_orig_mod" in part._modules for part in model.modules())
 
 

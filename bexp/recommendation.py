@@ -169,6 +169,7 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
     kind = loss.get("kind", loss.get("name")) if isinstance(loss, Mapping) else loss
     if candidate.get("loss") is not None or request.get("hf_config") is not None:  # the model's own loss was measured
         kind = candidate.get("loss")
+    compiled, replayed = execution_settings(candidate.get("execution") or request.get("execution") or "eager")
     allocator: Any = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
     return Settings(
         attention=f"sdpa:{attention}" if attention in _SDPA else attention,
@@ -176,10 +177,24 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
         loss=kind if kind in ("chunked", "liger") else "library",
-        compile=(candidate.get("execution") or request.get("execution")) == "compile",
+        compile=compiled,
+        graph=replayed,
         allocator=allocator,
         kernels=candidate.get("kernels") or "library",
     )
+
+
+def execution_settings(execution: str) -> tuple[bool, bool]:
+    """Return whether layers are compiled and whether the micro-step is replayed as CUDA graphs.
+
+    The execution is `eager`, `compile`, `graph`, or `compile+graph`.
+
+    Raises SettingsError for another name.
+    """
+    names = set(execution.split("+"))
+    if not names <= {"eager", "compile", "graph"} or ("eager" in names and len(names) > 1):
+        raise SettingsError(f"the execution is 'eager', 'compile', 'graph' or 'compile+graph', not '{execution}'")
+    return "compile" in names, "graph" in names
 
 
 def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Execution(StrEnum):
 
     EAGER = "eager"
     COMPILE = "compile"
+    GRAPH = "graph"
+    COMPILE_GRAPH = "compile+graph"
     EXPLORE = "explore"
 
 
@@ -101,8 +103,8 @@ ModeOption = Annotated[
 ExecutionOption = Annotated[
     Execution | None,
     typer.Option(
-        metavar="eager|compile|explore",
-        help="Run eagerly, through torch.compile, or find out which.",
+        metavar="eager|compile|graph|compile+graph|explore",
+        help="Run eagerly, through torch.compile, as CUDA graphs, or find out which.",
         show_default=_default("execution"),
     ),
 ]

@@ -9,6 +9,7 @@ from torch import nn
 
 from bexp.transformers.attention import set_attention
 from bexp.transformers.experts import set_experts
+from bexp.transformers.graph import set_graph
 from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
 from bexp.transformers.loss import set_loss
@@ -38,10 +39,10 @@ class Applied:
 def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk: int | None = None) -> Applied:
     """Set `settings` on a transformers model, or on one decoder layer alone.
 
-    A layer alone has no loss: `loss` is left out there. Weights keep their names, shapes and places. The allocator is
-    the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned attention back end fails where
-    it would leave a call to another. `chunk` is the number of tokens of a chunk of the loss. A configuration's
-    `use_cache` is set to false, since training has no use for a cache.
+    A layer alone has no loss and no micro-step: `loss` and `graph` are left out there. Weights keep their names, shapes
+    and places. The allocator is the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned
+    attention back end fails where it would leave a call to another. `chunk` is the number of tokens of a chunk of the
+    loss. A configuration's `use_cache` is set to false, since training has no use for a cache.
 
     Raises `SettingsError` if the model cannot have a setting; the model is then as it was.
     """
@@ -91,8 +92,10 @@ def _steps(
         steps.append((f"loss: {settings.loss}", lambda: set_loss(module, changes, chunk=chunk, liger=liger)))
     if settings.compile:
         steps.append(("every decoder layer compiled", lambda: _compile(module, changes)))
-    if not is_layer(module) and steps:
+    if not is_layer(module) and (steps or settings.graph):
         steps.append(("no cache of keys and values in training", lambda: _without_cache(module, changes)))
+    if settings.graph and not is_layer(module):
+        steps.append(("the micro-step replayed as CUDA graphs", lambda: set_graph(module, changes)))
     return steps
 
 

@@ -40,6 +40,7 @@ class Settings:
     attention core) and `experts`.
     `bta_tile`: sequences of an attention tile, null for no tiling.
     `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
+    `graph` replays the micro-step of a whole model as CUDA graphs.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
     """
 
@@ -51,6 +52,7 @@ class Settings:
     compile: bool = False
     allocator: Allocator = "default"
     kernels: Kernels = "library"
+    graph: bool = False
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""

@@ -103,6 +103,7 @@ class SpaceTable:
                 self._beside_CGG[i, j, : len(equal.beside)] = equal.beside
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
         self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
+        self._replayed_C: Mask = np.array([request.execution_of(c).replays for c in self.candidates])
         self._in_chunks_C = np.array([c.recompute.group_size is not None for c in self.candidates])
         self._list_components(steps)
         self._list_shardings()
@@ -158,8 +159,13 @@ class SpaceTable:
 
         The host issues work up to about a thousand launches ahead of the device. It gains that lead during blocks that
         keep the device busy for long, above all the head. So the pass takes the larger of its device and host seconds.
+
+        A pass that is replayed as CUDA graphs takes two launches, which the host issues while the device still works on
+        the pass before. So it takes its device seconds, which are those of the same blocks in eager or compiled code.
         """
-        return np.maximum(self._sum_blocks(device_NK, rows), self._sum_blocks(np.atleast_2d(host_K), rows))
+        device_NC = self._sum_blocks(device_NK, rows)
+        host_NC = np.where(self._replayed_C[rows], 0.0, self._sum_blocks(np.atleast_2d(host_K), rows))
+        return np.maximum(device_NC, host_NC)
 
     def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
         """Return the sum of values over the blocks of a whole model, shape (N, C)."""
@@ -288,6 +294,8 @@ class SpaceTable:
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
         over = peak - saved
         step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]
+        # The memory of graphs serves nothing else, so that the optimizer's buffers lie beside the activations.
+        over += np.where(self._replayed_C, step, 0.0)
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)
 

@@ -18,7 +18,7 @@ from explorer.cost_model.components import (
 from explorer.cost_model.layer_groups import EqualLayers
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution, Kernels
+from explorer.spec.execution import Kernels
 from explorer.spec.parts import ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -67,7 +67,7 @@ class PartsDecomposer:
         layers = []
         for equal in self._layer_groups(candidate.recompute):
             experts = candidate.expert_backend if self._parts.kind(equal.kind).has_experts else None
-            execution = COMPILED if candidate.execution is Execution.COMPILE else None
+            execution = COMPILED if candidate.execution and candidate.execution.compiles else None
             kernels = candidate.kernels if candidate.kernels is Kernels.LIGER else None
             backend = "+".join(filter(None, (candidate.attention_backend, experts, kernels, execution)))
             recompute = whole_recompute(candidate.recompute) if equal.recomputed else policy

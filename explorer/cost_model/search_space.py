@@ -9,7 +9,7 @@ from typing import Any
 
 from explorer.spec.candidate import Candidate, Recompute, check_number, in_order
 from explorer.spec.context_parallel import Sharing
-from explorer.spec.execution import Execution, Kernels
+from explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.parts import ExploredModel, ModelParts
@@ -84,15 +84,18 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
     sharings = _usable_sharings(request, report, attention)
     kernels, losses = _kernels(request, report, where), _losses(request, report, model)
+    executions = _executions(request, report, where)
     candidates = []
     for m in request.micro_batch_sizes:
         at_m = [pair for pair in sharings if m in request.micro_batch_sizes_over(pair[0].size)]
         for tile in _tiles(request, model, m):
             for recompute in _policies(request, model, tile):
-                code = _code(request, recompute, kernels)
+                code = _code(request, recompute, executions, kernels)
                 for (sharing, attention_backend), expert_backend, sharding, loss, (execution, own), settings in product(
                     at_m, experts, request.sharding_choices, losses, code, _settings(model)
                 ):
+                    if expert_backend in WAITING_EXPERTS and (execution or request.execution).replays:
+                        continue
                     candidates.append(
                         Candidate(
                             micro_batch_size=m,
@@ -115,6 +118,10 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
             raise EmptySpaceError(
                 f"each micro_batch_size exceeds what {max(s.size for s, _ in sharings)} devices get of batch_size "
                 f"({request.batch_size}), and this worker's profiler has no more that could share sequences"
+            )
+        if set(experts) <= WAITING_EXPERTS and all(one.replays for one in request.admitted_executions):
+            raise EmptySpaceError(
+                f"execution 'graph' with expert back end '{experts[0]}', which waits for the device to count tokens"
             )
         raise EmptySpaceError(
             "tiling with policies that keep a part of attention only: a tile recomputes attention already"
@@ -203,19 +210,35 @@ def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredMo
     return tuple(loss for loss in request.losses if loss in usable)
 
 
+def _executions(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Execution | None, ...]:
+    """Return the executions to try, without those that the device or the model's code cannot have.
+
+    Raises:
+        EmptySpaceError: none is left.
+    """
+    if not report.executions:
+        return request.execution_choices
+    asked = tuple(execution.value for execution in request.admitted_executions)
+    usable = usable_backends("execution", report.executions, asked, where)
+    return tuple(one for one in request.execution_choices if one is None or one in usable)
+
+
 def _code(
-    request: ExplorationRequest, recompute: Recompute, kernels: tuple[Kernels | None, ...]
+    request: ExplorationRequest,
+    recompute: Recompute,
+    executions: tuple[Execution | None, ...],
+    kernels: tuple[Kernels | None, ...],
 ) -> list[tuple[Execution | None, Kernels | None]]:
     """Return the executions to try with a policy, each with its kernels.
 
-    Within a graph, the compiler chooses what runs again, and it makes its own kernels from the operations that liger's
-    kernels replace. Compiled layers of a model's own code cannot run again as a group.
+    In compiled code, the compiler chooses what runs again, and it makes its own kernels from the operations that
+    liger's kernels replace. Compiled layers of a model's own code cannot run again as a group.
     """
     return [
         (execution, own)
-        for execution in request.execution_choices
+        for execution in executions
         for own in kernels
-        if (execution or request.execution) is Execution.EAGER
+        if not (execution or request.execution).compiles
         or (own is not Kernels.LIGER and (execution is None or not (recompute.by_operation or recompute.group_size)))
     ]
 

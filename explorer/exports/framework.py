@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution, Kernels
+from explorer.spec.execution import Kernels
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Schedule
 from explorer.spec.model import DType
@@ -47,6 +47,7 @@ class Framework:
     tiles: bool = False
     chunked_loss: bool = False
     compiled_layers: bool = False
+    graphs: bool = False
     liger: bool = False
     targets: frozenset[str] = frozenset()
 
@@ -102,7 +103,12 @@ def has_chunked_loss(candidate: Candidate, request: ExplorationRequest) -> bool:
 
 def is_compiled(candidate: Candidate, request: ExplorationRequest) -> bool:
     """Whether a candidate's layers were compiled."""
-    return (candidate.execution or request.execution) is Execution.COMPILE
+    return request.execution_of(candidate).compiles
+
+
+def is_replayed(candidate: Candidate, request: ExplorationRequest) -> bool:
+    """Whether a candidate's micro-steps were replayed as CUDA graphs."""
+    return request.execution_of(candidate).replays
 
 
 def sharding_of(candidate: Candidate, request: ExplorationRequest) -> Sharding:
@@ -130,6 +136,7 @@ def find_missing(
         "experts": experts is not None and experts not in framework.experts,
         "loss": has_chunked_loss(candidate, request) and not framework.chunked_loss,
         "execution": is_compiled(candidate, request) and not framework.compiled_layers,
+        "graph": is_replayed(candidate, request) and not framework.graphs,
         "kernels": candidate.kernels is Kernels.LIGER and not framework.liger,
         "sharding": sharding not in framework.sharding,
         "context_parallel": layout is not None and layout not in framework.layouts,
@@ -142,6 +149,7 @@ def find_missing(
         "experts": f"the expert kernels '{experts}'",
         "loss": f"the {candidate.loss or 'chunked'} loss",
         "execution": "compiled layers",
+        "graph": "micro-steps as CUDA graphs",
         "kernels": "the kernels of liger",
         "sharding": f"the sharding level '{sharding}'",
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",

@@ -25,6 +25,7 @@ FRAMEWORK = Framework(
     tiles=True,
     chunked_loss=True,
     compiled_layers=True,
+    graphs=True,
     liger=True,
     targets=frozenset({TRANSFORMERS}),
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 from explorer.cost_model.collectives import is_exchange_timed
 from explorer.cost_model.components import Component, ComponentKind
-from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.parts import LayerPart, ModelParts
@@ -87,7 +86,7 @@ def subject_of(component: Component, subjects: Mapping[Subject, str]) -> str | N
 def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest, report: DeviceReport) -> Any:
     steps = kind is ComponentKind.OPTIMIZER
     training = request.training.model_dump(mode="json", exclude=set() if steps else {"sharding"})
-    compiled = request.executions is None and request.execution is Execution.COMPILE
+    compiled = request.always_compiles and (request.executions is None or request.target_name == BEXP)
     document = request.model_dump(mode="json", exclude=set(IRRELEVANT))
     document |= {
         "kind": kind.value,

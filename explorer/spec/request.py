@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from explorer.spec.candidate import Recompute, distinct_policies
+from explorer.spec.candidate import Candidate, Recompute, distinct_policies
 from explorer.spec.context_parallel import ALONE, Sharing
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import ModelSpec
@@ -154,15 +154,28 @@ class ExplorationRequest(RequestFields):
     @property
     def compiles(self) -> bool:
         """Whether code may be compiled for some candidates."""
-        return Execution.COMPILE in self.admitted_executions
+        return any(execution.compiles for execution in self.admitted_executions)
+
+    @property
+    def replays(self) -> bool:
+        """Whether some candidates may be replayed as CUDA graphs."""
+        return any(execution.replays for execution in self.admitted_executions)
+
+    @property
+    def always_compiles(self) -> bool:
+        """Whether the code of every candidate is compiled."""
+        return all(execution.compiles for execution in self.admitted_executions)
+
+    def execution_of(self, candidate: Candidate) -> Execution:
+        """Return how a candidate runs."""
+        return candidate.execution or self.execution
 
     @property
     def _all_policies(self) -> tuple[Recompute, ...]:
-        compiled = Execution.EAGER not in self.admitted_executions
         return tuple(
             policy
             for policy in Recompute
-            if not (compiled and policy.by_operation)
+            if not (self.always_compiles and policy.by_operation)
             and (policy is not Recompute.EXPERTS or self.model is None or self.model.moe is not None)
         )
 

@@ -50,8 +50,6 @@ def check_training_of_target(request: ExplorationRequest) -> None:
     """Padding, autocast and LoRA change how a transformers model trains; the reference layers have none of them."""
     if request.padding != "none" and request.target_name != TRANSFORMERS:
         raise RuleError(f"padded batches need target '{TRANSFORMERS}'", "padding", "target")
-    if request.executions is not None and request.target_name != TRANSFORMERS:
-        raise RuleError(f"a choice of executions needs target '{TRANSFORMERS}'", "executions", "target")
     if Kernels.LIGER in request.kernels and request.target_name != TRANSFORMERS:
         raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
     if request.target_name != BEXP:
@@ -64,20 +62,38 @@ def check_training_of_target(request: ExplorationRequest) -> None:
 
 def check_kernels(request: ExplorationRequest) -> None:
     """Some execution takes the kernels."""
-    if Kernels.LIBRARY not in request.kernels and Execution.EAGER not in (request.executions or (request.execution,)):
+    if Kernels.LIBRARY not in request.kernels and request.always_compiles:
         raise RuleError(
-            f"kernels '{Kernels.LIGER}' need execution 'eager': the compiler makes kernels of its own from the same "
-            "operations",
+            f"kernels '{Kernels.LIGER}' need execution 'eager' or 'graph': the compiler makes kernels of its own from "
+            "the same operations",
             "kernels",
             "execution",
         )
 
 
 def check_executions(request: ExplorationRequest) -> None:
-    """An execution is either given or chosen."""
+    """An execution is either given or chosen, and the target and the device have it."""
     if request.executions is not None and request.execution is not Execution.EAGER:
         message = "executions take the place of execution: give one of them"
         raise RuleError(message, "executions", "execution")
+    field = "execution" if request.executions is None else "executions"
+    if request.executions is not None and request.target_name not in (BEXP, TRANSFORMERS):
+        message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
+        raise RuleError(message, field, "target")
+    if request.target_name == BEXP and request.compiles and not request.always_compiles:
+        message = f"a choice between executions 'eager' and 'compile' needs target '{TRANSFORMERS}'"
+        raise RuleError(message, field, "target")
+    if not request.replays:
+        return
+    refused = (
+        (request.target_name not in (BEXP, TRANSFORMERS), "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
+        (request.mode != "train", "mode", "mode 'train'"),
+        (request.device_kind == "cpu", "device_kind", "device_kind 'cuda'"),
+        (request.num_devices > 1, "num_devices", "one device, because no graph exchanges gradients"),
+    )
+    for wrong, other, needed in refused:
+        if wrong:
+            raise RuleError(f"execution 'graph' needs {needed}", field, other)
 
 
 def check_sharing(request: ExplorationRequest) -> None:
@@ -192,9 +208,9 @@ def check_policies(request: ExplorationRequest) -> None:
     for policy in request.recompute or ():
         if policy is Recompute.EXPERTS and request.model is not None and request.model.moe is None:
             raise RuleError("recompute 'experts' given for a model without experts", "recompute")
-        if policy.by_operation and Execution.EAGER not in request.admitted_executions:
+        if policy.by_operation and request.always_compiles:
             raise RuleError(
-                f"recompute '{policy}' needs execution 'eager': within a graph, the compiler chooses which "
+                f"recompute '{policy}' needs execution 'eager' or 'graph': within a graph, the compiler chooses which "
                 "operations to run again",
                 "recompute",
                 "execution",
@@ -218,8 +234,7 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
                 check_number(policy, request.model.num_layers)
             except ValueError as error:
                 raise RuleError(str(error), "recompute", "model.num_layers") from error
-        compiled = Execution.EAGER not in request.admitted_executions
-        if policy.group_size is not None and compiled and request.target_name == TRANSFORMERS:
+        if policy.group_size is not None and request.always_compiles and request.target_name == TRANSFORMERS:
             raise RuleError(f"recompute '{policy}' needs execution 'eager' in a transformers model", "recompute")
         level = request.highest_sharding
         if policy.group_size is not None and level.level > Sharding.ZERO1.level:
@@ -310,7 +325,11 @@ def check_mesh(request: ExplorationRequest) -> None:
             "context_parallel.sizes",
             "a mesh has whole sequences on a device",
         ),
-        (request.execution is not Execution.EAGER, "execution", "shards are measured in eager execution"),
+        (
+            request.admitted_executions != (Execution.EAGER,),
+            "execution",
+            "shards are measured in eager execution",
+        ),
         (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
         (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
         (request.sampler != "bexp", "sampler", "meshes have a search of their own"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from explorer.spec.base import RuleError
 from explorer.spec.execution import Execution
+from explorer.spec.target import BEXP
 from explorer.spec.training import Sharding
 
 
@@ -52,6 +53,9 @@ def expand_sharding(data: dict[str, Any]) -> dict[str, Any]:
 def expand_execution(data: dict[str, Any]) -> dict[str, Any]:
     """Move a list or `explore` in `execution` to `executions`.
 
+    `explore` stands for all that the request can have: CUDA graphs are for training on one GPU, and the reference
+    layers are not compiled for some candidates and eager for others.
+
     Raises:
         RuleError: the request has executions in both places.
     """
@@ -61,7 +65,18 @@ def expand_execution(data: dict[str, Any]) -> dict[str, Any]:
     if data.get("executions") is not None:
         raise RuleError("executions are given twice, in execution and in executions", "executions", "execution")
     rest = {key: value for key, value in data.items() if key != "execution"}
-    return {**rest, "executions": list(Execution) if asked == "explore" else asked}
+    return {**rest, "executions": _all_executions(data) if asked == "explore" else asked}
+
+
+def _all_executions(data: dict[str, Any]) -> list[Execution]:
+    alone = data.get("num_devices", data.get("num_csx", 1)) in (1, None)
+    replayed = alone and data.get("mode", "train") == "train" and data.get("device_kind") != "cpu"
+    reference = data.get("target") in (None, BEXP) and data.get("hf_config") is None
+    return [
+        execution
+        for execution in Execution
+        if (replayed or not execution.replays) and not (reference and execution.compiles)
+    ]
 
 
 OLD_SIZES = {f"{name}_parallel_size": name for name in ("tensor", "pipeline", "expert", "context")}

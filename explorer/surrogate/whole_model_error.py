@@ -4,7 +4,8 @@ The error is the logarithm of whole over composed tokens/s. It is the sum of fou
 model share, one that the candidates of a recomputation policy share, one that changes smoothly with the micro-batch
 size, and one of each candidate's own. The first part is wide and does not change the order of candidates. One whole
 model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part makes
-a candidate less certain the further its size is from one that was run whole.
+a candidate less certain the further its size is from one that was run whole. Candidates with CUDA graphs share the
+fourth part with those whose kernels they replay, so that whole models are not run only to tell such a pair apart.
 
 A candidate's own part has heavy tails: Student's t distribution (as in Shah et al., 2014, arXiv:1402.4306, but of each
 candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
@@ -123,6 +124,7 @@ class CompositionErrors:
         self._seed = seed
         self._device_kind = device_kind
         self._own_NC = rng.standard_normal((num_samples, len(candidates)), dtype=np.float32)
+        self._kernels_C: Ints = _same_kernels(candidates)
         policies = [
             (
                 c.recompute.value,
@@ -152,8 +154,9 @@ class CompositionErrors:
 
         Those of them that are `run_whole` have no heavy tails.
         """
-        tail_NA = np.where(np.isin(rows, run_whole), np.float32(1.0), self._tail_NC[:number, rows])
-        error_NA = OWN_STD[self._device_kind] * (self._own_NC[:number, rows] * tail_NA).astype(np.float64)
+        own_A = self._kernels_C[rows]
+        tail_NA = np.where(np.isin(own_A, self._kernels_C[run_whole]), np.float32(1.0), self._tail_NC[:number, own_A])
+        error_NA = OWN_STD[self._device_kind] * (self._own_NC[:number, own_A] * tail_NA).astype(np.float64)
         error_NA += SIZE_STD * self._size_NS[:number, self._size_C[rows]]
         error_NA += POLICY_STD * self._policy_NP[:number, self._policy_C[rows]]
         error_NA += COMMON_STD[self._device_kind] * self._common_N[:number, None]
@@ -161,7 +164,7 @@ class CompositionErrors:
 
     def covariance(self, rows: Ints, others: Ints, scale: float = 1.0) -> Floats:
         """Return the prior covariance of the errors of `rows` with those of `others`, shape (A, J)."""
-        own = rows[:, None] == others
+        own = self._kernels_C[rows][:, None] == self._kernels_C[others]
         policy = self._policy_C[rows][:, None] == self._policy_C[others]
         alike = self._alike_SS[np.ix_(self._size_C[rows], self._size_C[others])]
         parts = OWN_STD[self._device_kind] ** 2 * own + SIZE_STD**2 * alike + POLICY_STD**2 * policy
@@ -221,6 +224,19 @@ class CompositionErrors:
         """Return standard normal draws, each column of which has a seed of its own, shape (N, J)."""
         draws = [np.random.default_rng(list(seed)).standard_normal(number) for seed in seeds_J]
         return np.stack(draws, axis=1) if draws else np.empty((number, 0))
+
+
+def _same_kernels(candidates: Sequence[Candidate]) -> Ints:
+    """Return, for each candidate, the first that runs the same kernels: itself, unless one of them has CUDA graphs."""
+    place: dict[Candidate, int] = {}
+    found = []
+    for i, candidate in enumerate(candidates):
+        execution = candidate.execution
+        plain = candidate
+        if execution is not None and execution.replays:
+            plain = candidate.model_copy(update={"execution": execution.captured})
+        found.append(place.setdefault(plain, i))
+    return np.array(found, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

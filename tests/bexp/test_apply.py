@@ -44,6 +44,7 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
         "compile": False,
         "allocator": "default",
         "kernels": "library",
+        "graph": False,
     }
     assert models.snapshot(model) != before
     assert all(text in str(report) for text in ("bexp_fused", "tiles of 2", "partial_50", "micro_batch_size 4"))

@@ -13,6 +13,8 @@ import torch
 
 import bexp
 from bexp.model_setup import device_name
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings
 from explorer.records.run_report import RunReport
 from tests.bexp.recommendations import document
 from tests.bexp.transformers import models
@@ -138,6 +140,25 @@ def test_the_memory_of_an_evaluation_is_left_out(now: list[float], monkeypatch: 
     callback.on_train_end(ARGS, STATE, None)
     assert callback.report is not None
     assert callback.report.peak_bytes == callback.report.peak_reserved_bytes == 105
+
+
+def test_the_memory_of_graphs_counts(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 200)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr("bexp.callback.device_name", lambda: "a device")
+    monkeypatch.setattr("bexp.graphs.GraphedLoss.held_bytes", 60)
+    model = models.tiny("llama")
+    set_up(model, Settings(graph=True))
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(ARGS, STATE, None, model=model)
+    for _ in range(6):
+        now[0] += 1.0
+        step(callback, micro_batches=1)
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert (callback.report.peak_bytes, callback.report.peak_reserved_bytes) == (160, 200)
 
 
 def test_an_epochs_last_step_counts_the_micro_batches_that_it_has(now: list[float]) -> None:

@@ -76,7 +76,7 @@ def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
             "target": "transformers",
             "hf_config": {"model_type": "llama"},
             "hf_seq_length": 32,
-            "execution": "explore",
+            "execution": ["eager", "compile"],
             "padding": "right",
             "training": {"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}},
         }

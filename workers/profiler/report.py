@@ -8,13 +8,18 @@ from bexp.kernels.attention import attention_support, default_attention_backend
 from bexp.kernels.context_parallel.attention import context_parallel_reason
 from bexp.kernels.experts.registry import default_expert_backend, expert_support
 from bexp.kernels.shapes import AttentionShape, Support
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import ModelSpec
 from workers.targets.reference.shapes import attention_shape, experts_shape
 
+NO_GRAPHS = "CUDA graphs need a CUDA device"
 
-def report_device(model: ModelSpec, hardware: HardwareSpec, device: torch.device) -> DeviceReport:
-    """Try every registered back end on a small example of `model`."""
+
+def report_device(
+    model: ModelSpec, hardware: HardwareSpec, device: torch.device, *, replays: bool = False
+) -> DeviceReport:
+    """Try every registered back end on a small example of `model`. With `replays`, the executions are reported, too."""
     attention, experts = attention_shape(model), experts_shape(model)
     expert_backends = expert_support(experts, device) if experts is not None else ()
     return DeviceReport(
@@ -23,8 +28,17 @@ def report_device(model: ModelSpec, hardware: HardwareSpec, device: torch.device
             _attention(found, attention, device) for found in attention_support(attention, device)
         ),
         expert_backends=tuple(_record(found) for found in expert_backends),
+        executions=execution_support(None if device.type == "cuda" else NO_GRAPHS) if replays else (),
         default_attention=default_attention_backend(attention, device),
         default_experts=default_expert_backend(experts, device) if experts is not None else None,
+    )
+
+
+def execution_support(reason: str | None) -> tuple[BackendSupport, ...]:
+    """Return which executions can be had; `reason` says why none that replays CUDA graphs can."""
+    return tuple(
+        BackendSupport(name=one, usable=not one.replays or reason is None, reason=reason if one.replays else None)
+        for one in Execution
     )
 
 

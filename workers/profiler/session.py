@@ -11,7 +11,6 @@ from explorer.records.measurement import ComponentMeasurement, Measurement, Outc
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -195,6 +194,6 @@ class Session:
         return measure_component(self._instruments, target, model, component, request, clock)
 
     def _check_execution(self, candidate: Candidate, request: ExplorationRequest) -> None:
-        compiled = (candidate.execution or request.execution) is Execution.COMPILE
+        compiled = request.execution_of(candidate).compiles
         if compiled and (reason := missing_compiler(self._instruments.device.type)) is not None:
             raise UnsupportedTrialError(reason)

@@ -54,6 +54,10 @@ class TrainingRun(Protocol):
 
     num_micro_steps: int
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that CUDA graphs hold for their activations, which the allocator's peak leaves out in a replay."""
+
     def begin(self) -> float:
         """Do what precedes the first step, and a step of one micro-step; returns seconds of a whole step."""
 

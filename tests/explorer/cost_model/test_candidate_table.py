@@ -168,6 +168,19 @@ def test_the_larger_of_device_and_host_decides_for_each_candidate_by_itself() ->
     assert table.micro_step_seconds(0 * device, host)[0].tolist() == [9.0, 9.0]
 
 
+def test_graphs_wait_for_no_host_and_keep_their_memory_while_the_optimizer_steps() -> None:
+    table = tiny_table(tiny_candidate(execution="eager"), tiny_candidate(execution="graph"), execution="explore")
+    device, host = np.full((1, len(table.components)), 1.0), np.full(len(table.components), 5.0)
+    assert table.micro_step_seconds(device, host)[0].tolist() == [6 * 5.0, 6 * 1.0]
+    assert table.optimizer_seconds(device, host)[0].tolist() == [5.0, 5.0]
+    sizes = np.full((3, len(table.components)), 1e6)
+    sizes[1:, table.column[table.decompositions[0].components[-1]]] = 100e6  # the optimizer's
+    eager, graph = (table.activation_bytes(*sizes)[0] + table.activation_bytes(*sizes)[1]).tolist()
+    sizes[1:, table.column[table.decompositions[0].components[-1]]] = 0
+    activations = (table.activation_bytes(*sizes)[0] + table.activation_bytes(*sizes)[1]).tolist()[0]
+    assert (eager, graph) == (100e6, 100e6 + activations)
+
+
 def test_the_optimizer_takes_the_larger_of_device_and_host() -> None:
     table = tiny_table()
     device, host = np.array([[1.0] * 5, [3.0] * 5]), np.full(5, 2.0)

@@ -332,7 +332,7 @@ def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> Non
     decompose = PartsDecomposer(parts(), training=True)
     eager, compiled = (
         decompose(Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, execution=execution))
-        for execution in Execution
+        for execution in (Execution.EAGER, Execution.COMPILE)
     )
     assert (eager.head, eager.optimizer) == (compiled.head, compiled.optimizer)
     (plain,), (other,) = eager.layers[0].blocks, compiled.layers[0].blocks
@@ -341,7 +341,16 @@ def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> Non
     assert saved[1] == pytest.approx(COMPILED_SHARE * saved[0])
 
 
-def test_a_choice_of_executions_doubles_the_space_but_for_policies_by_operation() -> None:
+def test_graphs_replay_the_components_that_they_were_captured_from() -> None:
+    decompose = PartsDecomposer(parts(), training=True)
+    eager, compiled, graph, both = (
+        decompose(Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, execution=execution))
+        for execution in Execution
+    )
+    assert (graph, both) == (eager, compiled)
+
+
+def test_a_choice_of_executions_multiplies_the_space_but_for_policies_by_operation() -> None:
     own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
     named = {"micro_batch_size": 2, "recompute": ["none", "activations", "full"]}
     asked = request(**own, **named, execution="explore")
@@ -349,9 +358,34 @@ def test_a_choice_of_executions_doubles_the_space_but_for_policies_by_operation(
     tried = {(candidate.recompute, candidate.execution) for candidate in found}
     assert tried == {
         *((policy, execution) for policy in (Recompute.NONE, Recompute.FULL) for execution in Execution),
-        (Recompute.ACTIVATIONS, Execution.EAGER),
+        *((Recompute.ACTIVATIONS, execution) for execution in (Execution.EAGER, Execution.GRAPH)),
     }
     assert base_candidates(asked, report(), parts())[0].execution is Execution.EAGER
+
+
+def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() -> None:
+    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+    named = {**own, "micro_batch_size": 2, "recompute": ["none"]}
+    experts = tuple(BackendSupport(name=name, usable=True) for name in ("eager", "grouped_mm"))
+    found = report().model_copy(update={"expert_backends": experts, "default_experts": "grouped_mm"})
+
+    def tried(found: DeviceReport, **fields: Any) -> set[tuple[Any, Any]]:
+        space = enumerate_candidates(request(**named, **fields), found, parts())
+        return {(candidate.expert_backend, candidate.execution) for candidate in space.candidates}
+
+    both = ["eager", "graph"]
+    assert tried(found, execution=both) == {("eager", "eager"), ("grouped_mm", "eager"), ("grouped_mm", "graph")}
+    with pytest.raises(EmptySpaceError, match="'eager', which waits for the device"):
+        tried(found, execution="graph", expert_backends=["eager"])
+    supports = tuple(
+        BackendSupport(name=one, usable=not one.replays, reason="no graphs here" if one.replays else None)
+        for one in Execution
+    )
+    without = found.model_copy(update={"executions": supports})
+    assert {execution for _, execution in tried(without, execution=both)} == {"eager"}
+    assert base_candidates(request(**named, execution=both), without, parts())[0].execution is Execution.EAGER
+    with pytest.raises(EmptySpaceError, match="no graphs here"):
+        tried(without, execution="graph")
 
 
 def test_layers_with_other_kernels_are_components_of_their_own_and_are_not_compiled() -> None:

@@ -52,6 +52,14 @@ def test_least_is_missing_where_nothing_can_be_told_whole() -> None:
     assert alone.recompute is Recompute.FULL  # what was recomputed to fit stays recomputed
 
 
+def test_graphs_are_for_bexp_apply_alone() -> None:
+    answer = exploration(candidate(16, execution="graph"), execution=["graph"])
+    assert any("cannot be told micro-steps as CUDA graphs" in line for line in plan(answer).header)
+    kept = plan(answer, "python")
+    assert kept.candidate.execution == "graph"
+    assert not kept.compiled_layers
+
+
 def test_kernels_and_loss_of_liger_are_for_bexp_apply_alone() -> None:
     answer = exploration(candidate(16, kernels="liger", loss="liger"), stock=candidate(4))
     assert plan(answer).micro_batch_size == 4

@@ -13,6 +13,15 @@ from explorer.spec.request import ExplorationRequest
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 
 
+REFERENCE = {
+    "target": "bexp",
+    "hf_config": None,
+    "hf_seq_length": None,
+    "model": {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
+    | {"vocab_size": 8},
+}
+
+
 def build(**fields: Any) -> ExplorationRequest:
     return ExplorationRequest.model_validate({**CONFIG, "target": "transformers", **fields})
 
@@ -20,11 +29,21 @@ def build(**fields: Any) -> ExplorationRequest:
 def test_a_list_or_explore_is_a_choice() -> None:
     both = (Execution.EAGER, Execution.COMPILE)
     assert build(execution=["compile", "eager"]).execution_choices == both
-    assert build(execution="explore").execution_choices == both
+    assert build(execution="explore").execution_choices == tuple(Execution)
     assert build(execution="compile").execution_choices == (None,)
     assert [build(execution=asked).compiles for asked in ("eager", "compile", "explore", ["eager"])] == [
         *(False, True, True, False)
     ]
+
+
+def test_explore_leaves_out_what_the_request_cannot_have() -> None:
+    both = (Execution.EAGER, Execution.COMPILE)
+    for fields in ({"device_kind": "cpu"}, {"num_devices": 2}, {"num_csx": 2}, {"mode": "eval"}):
+        assert build(execution="explore", **fields).admitted_executions == both
+    reference = build(execution="explore", **REFERENCE)
+    assert reference.admitted_executions == (Execution.EAGER, Execution.GRAPH)
+    assert not reference.compiles
+    assert build(execution=["compile", "compile+graph"], **REFERENCE).always_compiles
 
 
 def test_compiled_layers_alone_have_no_policies_by_operation() -> None:
@@ -38,9 +57,14 @@ def test_compiled_layers_alone_have_no_policies_by_operation() -> None:
     "fields",
     [
         {"execution": []},
-        {"execution": ["graph"]},
         {"execution": ["eager"], "executions": ["compile"]},
-        {"execution": "explore", "target": "bexp"},
+        {"execution": ["eager", "fast"]},
+        {"execution": "graph", "mode": "eval"},
+        {"execution": ["eager", "graph"], "num_devices": 2},
+        {"execution": "compile+graph", "device_kind": "cpu"},
+        {"execution": "graph", "target": "mine", "hf_config": None, "hf_seq_length": None},
+        {"execution": ["eager", "graph"], "target": "mine", "hf_config": None, "hf_seq_length": None},
+        {"execution": ["eager", "compile"], **REFERENCE},
         {"kernels": ["liger"], "execution": "compile"},
         {"kernels": ["liger"], "execution": ["compile"]},
         {"execution": "compile", "executions": ["eager", "compile"]},

@@ -63,7 +63,7 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"training": {"sharding": "zero2"}}, "needs num_devices > 1"),
         ({"training": {"loss": {"chunk_tokens": 1}}}, "chunk_tokens"),
         ({"training": {"optimizer": {"name": "lion"}}}, "optimizer"),
-        ({"execution": "graph"}, "execution"),
+        ({"execution": "fast"}, "execution"),
         ({"mode": "test"}, "mode"),
         ({"parallelism": {"pipeline_parallel_size": 4}}, "pipeline (4) does not divide num_devices (1)"),
         ({"num_query_groups": [3]}, "num_query_groups (3) must divide num_attention_heads (4)"),

@@ -166,6 +166,23 @@ def test_what_changes_the_code_or_the_memory_of_a_step_is_a_policy_of_its_own(ch
     assert found.covariance(np.array([0]), np.array([1]))[0, 0] == pytest.approx(0.03**2 + SIZE_STD**2)
 
 
+@pytest.mark.parametrize("execution", [Execution.EAGER, Execution.COMPILE])
+def test_graphs_share_the_error_of_the_kernels_that_they_replay_but_not_that_of_the_policy(
+    execution: Execution,
+) -> None:
+    replayed = next(one for one in Execution if one.replays and one.captured is execution)
+    other = next(one for one in Execution if not one.replays and one is not execution)
+    candidates = [CANDIDATES[1].model_copy(update={"execution": one}) for one in (execution, replayed, other)]
+    found = CompositionErrors(candidates, "cuda", 0, 4000, np.random.default_rng(0))
+    rows = np.arange(3)
+    shared = 0.03**2 + SIZE_STD**2
+    assert found.covariance(rows[:1], rows)[0].tolist() == pytest.approx(
+        [shared + 0.005**2 + 0.004**2, shared + 0.004**2, shared]
+    )
+    drawn = found.sample(4000, rows)
+    assert np.var(drawn[:, 0] - drawn[:, 1]) == pytest.approx(2 * 0.005**2, rel=0.1)
+
+
 @pytest.mark.parametrize(("surprise", "scale"), [(1.0, 1.0), (6.0, np.sqrt(2.0)), (16.0, 2.0)])
 def test_the_scale_rests_on_four_whole_models_before_the_first(surprise: float, scale: float) -> None:
     exact = np.zeros((2, len(CANDIDATES)))

@@ -129,6 +129,23 @@ def test_compiling_without_a_compiler_is_unsupported(
     assert "compiler" in (finished.measurement.reason or "")
 
 
+def test_a_whole_model_that_cannot_be_captured_is_unsupported(
+    instruments: UnlimitedBench, sent: list[Frozen], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(instruments, None, sent.append)
+    session.answer(Begin(request=REQUEST.model_copy(update={"execution": Execution.GRAPH}), hardware=HARDWARE))
+    report = next(message.report for message in sent if isinstance(message, ReportReply))
+    assert {support.name: support.reason for support in report.executions if not support.usable} == dict.fromkeys(
+        ("graph", "compile+graph"), "CUDA graphs need a CUDA device"
+    )
+    session.answer(RunTrial(plan=whole_model_plan(candidate())))
+    finished = sent[-1]
+    assert isinstance(finished, TrialFinished)
+    assert finished.measurement.outcome is Outcome.UNSUPPORTED
+    assert "cannot be replayed as CUDA graphs: CUDA graphs need" in (finished.measurement.reason or "")
+    assert "operation by operation" in caplog.text
+
+
 def test_the_request_may_lower_the_memory_limit_but_not_raise_it(
     instruments: UnlimitedBench, sent: list[Frozen]
 ) -> None:

@@ -39,6 +39,8 @@ class MeshTrainingRun:
     data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
     """
 
+    graph_bytes = 0
+
     def __init__(
         self,
         instruments: Instruments,

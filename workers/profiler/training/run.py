@@ -7,6 +7,7 @@ import time
 import torch
 from torch import Tensor
 
+from bexp.graphs import GraphedLoss
 from bexp.measure.timestamps import Mark, mark_of
 from explorer.spec.candidate import Candidate
 from explorer.spec.model import ModelSpec
@@ -14,6 +15,7 @@ from explorer.spec.request import ExplorationRequest
 from workers.profiler.instruments import Instruments
 from workers.profiler.training.choice import data_parallel
 from workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
+from workers.profiler.training.graphs import require_captured
 from workers.profiler.trials.ring import find_ring
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
@@ -63,6 +65,9 @@ class ReferenceTrainingRun:
             take_unit=self._parallel.take,
         )
         self._model = self._parallel.wrap(decoder)
+        self._graphed: GraphedLoss | None = None
+        if self._trains and request.execution_of(candidate).replays:
+            self._graphed = GraphedLoss(decoder, decoder.forward)
         self.optimizer: TrainingOptimizer | None = None
         if self._trains:
             self.optimizer = build_optimizer(decoder.parameters(), training.optimizer, model.dtype)
@@ -77,6 +82,11 @@ class ReferenceTrainingRun:
         self._batches: list[tuple[Tensor, Tensor]] = [(tokens(), tokens()) for _ in range(number)]
         self.num_micro_steps = number
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that CUDA graphs hold for their activations."""
+        return 0 if self._graphed is None else self._graphed.held_bytes
+
     def begin(self) -> float:
         """Prepare, and run a step of one micro-step; returns an estimate of a whole step in seconds."""
         seconds: list[float] = []
@@ -88,6 +98,11 @@ class ReferenceTrainingRun:
             self._instruments.synchronize()
             seconds.append(time.perf_counter() - started)
 
+        if self._graphed is not None:
+            self.micro_step(0)
+            require_captured(self._graphed)
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
         if self.optimizer is not None:
             self._parallel.prepare(self.optimizer, timed_micro_step)  # may run some, and leave gradients
         if not seconds:
@@ -120,7 +135,10 @@ class ReferenceTrainingRun:
         tokens, targets = self._batches[number]
         with self._parallel.micro_step(is_last=number == len(self._batches) - 1):
             with torch.set_grad_enabled(self._trains):
-                loss = self._model(tokens, targets)
+                if self._graphed is not None:
+                    loss = self._graphed(tokens_BS=tokens, targets_BS=targets)
+                else:
+                    loss = self._model(tokens, targets)
             if self._trains:
                 (loss / len(self._batches)).backward()
             del loss

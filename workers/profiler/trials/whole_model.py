@@ -127,6 +127,9 @@ def run_mesh_model(
 class _Stepped(Protocol):
     """A model in training, as far as its steps are timed."""
 
+    @property
+    def graph_bytes(self) -> int: ...
+
     def begin(self) -> float: ...
 
     def step(self) -> list[Mark]: ...
@@ -174,7 +177,7 @@ def _run(instruments: Instruments, build: Callable[[], R], clock: PhaseClock) ->
         training.finish()
     reserved = peak
     if cuda:
-        peak = max(peak, meter.peak())
+        peak = max(peak, meter.peak()) + training.graph_bytes
         reserved = torch.cuda.max_memory_reserved(instruments.device)
     return _Run(training, marks, peak - instruments.own_bytes, reserved, watch)
 

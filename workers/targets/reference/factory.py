@@ -76,7 +76,7 @@ def build_block(
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
-    if request.execution == "compile":
+    if request.always_compiles:
         block.compile_core()
     return block
 

@@ -194,6 +194,9 @@ class TrainingOptimizer:
 class _Accumulate:
     """Adds a parameter's new gradient to its main gradient and frees it."""
 
+    is_replayable = True
+    """A graph that has captured it does all of it again."""
+
     def __init__(self, main: Tensor) -> None:
         self.main = main
 

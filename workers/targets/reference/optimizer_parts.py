@@ -86,7 +86,7 @@ def _build_parameters(
     part: _Part,
     request: ExplorationRequest,
 ) -> list[nn.Parameter]:
-    eager = request.model_copy(update={"execution": Execution.EAGER})  # no block is run
+    eager = request.model_copy(update={"execution": Execution.EAGER, "executions": None})  # no block is run
     parameters: dict[int, nn.Parameter] = {}
     tied: nn.Parameter | None = None
     for component in part.components:

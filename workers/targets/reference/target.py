@@ -38,7 +38,8 @@ class ReferenceTarget:
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
         """Return which back ends can serve the request's model."""
-        return report_device(self._request.model, hardware, self._instruments.device)
+        request = self._request
+        return report_device(request.model, hardware, self._instruments.device, replays=request.replays)
 
     def rest(self) -> int:
         """Nothing is kept between trials."""
@@ -85,7 +86,7 @@ class ReferenceTarget:
     def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
         """Build a small model whose FFNs are dense."""
         small = miniature_of(_specified(model))
-        changed = request.model_copy(update={"model": small, "execution": Execution.EAGER})
+        changed = request.model_copy(update={"model": small, "execution": Execution.EAGER, "executions": None})
         candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=small.query_groups)
         run = ReferenceTrainingRun(self._instruments, small, candidate, changed, together=together)
         yield Miniature(run, ExchangeUnits.of(small).number)

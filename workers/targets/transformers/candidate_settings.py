@@ -6,7 +6,7 @@ from bexp.transformers.settings import Loss, Settings
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.part_costs import COMPILED
 from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution, Kernels
+from explorer.spec.execution import Kernels
 from explorer.spec.request import ExplorationRequest
 
 BY_OPERATION = {
@@ -28,7 +28,8 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
         recompute=candidate.recompute.value,
         bta_tile=candidate.bta_tile,
         loss=_LOSSES.get(candidate.loss, "library"),
-        compile=(candidate.execution or request.execution) is Execution.COMPILE,
+        compile=request.execution_of(candidate).compiles,
+        graph=request.execution_of(candidate).replays,
         allocator=request.allocator,
         kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
     )
@@ -46,6 +47,6 @@ def settings_of_component(component: Component, request: ExplorationRequest) -> 
         experts=experts[0] if experts else None,
         recompute=BY_OPERATION.get(component.recompute, "none"),
         bta_tile=component.bta_tile,
-        compile=request.execution is Execution.COMPILE or COMPILED in others,
+        compile=request.execution.compiles or COMPILED in others,
         kernels="liger" if Kernels.LIGER in others else "library",
     )

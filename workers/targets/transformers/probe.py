@@ -8,12 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from bexp.graph_recorder import CudaRecorder
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
-from explorer.spec.execution import Kernels
+from explorer.spec.execution import WAITING_EXPERTS, Kernels
 from explorer.spec.hardware import BackendSupport
 from explorer.spec.request import ExplorationRequest
+from workers.profiler.report import NO_GRAPHS, execution_support
 from workers.targets.transformers.builder import PartsBuilder
 from workers.targets.transformers.chosen_attention import recorded_choices
 from workers.targets.transformers.comparison import DifferenceError
@@ -122,6 +124,30 @@ class SettingsProbe:
             BackendSupport(name=LIGER_LOSS, usable=reason is None, reason=reason, stock=False, only_when_named=True),
         )
 
+    def execution_supports(self) -> tuple[BackendSupport, ...]:
+        """The executions that can be had here, if the request admits CUDA graphs: a layer of each kind is captured."""
+        return execution_support(self._graph_refusal()) if self._request.replays else ()
+
+    def _graph_refusal(self) -> str | None:
+        """Why a layer cannot be replayed as CUDA graphs; null if each kind can."""
+        if self._device.type != "cuda":
+            return NO_GRAPHS
+        asked = self._request.expert_backends or ("grouped_mm",)
+        experts = next((name for name in asked if name not in WAITING_EXPERTS), None)
+        for kind in dict.fromkeys(self._resolved.kinds):
+            part = self._builder.layer(kind, 1)
+            settings = Settings(experts=experts if expert_modules(part.module) else None)
+            try:
+                passes = LayerPasses(part, self._builder.settings, settings, recompute=None)
+                try:
+                    _capture(passes)
+                finally:
+                    passes.release()
+                    passes.restore()
+            except _REFUSALS as error:
+                return _told(error)
+        return None
+
     def _liger_refusal(self) -> str | None:
         """Why liger's kernels cannot be had, or what they compute otherwise than the layer; null if neither."""
         for kind in dict.fromkeys(self._resolved.kinds):
@@ -167,6 +193,31 @@ class SettingsProbe:
             except _REFUSALS as error:
                 return _told(error)
         return None
+
+
+def _capture(passes: LayerPasses) -> None:
+    """Record both passes as graphs, and drop them.
+
+    Raises:
+        NotCapturableError: that is impossible.
+    """
+
+    def forward() -> None:
+        passes.prepare_forward()
+        passes.forward()
+
+    def backward() -> None:
+        passes.prepare_backward()
+        passes.backward()
+
+    def both() -> None:
+        forward()
+        backward()
+
+    both()  # draws the incoming gradients
+    recorder = CudaRecorder()
+    recorder.warm_up(both)
+    recorder.record((forward, backward))
 
 
 def _told(error: Exception) -> str:

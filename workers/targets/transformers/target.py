@@ -105,6 +105,7 @@ class TransformersTarget:
             attention_backends=attention,
             expert_backends=experts,
             kernels=kernels,
+            executions=probe.execution_supports(),
             losses=losses,
             default_attention=probe.default_attention,
             default_experts=default if default in usable else next(iter(usable), None),

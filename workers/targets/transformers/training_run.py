@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bexp.measure.timestamps import Mark, mark_of
+from bexp.transformers.graph import graphed
 from workers.profiler.training.data_parallel import DataParallel, SingleProcess
+from workers.profiler.training.graphs import require_captured
 from workers.targets.transformers.model import BuildSettings
 
 MAX_GRADIENT_NORM = 1.0
@@ -75,10 +77,16 @@ class TransformersTrainingRun:
         self._parallel = parallel
         self._mark = mark_of(device)
         model.train(build.training)
+        self._graphed = graphed(model)
         self._model = parallel.wrap(model)
         self._optimizer: TrainerOptimizer | None = None
         if build.training:
             self._optimizer = TrainerOptimizer([p for p in model.parameters() if p.requires_grad], optimizer_name)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that CUDA graphs hold for their activations."""
+        return 0 if self._graphed is None else self._graphed.loss.held_bytes
 
     def begin(self) -> float:
         """Prepare, and run a step of one micro-step; returns what a whole step would take by it, in seconds."""
@@ -91,6 +99,11 @@ class TransformersTrainingRun:
             self._synchronize()
             seconds.append(time.perf_counter() - started)
 
+        if self._graphed is not None:
+            self.micro_step(0)
+            require_captured(self._graphed.loss)
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
         if self._optimizer is not None:
             self._parallel.prepare(self._optimizer, timed_micro_step)  # may run some, and leave gradients
         if not seconds:

@@ -45,6 +45,12 @@ def install_flash(monkeypatch: pytest.MonkeyPatch, *versions: int) -> None:
     monkeypatch.setattr(modeling, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", entries)
 
 
+def test_graphs_are_reported_if_a_request_admits_them(resolved: ResolvedModel, builder: PartsBuilder) -> None:
+    asked = SettingsProbe(resolved, builder, request_for(execution="explore")).execution_supports()
+    assert {support.name for support in asked if support.usable} == {"eager", "compile"}
+    assert SettingsProbe(resolved, builder, request_for(execution="compile")).execution_supports() == ()
+
+
 @pytest.mark.parametrize("versions", [(), (2,), (3,), (2, 3)])
 def test_flash_attention_is_there_only_where_transformers_can_import_it(
     monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, versions: tuple[int, ...]

@@ -1,0 +1,367 @@
+"""A training micro-step as two CUDA graphs: a forward and a backward, each launched as one.
+
+The host then issues two launches where it issued thousands, which is what limits small micro-batches. The graphs are
+replayed from inside somebody's own loop: `loss = model(...)` replays the forward, `(loss / n).backward()` replays the
+backward. Accumulation, clipping and the optimizer stay outside, and see the gradients where they always are.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from bexp.graph_recorder import CudaRecorder, NotCapturableError, Recorder, told
+
+_LOGGER = logging.getLogger(__name__)
+MAX_SIGNATURES = 4
+"""Shapes of inputs that have graphs. Each of them takes a warm-up and a capture, about four steps' time."""
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+
+Signature = tuple[Any, ...]
+
+
+class GraphedLoss:
+    """A function that returns a loss, replayed as CUDA graphs where that is possible, else called as it is.
+
+    The graphs read and write fixed memory: inputs are copied in, and backward adds to gradients in place. There is one
+    pair of graphs for each signature: shapes and formats of tensors, values of other arguments, autocast. A call runs
+    as it is without gradients, in eval mode, beyond `MAX_SIGNATURES`, while the backward of an earlier loss is still to
+    come, and after a capture failed; `problem` then says why.
+
+    Python code runs when it is captured, and not when it is replayed. So the function may not read values of tensors.
+
+    Args:
+        module: the model, whose trained parameters get gradients. They may be set to None between steps.
+        function: called with the inputs; returns the loss, a tensor of one element.
+        within: a context for each warm-up and capture with these inputs.
+        recorder: makes the graphs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        function: Callable[..., Tensor],
+        *,
+        within: Callable[[dict[str, Any]], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.problem: str | None = None
+        self.error: Exception | None = None
+        self._module = module
+        self._function = function
+        self._within = within
+        self._recorder = recorder or CudaRecorder()
+        self._state: _State | None = None
+        self._steps: dict[Signature, _GraphedStep] = {}
+        self._pending: weakref.ref[_Ticket] | None = None
+        self._warned: set[str] = set()
+
+    @property
+    def num_captures(self) -> int:
+        """Signatures that have graphs."""
+        return len(self._steps)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the graphs keep for their activations. torch's count of allocated bytes leaves it out."""
+        return self._recorder.pool_bytes if self._steps else 0
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        """Return the loss of `inputs`. It has a memory of its own and stays as it is."""
+        step = self._step(inputs)
+        if step is None:
+            return self._function(**inputs)
+        step.copy_in(inputs)
+        ticket = _Ticket()
+        self._pending = weakref.ref(ticket)
+        loss: Tensor = _Replay.apply(step.anchor, step, ticket)  # type: ignore[no-untyped-call]  # untyped in torch
+        return loss
+
+    def reset(self) -> None:
+        """Drop all graphs with their memory."""
+        self._steps.clear()
+        self._state = None
+
+    def _step(self, inputs: dict[str, Any]) -> _GraphedStep | None:
+        """Return the graphs for `inputs`, captured now if need be; null if the call runs as it is."""
+        if self.problem is not None or not (torch.is_grad_enabled() and self._module.training):
+            return None
+        if torch.compiler.is_compiling():
+            return None
+        if (ticket := self._pending() if self._pending else None) is not None and not ticket.done:
+            self._warn("the backward of an earlier loss is still to come, and its graph cannot run twice before it")
+            return None
+        try:
+            signature = _signature_of(inputs)
+        except NotCapturableError as error:
+            self._warn(str(error))
+            return None
+        if self._state is not None and not self._state.holds():
+            _LOGGER.info("parameters were replaced or moved: the micro-step is captured again")
+            self.reset()
+        if signature not in self._steps:
+            if len(self._steps) >= MAX_SIGNATURES:
+                self._warn(f"there are graphs for {MAX_SIGNATURES} shapes of inputs already")
+                return None
+            return self._capture(signature, inputs)
+        return self._steps[signature]
+
+    def _capture(self, signature: Signature, inputs: dict[str, Any]) -> _GraphedStep | None:
+        try:
+            if self._state is None:
+                self._state = _State.of(self._module, self._recorder)
+            with self._within(inputs):
+                self._steps[signature] = _GraphedStep(self._function, inputs, self._state, self._recorder)
+        except (NotCapturableError, torch.OutOfMemoryError) as error:
+            self.problem = str(error) if isinstance(error, NotCapturableError) else told(error)
+            error.__cause__ = error.__context__ = None  # their frames hold what the attempt computed
+            self.error = error.with_traceback(None)
+            self.reset()
+            _LOGGER.warning(
+                "the micro-step is not replayed as CUDA graphs, and runs operation by operation: %s", self.problem
+            )
+            return None
+        return self._steps[signature]
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            _LOGGER.warning("a micro-step runs operation by operation, not as CUDA graphs: %s", reason)
+
+
+class _State:
+    """The parameters that graphs read, and the gradients that they add to. The memory of both is fixed.
+
+    A parameter whose gradient is taken over by a hook has no gradient of its own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (part._parameters, name, parameter, parameter.data_ptr(), parameter.requires_grad)
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        distinct = {id(parameter): parameter for _, _, parameter, _, _ in self._places}
+        self._trained = [parameter for parameter in distinct.values() if parameter.requires_grad]
+        self._owners = [parameter for parameter in self._trained if not parameter._post_accumulate_grad_hooks]
+        self._buffers = list(module.buffers())
+        self._gradients: list[Tensor] = []
+
+    @classmethod
+    def of(cls, module: nn.Module, recorder: Recorder) -> _State:
+        """Return the state of a model.
+
+        Raises:
+            NotCapturableError: its gradients are not simply added up in this process.
+        """
+        problem = recorder.find_problem(list(module.parameters())) or _find_problem(module)
+        if problem is not None:
+            raise NotCapturableError(problem)
+        return cls(module)
+
+    def holds(self) -> bool:
+        """Whether the parameters are where they were."""
+        return all(
+            owner.get(name) is parameter
+            and parameter.data_ptr() == address
+            and parameter.requires_grad is requires_grad
+            for owner, name, parameter, address, requires_grad in self._places
+        )
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Within the context, modules have other parameters in the same memory, whose gradients are the fixed ones.
+
+        Theirs is a new place in autograd. That of the model's own parameters may belong to a loss that is still alive,
+        with a stream that no capture may touch. Afterwards the gradients of these and all buffers are what they were.
+
+        Raises:
+            NotCapturableError: parameters are used without the modules that have them.
+        """
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(parameter) for parameter in self._owners]
+        others = {id(parameter): _in_same_memory(parameter) for parameter in self._trained}
+        for parameter, fixed in zip(self._owners, self._gradients, strict=True):
+            others[id(parameter)].grad = fixed
+        kept = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        values = [buffer.detach().clone() for buffer in self._buffers]
+        for owner, name, parameter, _, _ in self._places:
+            owner[name] = others.get(id(parameter), parameter)
+        try:
+            yield
+        finally:
+            for owner, name, parameter, _, _ in self._places:
+                owner[name] = parameter
+            strays = [parameter for parameter in self._trained if parameter.grad is not None]
+            for parameter, gradient in zip(self._trained, kept, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in zip(self._buffers, values, strict=True):
+                    buffer.copy_(value)
+        if strays:
+            raise NotCapturableError("parameters are used without the modules that have them")
+
+    def attach(self) -> None:
+        """Make the fixed gradients those of the parameters, with the values that these have now: None is zero."""
+        empty = []
+        for parameter, gradient in zip(self._owners, self._gradients, strict=True):
+            present = parameter.grad
+            if present is gradient:
+                continue
+            if present is None:
+                empty.append(gradient)
+            else:
+                gradient.copy_(present)
+            parameter.grad = gradient
+        if empty:
+            torch._foreach_zero_(empty)
+
+
+def _in_same_memory(parameter: nn.Parameter) -> nn.Parameter:
+    other = nn.Parameter(parameter.detach())
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        other.register_post_accumulate_grad_hook(hook)
+    return other
+
+
+class _GraphedStep:
+    """Forward and backward of one signature, captured when it is built."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: dict[str, Any], state: _State, recorder: Recorder
+    ) -> None:
+        self._function = function
+        self._state = state
+        self._inputs = {
+            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in inputs.items()
+        }
+        self._tensors = [(name, value) for name, value in self._inputs.items() if isinstance(value, Tensor)]
+        self._loss: Tensor | None = None
+        self._incoming: Tensor | None = None
+        with torch.enable_grad(), _no_autocast_cache(), state.borrowed():
+            recorder.warm_up(self._warm_up)
+            self._forward_again, self._backward_again = recorder.record((self._forward, self._backward))
+            if self._loss is not None:
+                self._loss = self._loss.detach()  # what was saved for backward is the graphs' own business
+        assert self._incoming is not None, "the warm-up ran a backward"
+        self.anchor: Tensor = torch.zeros((), device=self._incoming.device, requires_grad=True)
+
+    def copy_in(self, inputs: dict[str, Any]) -> None:
+        """Write the inputs of a micro-step where the graphs read them."""
+        for name, fixed in self._tensors:
+            fixed.copy_(inputs[name], non_blocking=True)
+
+    def forward(self) -> Tensor:
+        """Replay the forward; returns the loss."""
+        self._forward_again()
+        assert self._loss is not None, "the forward leaves a loss"
+        return self._loss.detach().clone()
+
+    def backward(self, incoming: Tensor) -> None:
+        """Replay the backward, which adds to the gradients."""
+        assert self._incoming is not None, "the warm-up ran a backward"
+        self._state.attach()
+        self._incoming.copy_(incoming)
+        self._backward_again()
+
+    def _warm_up(self) -> None:
+        self._forward()
+        assert self._loss is not None, "the forward leaves a loss"
+        if self._incoming is None:
+            self._incoming = torch.zeros_like(self._loss)  # so that nothing is added to gradients
+        self._backward()
+        self._loss = None
+
+    def _forward(self) -> None:
+        self._loss = self._function(**self._inputs)
+        if self._loss.numel() != 1 or not self._loss.requires_grad:
+            raise NotCapturableError("the loss is no differentiable tensor of one element")
+
+    def _backward(self) -> None:
+        assert self._loss is not None, "backward follows forward"
+        torch.autograd.backward(self._loss, self._incoming)
+
+
+class _Ticket:
+    """A forward whose backward is to come. Its loss holds it."""
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class _Replay(Function):
+    """Stands for the captured micro-step in the trainer's own autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, step: _GraphedStep, ticket: _Ticket) -> Tensor:
+        """Replay the forward."""
+        ctx.step, ctx.ticket = step, ticket
+        return step.forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[None, None, None]:
+        """Replay the backward, once."""
+        if ctx.ticket.done:
+            raise RuntimeError("backward a second time through a micro-step that is replayed as CUDA graphs")
+        ctx.ticket.done = True
+        ctx.step.backward(incoming)
+        return None, None, None
+
+
+def _signature_of(inputs: dict[str, Any]) -> Signature:
+    found: list[Any] = [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                raise NotCapturableError(f"the input '{name}' asks for its gradient")
+            found.append((name, value.shape, value.dtype, value.device))
+        elif isinstance(value, _CONSTANTS):
+            found.append((name, type(value), value))
+        else:
+            raise NotCapturableError(f"the input '{name}' is a {type(value).__name__}")
+    return tuple(found)
+
+
+def _find_problem(module: nn.Module) -> str | None:
+    """Return why gradients do not simply add up in place; null if they do."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "processes exchange gradients by hooks, which no graph repeats"
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:
+        return "no parameter is trained"
+    for parameter in trained:
+        hooks: Sequence[Any] = tuple((parameter._post_accumulate_grad_hooks or {}).values())
+        if parameter._backward_hooks or not all(getattr(hook, "is_replayable", False) for hook in hooks):
+            return "parameters have hooks, which no graph repeats"
+        if type(parameter) is not nn.Parameter:
+            return f"a parameter is a {type(parameter).__name__}"
+    for part in module.modules():
+        if part._backward_hooks or part._backward_pre_hooks or hasattr(part, "_hf_hook"):
+            return f"{type(part).__name__} has hooks, which no graph repeats"
+    return None
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast makes its copies of weights in the graph itself, because the weights change between replays."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

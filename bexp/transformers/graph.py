@@ -1,0 +1,105 @@
+"""Replays the training micro-step of a transformers model as CUDA graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bexp.graph_recorder import Recorder
+from bexp.graphs import GraphedLoss
+from bexp.transformers.undo import Changes
+
+_MASK, _POSITIONS, _NUMBER = "attention_mask", "position_ids", "num_items_in_batch"
+
+
+def set_graph(model: nn.Module, changes: Changes) -> None:
+    """Replay the model's micro-steps as CUDA graphs, from the first training forward with labels on."""
+    changes.set(model, "forward", GraphedForward(model, model.forward))
+
+
+def graphed(model: nn.Module) -> GraphedForward | None:
+    """Return what replays a model's micro-steps; null if nothing does."""
+    found = vars(model).get("forward")
+    while not isinstance(found, GraphedForward | None):  # others wrap a forward, as accelerate does
+        found = getattr(found, "__wrapped__", None)
+    return found
+
+
+class GraphedForward:
+    """The `forward` of a model with a loss. Where graphs are replayed, its output has the loss and nothing else.
+
+    A mask of ones is left out, because attention without a mask has the faster kernels. transformers asks the device
+    for that, too, once a micro-step; a loader that makes no masks saves the question.
+    """
+
+    def __init__(self, model: nn.Module, plain: Callable[..., Any], recorder: Recorder | None = None) -> None:
+        self.__signature__ = inspect.signature(plain)
+        self._model = model
+        self._plain = plain
+        self._output_type: type[Any] | None = None
+        self.loss = GraphedLoss(model, self._loss_of, within=_plain_masks, recorder=recorder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has graphs of its own."""
+        return type(self), (self._model, self._plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        if args or not self._is_micro_step(kwargs):
+            return self._plain(*args, **kwargs)
+        inputs = {name: value for name, value in kwargs.items() if value is not None}
+        mask = inputs.get(_MASK)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
+            del inputs[_MASK]
+        if isinstance(number := inputs.get(_NUMBER), int):
+            inputs[_NUMBER] = torch.full((), number, device=inputs["labels"].device)
+        loss = self.loss(**inputs)
+        assert self._output_type is not None, "the model ran"
+        return self._output_type(loss=loss)
+
+    def _is_micro_step(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the call is one that can be replayed: it trains, and its loss is all that is asked for."""
+        if self.loss.problem is not None or not (torch.is_grad_enabled() and self._model.training):
+            return False
+        return (
+            isinstance(kwargs.get("labels"), Tensor)
+            and not torch.compiler.is_compiling()
+            and (kwargs.get("return_dict") is not False)
+        )
+
+    def _loss_of(self, **inputs: Any) -> Tensor:
+        output = self._plain(**inputs)
+        self._output_type = type(output)
+        loss: Tensor = output.loss
+        return loss
+
+
+@contextmanager
+def _plain_masks(inputs: dict[str, Any]) -> Iterator[None]:
+    """Attention without a mask stays without one in a capture.
+
+    transformers reads from the device whether positions are those of packed texts, and whether a mask can be left out;
+    in a capture it cannot, and makes a mask. Without a mask and positions among the inputs, both answers are known.
+    """
+    from transformers import masking_utils  # noqa: PLC0415 - optional
+
+    if _MASK in inputs or _POSITIONS in inputs:
+        yield
+        return
+    answers: dict[str, Callable[..., Any]] = {
+        "find_packed_sequence_indices": lambda *_, **__: None,
+        "is_tracing": lambda *_, **__: False,
+    }
+    kept = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
+    for name in kept:
+        setattr(masking_utils, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(masking_utils, name, function)
