@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -11,14 +12,25 @@ from torch import Tensor
 _GATES = {"swiglu": F.silu, "reglu": F.relu}
 
 
+@dataclass(frozen=True)
+class GemmConfig:
+    """A tile; quack's default is dynamic."""
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    pingpong: bool
+    is_dynamic_persistent: bool = True
+
+
 def modules() -> dict[str, ModuleType]:
     """What to put into `sys.modules`."""
     interface = ModuleType("quack.gemm_interface")
     for function in (gemm, gemm_gated, gemm_dgated):
         setattr(interface, function.__name__, function)
-    package = ModuleType("quack")
-    package.gemm_interface = interface  # type: ignore[attr-defined]  # a package has its modules
-    return {"quack": package, "quack.gemm_interface": interface}
+    configurations = ModuleType("quack.gemm_config")
+    configurations.GemmConfig = GemmConfig  # type: ignore[attr-defined]  # what a module has is not declared
+    return {module.__name__: module for module in (ModuleType("quack"), interface, configurations)}
 
 
 def gemm(
@@ -78,13 +90,14 @@ def gemm_dgated(
     cu_seqlens_m: Tensor,
     A_idx: Tensor,
     dynamic_scheduler: bool,
-    tuned: bool,
+    config: GemmConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the pre-activation, the scaled activation, and each row's product of activation and gradient."""
     assert colvec_reduce
     assert not dynamic_scheduler, "Hopper's kernels do not gather under it"
+    assert not config.is_dynamic_persistent, "nor under this"
     assert colvec_scale.dtype is torch.float32
-    grad = gemm(A, B, cu_seqlens_m=cu_seqlens_m, A_idx=A_idx, tuned=tuned)
+    grad = gemm(A, B, cu_seqlens_m=cu_seqlens_m, A_idx=A_idx, tuned=False)
     with torch.enable_grad():
         gate, up = (PreAct[:, first::2].detach().requires_grad_() for first in (0, 1))
         hidden = _GATES[activation](gate) * up

@@ -7,7 +7,8 @@ contiguous tensor here, and pre-activations and their gradients (R, 2H) have gat
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def differentiate_hidden(
         cu_seqlens_m=groups.bounds,
         A_idx=groups.token_of_row,
         dynamic_scheduler=False,
-        tuned=False,
+        config=_differentiation_tile(),
     )
     return grad_pre, hidden, grad_weights
 
@@ -94,6 +95,14 @@ def sum_over_rows(
         concat_layout=("out",) if gate_and_up else None,
         tuned=False,
     )
+
+
+@functools.cache  # quack knows a configuration by its identity
+def _differentiation_tile() -> Any:
+    """A tile whose epilogue needs no more than the registers. That of quack's default for Hopper, 128 x 192, spills."""
+    from quack.gemm_config import GemmConfig  # noqa: PLC0415 - optional
+
+    return GemmConfig(tile_m=128, tile_n=128, cluster_m=2, pingpong=True, is_dynamic_persistent=False)
 
 
 def bounds_of(ends: Tensor) -> Tensor:
