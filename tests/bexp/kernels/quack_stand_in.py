@@ -134,11 +134,11 @@ def _axis(matrices: Tensor) -> int:
 
 def _interleaved(matrices: Tensor, axis: int) -> Tensor:
     """[first; second] to first and second in turns."""
-    halves = matrices.unflatten(axis, (2, -1))
+    halves: Tensor = matrices.unflatten(axis, (2, -1))
     return halves.transpose(axis - 1, axis).flatten(axis - 1, axis)
 
 
 def _separated(matrix: Tensor, axis: int) -> Tensor:
     """First and second in turns to [first; second]."""
-    pairs = matrix.unflatten(axis, (-1, 2))
+    pairs: Tensor = matrix.unflatten(axis, (-1, 2))
     return pairs.transpose(axis - 1, axis).flatten(axis - 1, axis)

@@ -14,5 +14,5 @@ def sum_rows(rows_RD: Tensor, row_of_pair: Tensor, top_k: int, weights_TK: Tenso
         from bexp.kernels.experts.quack import combine_kernel  # noqa: PLC0415 - needs Triton
 
         return combine_kernel.sum_rows(rows_RD, row_of_pair, top_k, weights_TK)
-    rows_TKD = rows_RD.index_select(0, row_of_pair).unflatten(0, (-1, top_k))
+    rows_TKD: Tensor = rows_RD.index_select(0, row_of_pair).unflatten(0, (-1, top_k))
     return (rows_TKD if weights_TK is None else rows_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
