@@ -25,8 +25,9 @@ from workers.targets.reference.weights import Weights
 
 HIDDEN, WIDTH = 2048, 1408
 DENSE = ("dense eager", "dense compile")
-LIGER = "liger"
+LIGER, QUACK = "liger", "quack"
 _COMPILED = " compile"
+_RECOMPUTING = " recomputing"
 
 
 def layer_model(num_experts: int, top_k: int) -> ModelSpec:
@@ -55,6 +56,11 @@ def compiled_name(backend: str) -> str:
     return backend + _COMPILED
 
 
+def recomputing_name(backend: str) -> str:
+    """The layer on `backend` that keeps no result but those of matrix products and of routing."""
+    return backend + _RECOMPUTING
+
+
 def hidden_states(micro_batch: int, seq_length: int, device: torch.device) -> Tensor:
     """Random (B, S, D)."""
     generator = torch.Generator(device).manual_seed(0)
@@ -70,8 +76,8 @@ class ExpertBlock(nn.Module):
         weights = Weights.of(model, device, True, torch.Generator(device).manual_seed(seed))
         experts = model.moe.num_experts
         self.transposes = name == LIGER
-        self.w_in = _stored(weights.normal(experts, HIDDEN, 2 * WIDTH), self.transposes)
-        self.w_out = _stored(weights.normal(experts, WIDTH, HIDDEN), self.transposes)
+        self.w_in = _stored(weights.normal(experts, HIDDEN, 2 * WIDTH), name)
+        self.w_out = _stored(weights.normal(experts, WIDTH, HIDDEN), name)
         self.routes = device_routes(model, RoutingSpec(), num_tokens, seed, device)
         self.run = _run_of(name)
         self.router_weights = nn.Parameter(self.routing_weights(num_tokens))
@@ -96,16 +102,16 @@ def expert_block(
 
 
 def layer_block(name: str, num_experts: int, top_k: int, num_tokens: int, device: torch.device) -> MoEFFN:
-    """The whole layer on the back end `name`, or with `compiled_name`."""
+    """The whole layer on the back end `name`, or with `compiled_name` or `recomputing_name`."""
     model = layer_model(num_experts, top_k)
-    backend = name.removesuffix(_COMPILED)
+    backend = name.removesuffix(_COMPILED).removesuffix(_RECOMPUTING)
     known = "loop" if backend == LIGER else backend
-    block = MoEFFN(model, backend=known, recompute=BlockRecompute.NONE, device=device, training=True)
+    recompute = BlockRecompute.ACTIVATIONS if name.endswith(_RECOMPUTING) else BlockRecompute.NONE
+    block = MoEFFN(model, backend=known, recompute=recompute, device=device, training=True)
     block.run_experts = _run_of(backend)
     block.set_routes(device_routes(model, RoutingSpec(), num_tokens, 0, device))
-    if backend == LIGER:
-        block.w_in, block.w_out = (_stored(w, True) for w in (block.w_in, block.w_out))
-    if name != backend:
+    block.w_in, block.w_out = (_stored(w, backend) for w in (block.w_in, block.w_out))
+    if name.endswith(_COMPILED):
         block.compile_core()
     return block
 
@@ -132,8 +138,12 @@ class _Compiled(nn.Module):
         return self._run(x)
 
 
-def _stored(weight: nn.Parameter, transposed: bool) -> nn.Parameter:
-    return nn.Parameter(weight.detach().transpose(1, 2).contiguous()) if transposed else weight
+def _stored(weight: nn.Parameter, backend: str) -> nn.Parameter:
+    """The weights (E, K, N) as the back end takes them: liger (E, N, K), and quack (E, K, N) that is stored so."""
+    if backend not in (LIGER, QUACK):
+        return weight
+    transposed = weight.detach().mT.contiguous()
+    return nn.Parameter(transposed if backend == LIGER else transposed.mT)
 
 
 def _run_of(name: str) -> ExpertFFN:

@@ -21,6 +21,8 @@ FLOAT32_BYTES = 4
 INDEX_BYTES = 8
 SPARSE_BLOCK = 128
 """Rows of a block of the back end `block_sparse`."""
+FUSED = ("fused", "quack")
+"""Back ends that gather and activate inside their products, and so keep neither result."""
 OPTIMIZER_BUCKET_BYTES = 256 << 20
 """The optimizer converts at most this many bytes at a time."""
 
@@ -211,7 +213,7 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     wide = rows * moe.expert_ffn_hidden_size * item
     products = (2 if model.gated_mlp else 1) * wide
     between = hidden
-    if component.backend != "fused":  # `fused` gathers and activates inside its products
+    if component.backend not in FUSED:
         between += gathered + (2 if component.backend == "block_sparse" else 1) * wide
     always = hidden + _router_bytes(component, model)
     if moe.shared_expert_ffn_hidden_size:

@@ -13,10 +13,11 @@ from bexp.kernels.experts.fused.backend import FUSED
 from bexp.kernels.experts.grouped_mm import GROUPED_MM
 from bexp.kernels.experts.hopper.backend import HOPPER_GROUPED
 from bexp.kernels.experts.loop import LOOP
+from bexp.kernels.experts.quack.backend import QUACK
 from bexp.kernels.experts.triton_gemm import TRITON_GROUPED
 from bexp.kernels.shapes import ExpertsShape, Support
 
-_SINGLE = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, HOPPER_GROUPED, BLOCK_SPARSE, FUSED)
+_SINGLE = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, HOPPER_GROUPED, BLOCK_SPARSE, FUSED, QUACK)
 AUTO, AUTO_EXPERTS = auto_backend(_SINGLE)
 _ALL = (*_SINGLE, AUTO)
 _BACKENDS = {backend.name: backend for backend in _ALL}

@@ -128,9 +128,9 @@ def test_a_back_end_refuses_an_activation_that_no_kernel_knows() -> None:
         assert not found.usable
 
 
-def test_back_ends_for_comparison_and_the_choice_among_the_others_are_tried_only_when_named() -> None:
+def test_back_ends_that_are_explored_only_if_named_are_marked() -> None:
     marked = {found.name for found in expert_support(experts_shape(), CPU) if found.only_when_named}
-    assert marked == {"auto", "cublas_grouped", "block_sparse"}
+    assert marked == {"auto", "cublas_grouped", "block_sparse", "quack"}
 
 
 def test_a_token_cannot_go_to_more_experts_than_there_are() -> None:
