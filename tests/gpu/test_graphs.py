@@ -30,7 +30,7 @@ from workers.targets.transformers.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 transformers = pytest.importorskip("transformers")
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 STEPS, MICRO_STEPS = 4, 2
 
 SIZES: dict[str, Any] = {
@@ -125,6 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Settings, dict[str, Any], float]] = 
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own, when inductor is imported
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, when it traces
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_eager(case: str) -> None:
     model_type, changed, settings, how, tolerance = CASES[case]
