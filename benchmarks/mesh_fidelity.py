@@ -138,6 +138,10 @@ def measure(request: ExplorationRequest, report: DeviceReport, profiler: DeviceP
         "outcome": measurement.outcome,
         "reason": measurement.reason,
         "conditions": None if measurement.contamination is None else measurement.contamination,
+        "components": [
+            {"key": each.component.key, "device_seconds": each.device_seconds, "host_seconds": each.host_seconds}
+            for each in space.measured.values()
+        ],
         **compared(space, found, checks, mesh_run),
     }
 

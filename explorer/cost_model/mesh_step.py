@@ -104,7 +104,9 @@ class MeshComposer:
         is_late = self._request.is_mesh and mesh.pipeline > 1
         spec = self._request.training.optimizer
         gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
-        stages = [_stage(each, sent, layers, whole) for each, whole in zip(parts, gathered, strict=True)]
+        last_stage = mesh.num_stages - 1
+        issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
+        stages = [_stage(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
         exchanges = sum(count * part.exchange for each in parts for part, count in each)
         batch = self._request.batch_size
         if run is not None:
@@ -285,13 +287,19 @@ def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
 
 
 def _stage(
-    parts: Sequence[tuple[LayerCost, int]], sent: Transfer, layers: LayerCosts, gathered: GatheredBytes
+    parts: Sequence[tuple[LayerCost, int]], gathered: GatheredBytes, issued: float, sent: Transfer, layers: LayerCosts
 ) -> StageCosts:
+    """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
+
+    The host runs ahead of the device within a stage, so that the longer of the two in all sets the pace.
+    """
     beside = {id(layers.embedding): 0, id(layers.head): gathered.at_head}
+    device = sum(count * (part.forward + part.backward) for part, count in parts)
+    slower = max(1.0, (issued + sum(count * part.host for part, count in parts)) / device)
     return StageCosts(
-        forward=sum(count * part.forward for part, count in parts),
-        backward=sum(count * part.backward for part, count in parts),
-        weights=sum(count * part.weights for part, count in parts),
+        forward=slower * sum(count * part.forward for part, count in parts),
+        backward=slower * sum(count * part.backward for part, count in parts),
+        weights=slower * sum(count * part.weights for part, count in parts),
         saved_bytes=sum(count * part.saved_bytes for part, count in parts),
         transient_bytes=max(part.transient_bytes + beside.get(id(part), gathered.at_layer) for part, _ in parts),
         hand_over=sent.seconds,
