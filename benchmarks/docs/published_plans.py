@@ -59,11 +59,44 @@ def published_plans(result: Row) -> str:
         "Tokens a second of each device, in BF16 on H100s. The blocks of one device were measured on one GPU, the "
         f"fabric was described as `{result['fabric']}`, and nothing was fitted to these rows "
         "(`python -m benchmarks.published_plans`).\n\n"
-        f"{figures}\n{failed}{goal_table(goals_of(result['summary']))}\n"
+        f"{figures}\n{failed}{goal_table(goals_of(result['summary']))}\n{causes_text(done, result)}"
         f"{recomposed(result)}{kept}{utilisation_text(result)}\n\n{utilisation}\n{causes(done, result)}"
         f"What the rows have and the predictions have not:\n\n{notes}\n{sources}\nLeft out:\n\n{left_out}"
         f"{measured_on(result)}\n"
     )
+
+
+def causes_text(rows: list[dict[str, Any]], result: Row) -> str:
+    """Return what each property of the published runs changes of the error, if any was measured."""
+    names = [name for name in result.get("as_run", {}) if any(name in row.get("causes", {}) for row in rows)]
+    if not names:
+        return ""
+    found = table(
+        [row for row in rows if row.get("causes")],
+        {
+            "row": lambda row: f"`{row['name']}`",
+            "plan's defaults": lambda row: f"{next(iter(row['causes'].values())) / row['published'] - 1:+.1%}",
+            **{f"`{name}`": lambda row, name=name: _changed(row, name) for name in names},
+            "as the run": lambda row: f"{row['error']:+.1%}",
+        },
+    )
+    reasons = "".join(f"- `{name}`: {result['as_run'][name]}.\n" for name in names)
+    return (
+        "The error by its causes, as far as blocks were measured both ways: with the defaults of a plan, what each "
+        f"property of the published run changes of it, in percentage points, and what is left.\n\n{found}\n{reasons}\n"
+    )
+
+
+def _changed(row: dict[str, Any], name: str) -> str:
+    """Return by how much a property of the run changes the error."""
+    causes = {**row["causes"], "": row["predicted"]}
+    if name not in row["causes"]:
+        return ""
+    places = list(causes)
+    after = causes[places[places.index(name) + 1]]
+    value = row["as_run"][name]
+    told = value if isinstance(value, str) else ", ".join(value)
+    return f"{told} {100 * (after - causes[name]) / row['published']:+.1f}"
 
 
 def recomposed(result: Row) -> str:

@@ -310,7 +310,11 @@ def check_mesh(request: ExplorationRequest) -> None:
             "context_parallel.sizes",
             "a mesh has whole sequences on a device",
         ),
-        (request.execution is not Execution.EAGER, "execution", "shards are measured in eager execution"),
+        (
+            request.is_mesh and request.execution is not Execution.EAGER,
+            "execution",
+            "ranks that share a model run eagerly; a plan's shards can be compiled",
+        ),
         (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
         (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
         (request.sampler != "bexp", "sampler", "meshes have a search of their own"),

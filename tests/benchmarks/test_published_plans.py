@@ -71,14 +71,18 @@ def test_a_run_goes_on_where_it_failed_and_measures_no_block_twice(
     assert main(asked) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     keys = [json.dumps(each["component"]) for each in found["components"]]
-    assert len(keys) == len(set(keys)) == 7, "embedding, head, optimizer, and each block of a layer with two policies"
-    assert SimulatedProfiler.measured == 7 + 2, "the head failed in each row"
+    assert len(keys) == len(set(keys)) == 9, "embedding, head, optimizer, a layer's blocks with two policies, flash"
+    assert SimulatedProfiler.measured == 9 + 2, "the head failed in each row"
     one, other = (found["rows"][name] for name in ("8b-fsdp8", "8b-fsdp128"))
     assert one["error"] == pytest.approx(one["predicted"] / 5762 - 1)
     assert sum(part["share"] for part in one["parts"]) == pytest.approx(1.0)
     assert one["predicted"] != other["predicted"], "exchanges between nodes differ"
     assert found["summary"]["rows"] == 2
+    before = one["causes"]["attention_backends"]
+    assert before > one["predicted"], "flash attention is slower than the device's default"
     text = render(found)
+    changed = 100 * (one["predicted"] - before) / 5762
+    assert f"| `8b-fsdp8` | {before / 5762 - 1:+.1%} | flash {changed:+.1f} | {one['error']:+.1%} |" in text
     assert "| `8b-fsdp128` | 128 | zero3, recompute partial_25 | 2 | 5,605 |" in text
     assert f"| {one['error']:+.1%} |" in text
     assert "| published rows predicted | >= 12 | no | 2 |" in text
