@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.docs.results import Row, goal_table, measured_on, table
@@ -76,7 +77,7 @@ def causes_text(rows: list[dict[str, Any]], result: Row) -> str:
         {
             "row": lambda row: f"`{row['name']}`",
             "plan's defaults": lambda row: f"{next(iter(row['causes'].values())) / row['published'] - 1:+.1%}",
-            **{f"`{name}`": lambda row, name=name: _changed(row, name) for name in names},
+            **{f"`{name}`": partial(_changed, name=name) for name in names},
             "as the run": lambda row: f"{row['error']:+.1%}",
         },
     )

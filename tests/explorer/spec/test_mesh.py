@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.execution import Execution
+from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.fabric import FABRICS
 from explorer.spec.legal_meshes import legal_meshes
 from explorer.spec.mesh import Mesh, Schedule

@@ -38,7 +38,50 @@ WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
 """Names of parameters that every rank has whole: norms, what follows a sum, routers, learned positions."""
 
 
-class TensorParallel:
+class SequenceParallel:
+    """The ranks of a group, each of which has a part of every sequence between blocks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = group.size(), group.rank()
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """Return whole sequences; the gradients are summed and scattered."""
+        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+
+    def reduce(self, x_BSD: Tensor) -> Tensor:
+        """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
+        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+
+    def gathered(self, x_BSD: Tensor) -> Tensor:
+        """Gather without a graph, each sequence straight to its place."""
+        x_BSD = x_BSD.contiguous()
+        out_BSD = x_BSD.new_empty((x_BSD.shape[0], self.size * x_BSD.shape[1], x_BSD.shape[2]))
+        with self._as_one(x_BSD):
+            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
+                _gather(out_SD, x_SD, group=self.group)
+        return out_BSD
+
+    def reduced(self, x_BSD: Tensor) -> Tensor:
+        """Sum and scatter without a graph, each sequence straight from its place."""
+        x_BSD = x_BSD.contiguous()
+        out_BSD = x_BSD.new_empty((x_BSD.shape[0], x_BSD.shape[1] // self.size, x_BSD.shape[2]))
+        with self._as_one(x_BSD):
+            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
+                _scatter(out_SD, x_SD, group=self.group)
+        return out_BSD
+
+    def _as_one(self, x_BSD: Tensor) -> AbstractContextManager[object]:
+        """Return a context in which the exchanges of several sequences are one of the device."""
+        if x_BSD.shape[0] == 1:
+            return nullcontext()
+        manager: AbstractContextManager[object] = _coalescing_manager(self.group)
+        return manager
+
+
+class TensorParallel(SequenceParallel):
     """The ranks that share the blocks of a device mesh's stage, seen from one of them."""
 
     def __init__(self, group: dist.ProcessGroup, model: ModelSpec) -> None:
@@ -49,8 +92,7 @@ class TensorParallel:
         """
         if model.qk_norm == "full":
             raise UnsupportedTrialError("queries and keys are normalised over all heads, of which a rank has a part")
-        self.group = group
-        self.size, self.rank = group.size(), group.rank()
+        super().__init__(group)
         self._vocab_size = model.vocab_size
         self._share = -(-model.vocab_size // self.size)
 
@@ -92,41 +134,6 @@ class TensorParallel:
         dist.all_reduce(flat, group=self.group)
         torch._foreach_copy_(found, list(torch._utils._unflatten_dense_tensors(flat, found)))
 
-    def gather(self, x_BSD: Tensor) -> Tensor:
-        """Return whole sequences; the gradients are summed and scattered."""
-        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
-        return out
-
-    def reduce(self, x_BSD: Tensor) -> Tensor:
-        """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
-        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
-        return out
-
-    def gathered(self, x_BSD: Tensor) -> Tensor:
-        """Gather without a graph, each sequence straight to its place."""
-        x_BSD = x_BSD.contiguous()
-        out_BSD = x_BSD.new_empty((x_BSD.shape[0], self.size * x_BSD.shape[1], x_BSD.shape[2]))
-        with self._as_one(x_BSD):
-            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
-                _gather(out_SD, x_SD, group=self.group)
-        return out_BSD
-
-    def reduced(self, x_BSD: Tensor) -> Tensor:
-        """Sum and scatter without a graph, each sequence straight from its place."""
-        x_BSD = x_BSD.contiguous()
-        out_BSD = x_BSD.new_empty((x_BSD.shape[0], x_BSD.shape[1] // self.size, x_BSD.shape[2]))
-        with self._as_one(x_BSD):
-            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
-                _scatter(out_SD, x_SD, group=self.group)
-        return out_BSD
-
-    def _as_one(self, x_BSD: Tensor) -> AbstractContextManager[object]:
-        """Return a context in which the exchanges of several sequences are one of the device."""
-        if x_BSD.shape[0] == 1:
-            return nullcontext()
-        manager: AbstractContextManager[object] = _coalescing_manager(self.group)
-        return manager
-
 
 def lose_alone(head: Head) -> None:
     """Make a head with a part of the vocabulary compute what it does among ranks, without the exchange.
@@ -164,7 +171,7 @@ def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 class _Gathered(nn.Module):
     """A norm of this rank's tokens, gathered to whole sequences."""
 
-    def __init__(self, norm: nn.Module, ranks: TensorParallel) -> None:
+    def __init__(self, norm: nn.Module, ranks: SequenceParallel) -> None:
         super().__init__()
         self.norm, self._ranks = norm, ranks
 
@@ -175,7 +182,7 @@ class _Gathered(nn.Module):
 class _Reduced(nn.Module):
     """The sum of partial results; the bias is added to it once."""
 
-    def __init__(self, ranks: TensorParallel, bias: nn.Parameter | None) -> None:
+    def __init__(self, ranks: SequenceParallel, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.bias, self._ranks = bias, ranks
 
@@ -203,7 +210,7 @@ class _VocabularyEmbedding(nn.Module):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, ranks: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, ranks: SequenceParallel) -> Tensor:
         ctx.ranks = ranks
         return ranks.gathered(x_BSD)
 
@@ -215,7 +222,7 @@ class _Gather(Function):
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, ranks: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, ranks: SequenceParallel) -> Tensor:
         ctx.ranks = ranks
         return ranks.reduced(x_BSD)
 
