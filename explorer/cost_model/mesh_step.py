@@ -291,9 +291,12 @@ def _stage(
 ) -> StageCosts:
     """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
 
-    The host runs ahead of the device within a stage, so that the longer of the two in all sets the pace.
+    The host runs ahead of the device within a stage, so that the longer of the two in all sets the pace. While a layer
+    runs, the head has freed what it saves of the same micro-batch, and while the embedding runs, all others have.
     """
-    beside = {id(layers.embedding): 0, id(layers.head): gathered.at_head}
+    of_head = sum(count * part.saved_bytes for part, count in parts if part is layers.head)
+    of_layers = sum(count * part.saved_bytes for part, count in parts if part is not layers.embedding) - of_head
+    beside = {id(layers.embedding): -of_layers - of_head, id(layers.head): gathered.at_head}
     device = sum(count * (part.forward + part.backward) for part, count in parts)
     slower = max(1.0, (issued + sum(count * part.host for part, count in parts)) / device)
     return StageCosts(
@@ -301,7 +304,9 @@ def _stage(
         backward=slower * sum(count * part.backward for part, count in parts),
         weights=slower * sum(count * part.weights for part, count in parts),
         saved_bytes=sum(count * part.saved_bytes for part, count in parts),
-        transient_bytes=max(part.transient_bytes + beside.get(id(part), gathered.at_layer) for part, _ in parts),
+        transient_bytes=max(
+            0, *(part.transient_bytes + beside.get(id(part), gathered.at_layer - of_head) for part, _ in parts)
+        ),
         hand_over=sent.seconds,
     )
 
