@@ -336,8 +336,8 @@ def check_mesh(request: ExplorationRequest) -> None:
     unknown = [schedule for schedule in named if schedule not in schedules_of(request)]
     if unknown:
         raise RuleError(
-            f"schedule '{unknown[0]}' needs a fabric: only plans have it, because torch's zero-bubble pipelines run the "
-            "backward of a loss or of experts twice, once for inputs and once for weights",
+            f"schedule '{unknown[0]}' needs a fabric: only plans have it, because torch's zero-bubble pipelines run "
+            "the backward of a loss or of experts twice, once for inputs and once for weights",
             "parallelism.schedule",
             "fabric",
         )
