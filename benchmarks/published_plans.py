@@ -46,6 +46,8 @@ from workers.process.profiler import Profiler
 
 PUBLISHED = Path(__file__).with_suffix(".json")
 TIMEOUT_SECONDS = 120.0
+POWER_CAP = "sw_power_cap"
+"""NVML's reason for a clock that the power limit holds down."""
 
 
 class RowError(Exception):
@@ -306,8 +308,20 @@ def describe_step(space: PlanSpace, step: MeshStep, report: DeviceReport) -> dic
         "bubble_share": step.bubble_share,
         "layers": list(step.layers),
         "memory_bytes": step.memory.total,
+        "power_capped_share": power_capped_share(space, step),
         "parts": [part.model_dump(mode="json") for part in plan_parts(space, step)],
     }
+
+
+def power_capped_share(space: PlanSpace, step: MeshStep) -> float:
+    """Return the share of the step that hangs on blocks during which the power limit held the clock down."""
+    found = 0.0
+    for part, share in step.makeup.items():
+        measured = space.measured.get(part) if isinstance(part, Component) else None
+        conditions = None if measured is None else measured.conditions
+        if conditions is not None and POWER_CAP in conditions.clock_reasons:
+            found += share
+    return min(1.0, found)
 
 
 def summarize(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -145,8 +145,25 @@ def causes(rows: list[dict[str, Any]], result: Row) -> str:
             found.append(f"- {names}: {source['possible_causes']}.\n")
     if not found:
         return ""
+    power = "".join(map(partial(power_text, result=result), rows))
+    if power:
+        found.append(
+            "\nWhere the power limit is lower than that of the card that measured: blocks that were held down by its "
+            "limit are slower by the ratio of the limits at most, if power grows with the clock alone, and by the cube root "
+            "of it at least, if voltage grows with the clock too. The error that is left would be\n\n" + power
+        )
     intro = "Possible causes that sources state, where predictions are far above what was published. None was tested:"
     return f"{intro}\n\n{''.join(found)}\n"
+
+
+def power_text(row: dict[str, Any], result: Row) -> str:
+    """Return the errors of a row between the bounds of what a lower power limit costs; empty if it had none."""
+    limit, share = result["sources"][row["source"]].get("power_watts"), row.get("power_capped_share")
+    if limit is None or share is None or limit >= result["card"]["power_watts"]:
+        return ""
+    ratio = result["card"]["power_watts"] / limit
+    low, high = ((1 + row["error"]) / (1 + share * (slower - 1)) - 1 for slower in (ratio, ratio ** (1 / 3)))
+    return f"- `{row['name']}`: {low:+.0%} to {high:+.0%}, of a step with {share:.0%} in such blocks.\n"
 
 
 def mesh_of(row: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import pytest
 
 from benchmarks import published_plans
+from benchmarks.docs.published_plans import power_text
 from benchmarks.docs.published_plans import published_plans as render
 from benchmarks.published_plans import PUBLISHED, main, model_flops_per_token, request_of, summarize
 from explorer.records.measurement import Measurement, Outcome
@@ -117,6 +118,13 @@ def test_only_the_experts_of_a_token_are_work() -> None:
     assert model is not None
     attention = 12 * 48 * 32 * 128 * 4096
     assert (model_flops_per_token(model) - attention) / 6 == pytest.approx(3.3e9 - 151936 * 2048, rel=0.02)
+
+
+def test_a_lower_power_limit_bounds_the_error_that_is_left() -> None:
+    result = {"sources": {"s": {"power_watts": 350}, "t": {}}, "card": {"power_watts": 700}}
+    row = {"name": "r", "source": "s", "error": 0.5, "power_capped_share": 1.0}
+    assert power_text(row, result) == "- `r`: -25% to +19%, of a step with 100% in such blocks.\n"
+    assert power_text({**row, "source": "t"}, result) == ""
 
 
 def test_only_other_meshes_of_one_table_are_compared() -> None:
