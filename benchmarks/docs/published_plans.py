@@ -149,8 +149,8 @@ def causes(rows: list[dict[str, Any]], result: Row) -> str:
     if power:
         found.append(
             "\nWhere the power limit is lower than that of the card that measured: blocks that were held down by its "
-            "limit are slower by the ratio of the limits at most, if power grows with the clock alone, and by the cube root "
-            "of it at least, if voltage grows with the clock too. The error that is left would be\n\n" + power
+            "limit are slower by the ratio of the limits at most, if power grows with the clock alone, and by the cube "
+            "root of it at least, if voltage grows with the clock too. The error that is left would be\n\n" + power
         )
     intro = "Possible causes that sources state, where predictions are far above what was published. None was tested:"
     return f"{intro}\n\n{''.join(found)}\n"
