@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class Bench:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Time every mode of every shape, print and write one JSON file (rank 0)."""
+    """Time every mode of every shape, print them, and write one JSON file after each row (rank 0)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=tuple(SHAPES), default="cuda")
@@ -156,20 +157,18 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    rows = []
+    device_name = torch.cuda.get_device_name(device) if kind == "cuda" else "cpu"
+    setting = {"device": device_name, "num_devices": dist.get_world_size(), "backend": options.backend}
+    rows: list[dict[str, Any]] = []
     for name, shape in SHAPES[kind].items():
-        for tokens in shape.tokens:
-            for routing in ("uniform", "zipf"):
-                bench = Bench(shape, RoutingSpec(kind=routing), tokens, options.backend, device)
-                modes = bench.compare(options.rounds)
-                best = max(modes, key=lambda mode: modes[mode]["gain"])
-                rows.append({"model": name, "tokens": tokens, "routing": routing, "best": best, "modes": modes})
-                if dist.get_rank() == 0:
-                    print(f"{name} {tokens} {routing}: {best} {modes[best]['gain']:.2f}x over plain", flush=True)
-    if dist.get_rank() == 0:
-        device_name = torch.cuda.get_device_name(device) if kind == "cuda" else "cpu"
-        setting = {"device": device_name, "num_devices": dist.get_world_size(), "backend": options.backend}
-        write_results(options.out, {"environment": describe_environment(), **setting, "rows": rows})
+        for tokens, routing in product(shape.tokens, ("uniform", "zipf")):
+            bench = Bench(shape, RoutingSpec.model_validate({"kind": routing}), tokens, options.backend, device)
+            modes = bench.compare(options.rounds)
+            best = max(modes, key=lambda mode: modes[mode]["gain"])
+            rows.append({"model": name, "tokens": tokens, "routing": routing, "best": best, "modes": modes})
+            if dist.get_rank() == 0:
+                print(f"{name} {tokens} {routing}: {best} {modes[best]['gain']:.2f}x over plain", flush=True)
+                write_results(options.out, {"environment": describe_environment(), **setting, "rows": rows})
     dist.destroy_process_group()
     return 0
 

@@ -12,6 +12,7 @@ that of the fullest rank. The file is written after each row, and a second start
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--num-micro-batches", type=int, default=8, help="of a step; a multiple of the devices")
     parser.add_argument("--most-layers", type=int, default=8, help="models with more layers are cut to so many")
+    parser.add_argument("--meshes", type=re.compile, default=re.compile(""), help="a pattern of the names to run")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     devices = parse_devices(options.devices)
@@ -88,7 +90,7 @@ def rows(
         layers = min(model.num_layers, options.most_layers)
         for name, parallelism in meshes(number, with_experts=model.moe is not None).items():
             for m in options.micro_batch_sizes:
-                if (path.stem, name, m) in done:
+                if (path.stem, name, m) in done or not options.meshes.search(name):
                     continue
                 request = ExplorationRequest.model_validate(
                     {
@@ -138,6 +140,10 @@ def measure(request: ExplorationRequest, report: DeviceReport, profiler: DeviceP
         "outcome": measurement.outcome,
         "reason": measurement.reason,
         "conditions": None if measurement.contamination is None else measurement.contamination,
+        "components": [
+            {"key": each.component.key, "device_seconds": each.device_seconds, "host_seconds": each.host_seconds}
+            for each in space.measured.values()
+        ],
         **compared(space, found, checks, mesh_run),
     }
 

@@ -3,9 +3,12 @@
     python -m benchmarks.published_plans --out benchmarks/results/h100-published-plans.json --device cuda:0
 
 `published_plans.json` states the mesh, the micro-batch and the throughput of each row, and where it was published. The
-blocks of one device are measured as a plan measures them, and the step is composed as a plan composes it. Nothing is
-fitted to the rows: where a framework compiles its layers, hides an exchange or rounds a policy differently, the notes
-say so, and the difference is part of the error. Whether a row would fit this device is not checked.
+blocks of one device are measured as a plan measures them, and the step is composed as a plan composes it. `as_run` is
+what the published run had in place of a plan's defaults, such as another attention kernel, or compiled layers. A row is
+predicted with the defaults first, then with one of these after the other: what each changes is a cause of the first
+prediction's error, measured. Nothing is fitted to the rows: where a framework hides an exchange or rounds a policy
+differently, the notes say so, and the difference is part of the error. Whether a row would fit this device is not
+checked.
 
 Rows of one model share their blocks. Every measured block is written at once, so that a run that was cut off goes on
 where it stopped; a row that failed is tried again. With `--recompose` nothing is measured: the rows of an earlier run
@@ -34,7 +37,8 @@ from explorer.records.measurement import ComponentMeasurement, Outcome, judge
 from explorer.records.trial import Measure, TrialKind, TrialPlan
 from explorer.search.plan_report import plan_parts
 from explorer.search.plan_space import PlanSpace
-from explorer.spec.hardware import DeviceReport, HardwareSpec
+from explorer.spec.execution import Execution
+from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
@@ -42,6 +46,8 @@ from workers.process.profiler import Profiler
 
 PUBLISHED = Path(__file__).with_suffix(".json")
 TIMEOUT_SECONDS = 120.0
+POWER_CAP = "sw_power_cap"
+"""NVML's reason for a clock that the power limit holds down."""
 
 
 class RowError(Exception):
@@ -64,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no row has the name {', '.join(sorted(unknown))}")
     wanted = [row for row in table["rows"] if not options.rows or row["name"] in options.rows]
     results = read_results(options.out)
-    results |= {name: table[name] for name in ("fabric", "card", "sources", "left_out")}
+    results |= {name: table[name] for name in ("fabric", "card", "sources", "as_run", "left_out")}
     if options.recompose:
         for row in wanted:
             recompose_row(row, table, results)
@@ -101,16 +107,21 @@ def read_results(path: Path) -> dict[str, Any]:
 def run_row(
     row: dict[str, Any], table: dict[str, Any], profiler: Profiler, results: dict[str, Any], save: Callable[[], None]
 ) -> None:
-    """Predict a row that has no prediction yet; `save` is called after every block."""
-    if "predicted" in results["rows"].get(row["name"], {}):
+    """Predict a row that has no prediction yet, or that of another run; `save` is called after every block."""
+    known = results["rows"].get(row["name"], {})
+    if "predicted" in known and known.get("as_run", {}) == row.get("as_run", {}):
         return
     started = time.perf_counter()
     request = request_of(row, table)
-    report = profiler.begin(request)
-    results["hardware"] = report.hardware.model_dump(mode="json")
     published = _published(row, request)
+
+    def begin(of: ExplorationRequest) -> DeviceReport:
+        report = profiler.begin(of)
+        results["hardware"] = report.hardware.model_dump(mode="json")
+        return report
+
     try:
-        predicted = predict(request, report, profiler.measure, results["components"], save)
+        predicted = predict_as_run(row, table, begin, profiler.measure, results["components"], save)
     except RowError as refusal:
         results["rows"][row["name"]] = {**published, "reason": str(refusal)}
         print(f"{row['name']:30} {refusal}", flush=True)
@@ -134,15 +145,19 @@ def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str,
     if "predicted" not in found:
         return
     request = request_of(row, table)
-    report = DeviceReport(
-        hardware=HardwareSpec.model_validate(results["hardware"]),
-        attention_backends=(),
-        default_attention=found["kernels"]["attention"],
-        default_experts=found["kernels"]["experts"],
-    )
+
+    def begin(of: ExplorationRequest) -> DeviceReport:
+        return DeviceReport(
+            hardware=HardwareSpec.model_validate(results["hardware"]),
+            attention_backends=_named(of.attention_backends),
+            expert_backends=_named(of.expert_backends),
+            default_attention=found["kernels"]["attention"],
+            default_experts=found["kernels"]["experts"],
+        )
+
     kept = {name: value for name, value in found.items() if name != "kept"}
     try:
-        predicted = predict(request, report, None, results["components"], lambda: None)
+        predicted = predict_as_run(row, table, begin, None, results["components"], lambda: None)
     except RowError as refusal:
         results["rows"][row["name"]] = {**kept, **_published(row, request), "kept": str(refusal)}
         print(f"{row['name']:30} keeps its figures: {refusal}", flush=True)
@@ -152,9 +167,37 @@ def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str,
     print(f"{row['name']:30} error {found['error']:+.1%}, now {error:+.1%}", flush=True)
 
 
+def predict_as_run(
+    row: dict[str, Any],
+    table: dict[str, Any],
+    begin: Callable[[ExplorationRequest], DeviceReport],
+    measure: Measure | None,
+    components: list[dict[str, Any]],
+    save: Callable[[], None],
+) -> dict[str, Any]:
+    """Return the prediction of the run, and in `causes` the tokens/s before it was like the run in all respects.
+
+    Raises:
+        RowError: as of `predict`.
+    """
+    asked, causes = dict(row["request"]), {}
+    steps = list(row.get("as_run", {}).items())
+    for place in range(len(steps) + 1):
+        request = request_of({**row, "request": asked}, table)
+        found = predict(request, begin(request), measure, components, save)
+        if place < len(steps):
+            name, value = steps[place]
+            causes[name], asked[name] = found["predicted"], value
+    return {**found, "causes": causes}
+
+
+def _named(backends: Sequence[str] | None) -> tuple[BackendSupport, ...]:
+    return tuple(BackendSupport(name=name, usable=True) for name in backends or ())
+
+
 def _published(row: dict[str, Any], request: ExplorationRequest) -> dict[str, Any]:
     assert request.model is not None, "a plan is for a described model"
-    stated = {key: row[key] for key in ("model", "source", "notes", "request")}
+    stated = {key: row.get(key, {}) for key in ("model", "source", "notes", "request", "as_run")}
     return {
         **stated,
         "published": row["tokens_per_second"],
@@ -243,7 +286,10 @@ def subject_of(request: ExplorationRequest) -> str:
     """Return what two requests must share for their blocks of the same name to be the same."""
     assert request.model is not None, "a plan is for a described model"
     training = request.training.model_copy(update={"sharding": Sharding.NONE})
-    return f"{request.model.model_dump_json(exclude_defaults=True)} {training.model_dump_json(exclude_defaults=True)}"
+    same = [request.model.model_dump_json(exclude_defaults=True), training.model_dump_json(exclude_defaults=True)]
+    if request.execution is not Execution.EAGER:
+        same.append(request.execution)
+    return " ".join(same)
 
 
 def describe_step(space: PlanSpace, step: MeshStep, report: DeviceReport) -> dict[str, Any]:
@@ -262,8 +308,20 @@ def describe_step(space: PlanSpace, step: MeshStep, report: DeviceReport) -> dic
         "bubble_share": step.bubble_share,
         "layers": list(step.layers),
         "memory_bytes": step.memory.total,
+        "power_capped_share": power_capped_share(space, step),
         "parts": [part.model_dump(mode="json") for part in plan_parts(space, step)],
     }
+
+
+def power_capped_share(space: PlanSpace, step: MeshStep) -> float:
+    """Return the share of the step that hangs on blocks during which the power limit held the clock down."""
+    found = 0.0
+    for part, share in step.makeup.items():
+        measured = space.measured.get(part) if isinstance(part, Component) else None
+        conditions = None if measured is None else measured.conditions
+        if conditions is not None and POWER_CAP in conditions.clock_reasons:
+            found += share
+    return min(1.0, found)
 
 
 def summarize(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.docs.results import Row, goal_table, measured_on, table
@@ -59,11 +60,44 @@ def published_plans(result: Row) -> str:
         "Tokens a second of each device, in BF16 on H100s. The blocks of one device were measured on one GPU, the "
         f"fabric was described as `{result['fabric']}`, and nothing was fitted to these rows "
         "(`python -m benchmarks.published_plans`).\n\n"
-        f"{figures}\n{failed}{goal_table(goals_of(result['summary']))}\n"
+        f"{figures}\n{failed}{goal_table(goals_of(result['summary']))}\n{causes_text(done, result)}"
         f"{recomposed(result)}{kept}{utilisation_text(result)}\n\n{utilisation}\n{causes(done, result)}"
         f"What the rows have and the predictions have not:\n\n{notes}\n{sources}\nLeft out:\n\n{left_out}"
         f"{measured_on(result)}\n"
     )
+
+
+def causes_text(rows: list[dict[str, Any]], result: Row) -> str:
+    """Return what each property of the published runs changes of the error, if any was measured."""
+    names = [name for name in result.get("as_run", {}) if any(name in row.get("causes", {}) for row in rows)]
+    if not names:
+        return ""
+    found = table(
+        [row for row in rows if row.get("causes")],
+        {
+            "row": lambda row: f"`{row['name']}`",
+            "plan's defaults": lambda row: f"{next(iter(row['causes'].values())) / row['published'] - 1:+.1%}",
+            **{f"`{name}`": partial(_changed, name=name) for name in names},
+            "as the run": lambda row: f"{row['error']:+.1%}",
+        },
+    )
+    reasons = "".join(f"- `{name}`: {result['as_run'][name]}.\n" for name in names)
+    return (
+        "The error by its causes, as far as blocks were measured both ways: with the defaults of a plan, what each "
+        f"property of the published run changes of it, in percentage points, and what is left.\n\n{found}\n{reasons}\n"
+    )
+
+
+def _changed(row: dict[str, Any], name: str) -> str:
+    """Return by how much a property of the run changes the error."""
+    causes = {**row["causes"], "": row["predicted"]}
+    if name not in row["causes"]:
+        return ""
+    places = list(causes)
+    after = causes[places[places.index(name) + 1]]
+    value = row["as_run"][name]
+    told = value if isinstance(value, str) else ", ".join(value)
+    return f"{told} {100 * (after - causes[name]) / row['published']:+.1f}"
 
 
 def recomposed(result: Row) -> str:
@@ -111,8 +145,25 @@ def causes(rows: list[dict[str, Any]], result: Row) -> str:
             found.append(f"- {names}: {source['possible_causes']}.\n")
     if not found:
         return ""
+    power = "".join(map(partial(power_text, result=result), rows))
+    if power:
+        found.append(
+            "\nWhere the power limit is lower than that of the card that measured: blocks that were held down by its "
+            "limit are slower by the ratio of the limits at most, if power grows with the clock alone, and by the cube "
+            "root of it at least, if voltage grows with the clock too. The error that is left would be\n\n" + power
+        )
     intro = "Possible causes that sources state, where predictions are far above what was published. None was tested:"
     return f"{intro}\n\n{''.join(found)}\n"
+
+
+def power_text(row: dict[str, Any], result: Row) -> str:
+    """Return the errors of a row between the bounds of what a lower power limit costs; empty if it had none."""
+    limit, share = result["sources"][row["source"]].get("power_watts"), row.get("power_capped_share")
+    if limit is None or share is None or limit >= result["card"]["power_watts"]:
+        return ""
+    ratio = result["card"]["power_watts"] / limit
+    low, high = ((1 + row["error"]) / (1 + share * (slower - 1)) - 1 for slower in (ratio, ratio ** (1 / 3)))
+    return f"- `{row['name']}`: {low:+.0%} to {high:+.0%}, of a step with {share:.0%} in such blocks.\n"
 
 
 def mesh_of(row: dict[str, Any]) -> str:

@@ -37,6 +37,12 @@ class ExpertOverlap:
         """The link that most of the seconds pass."""
         return self.copied.link if self.copied.seconds > 2 * self.degree * self.moved.seconds else self.moved.link
 
+    @property
+    def host_seconds(self) -> float:
+        """Return the seconds in which the host issues the exchanges of one way."""
+        copied = self.copied.host_seconds if self.home_share else 0.0
+        return 2 * self.degree * self.moved.host_seconds + copied
+
     def forward_seconds(self, computation: float) -> float:
         """Return the seconds of forward, whose experts compute for `computation` seconds by themselves."""
         chunks, home, moved = range(self.degree), self._home(computation), self.moved.seconds

@@ -28,10 +28,11 @@ class Link(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The seconds of one exchange; `link` sets its pace."""
+    """The seconds of one exchange; `link` sets its pace. The host issues it in `host_seconds`, where that is known."""
 
     seconds: float
     link: Link = Link.INTRA_NODE
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

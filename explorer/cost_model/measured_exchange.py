@@ -58,34 +58,38 @@ class MeasuredExchanges(Exchanges):
 
     def __init__(self, found: Iterable[ComponentMeasurement], device_kind: str) -> None:
         self._assumed = ASSUMED_BYTES_PER_SECOND[device_kind]
-        points: dict[tuple[Operation, Group], list[tuple[int, float]]] = {}
+        points: dict[tuple[Operation, Group], list[tuple[int, float, float]]] = {}
         for each in found:
             if (asked := each.component.exchange) is not None:
                 key = asked.operation, Group(asked.size, asked.stride)
-                points.setdefault(key, []).append((asked.num_bytes, each.device_seconds))
+                points.setdefault(key, []).append((asked.num_bytes, each.device_seconds, each.host_seconds))
         self._points = {key: sorted(values) for key, values in points.items()}
 
     def gather(self, size_bytes: float, group: Group) -> Transfer:
         """Return the mean of an all-gather and a reduce-scatter."""
-        gathered = self._seconds(Operation.ALL_GATHER, size_bytes, group)
-        scattered = self._seconds(Operation.REDUCE_SCATTER, size_bytes, group)
-        return Transfer((gathered + scattered) / 2, Link.DEVICES)
+        gathered = self._transfer(Operation.ALL_GATHER, size_bytes, group)
+        scattered = self._transfer(Operation.REDUCE_SCATTER, size_bytes, group)
+        seconds, host = (
+            (getattr(gathered, name) + getattr(scattered, name)) / 2 for name in ("seconds", "host_seconds")
+        )
+        return Transfer(seconds, Link.DEVICES, host)
 
     def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
         """Return an exchange in which the busiest device receives `size_bytes`."""
-        return Transfer(self._seconds(Operation.ALL_TO_ALL, size_bytes, group), Link.DEVICES)
+        return self._transfer(Operation.ALL_TO_ALL, size_bytes, group)
 
     def send(self, size_bytes: float, ranks: Group) -> Transfer:
         """Return what a rank of a pipeline sends to the next."""
-        return Transfer(self._seconds(Operation.SEND, size_bytes, ranks), Link.DEVICES)
+        return self._transfer(Operation.SEND, size_bytes, ranks)
 
-    def _seconds(self, operation: Operation, size_bytes: float, group: Group) -> float:
+    def _transfer(self, operation: Operation, size_bytes: float, group: Group) -> Transfer:
         if group.size == 1 or not size_bytes:
-            return 0.0
+            return Transfer(0.0, Link.DEVICES)
         points = self._points.get((operation, group))
         if points is None:
-            return size_bytes / self._assumed
-        sizes, seconds = zip(*points, strict=True)
+            return Transfer(size_bytes / self._assumed, Link.DEVICES)
+        sizes, seconds, hosts = zip(*points, strict=True)
+        host = float(np.median(hosts))
         if size_bytes > sizes[-1]:
-            return float(seconds[-1] * size_bytes / sizes[-1])
-        return float(np.interp(size_bytes, sizes, seconds))
+            return Transfer(float(seconds[-1] * size_bytes / sizes[-1]), Link.DEVICES, host)
+        return Transfer(float(np.interp(size_bytes, sizes, seconds)), Link.DEVICES, host)

@@ -50,20 +50,24 @@ Costs = Mapping[Component, BlockCost]
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`."""
+    """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`.
+
+    The host needs `host` for both directions. If it needs longer for a stage than the device, it sets the stage's pace.
+    """
 
     forward: float
     backward: float
     weights: float
     exchange: float
+    host: float
     saved_bytes: int
     transient_bytes: int
     makeup: Mapping[Component | Link, float]
 
     @property
     def seconds(self) -> float:
-        """Both directions."""
-        return self.forward + self.backward
+        """Both directions, by themselves."""
+        return max(self.forward + self.backward, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +121,15 @@ def compose_layer(
     hidden = share.hidden_bytes
     again = sort is not None and sort[1]
     forward = backward = weights = exchanged = 0.0
-    device = sum(block.times * costs[block.component].device_seconds for block in blocks)
-    host = sum(block.times * costs[block.component].host_seconds for block in blocks)
+    host = 0.0
     held = peak = 0
     makeup: defaultdict[Component | Link, float] = defaultdict(float)
     whole = 1.0 - 1.0 / mesh.tensor
     for block in blocks:
         cost = costs[block.component]
-        first, rest = _passes(block, cost, share, mesh) if device >= host else _split(cost.host_seconds, cost)
-        first, rest = block.times * first, block.times * rest
+        first, rest = (block.times * seconds for seconds in _passes(block, cost, share, mesh))
+        host += block.times * cost.host_seconds
+        host += (3 if again else 2) * block.issued_seconds
         forward, backward = forward + first, backward + rest
         passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
         weights += max(0.0, passed) * _weights_share(block.component, share.shard)
@@ -146,18 +150,15 @@ def compose_layer(
         held += saved
     output = round(hidden / mesh.tensor)
     saved = output if again else held
-    return LayerCost(forward, backward, weights, exchanged, saved, max(0, peak + output - saved), makeup)
+    return LayerCost(forward, backward, weights, exchanged, host, saved, max(0, peak + output - saved), makeup)
 
 
 def _passes(block: Block, cost: BlockCost, share: DeviceShare, mesh: Mesh) -> tuple[float, float]:
     """Return the device seconds of a block's forward and backward pass."""
-    first, rest = _split(cost.device_seconds, cost)
+    first = cost.device_seconds * cost.forward_share
+    rest = cost.device_seconds - first
     spared_first, spared_rest = share.spared_seconds(block, mesh.tensor)
     return max(LEAST_KEPT * first, first - spared_first), max(LEAST_KEPT * rest, rest - spared_rest)
-
-
-def _split(seconds: float, cost: BlockCost) -> tuple[float, float]:
-    return seconds * cost.forward_share, seconds * (1.0 - cost.forward_share)
 
 
 def _weights_share(component: Component, shard: ModelSpec) -> float:

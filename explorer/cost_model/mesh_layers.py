@@ -24,6 +24,8 @@ from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
 
+FLOAT32_BYTES = 4
+
 Sort = tuple[LayerKind, bool]
 """A kind of layer, and whether it is recomputed as a whole."""
 
@@ -73,6 +75,13 @@ class Block:
             return ahead - forward, behind - backward
         exchanged = sum(transfer.seconds for transfer in self.exchanges)
         return exchanged, exchanged
+
+    @property
+    def issued_seconds(self) -> float:
+        """Return the seconds in which the host issues the exchanges of one direction."""
+        if self.overlap is not None:
+            return self.overlap.host_seconds
+        return sum(transfer.host_seconds for transfer in self.exchanges)
 
 
 @dataclass(frozen=True)
@@ -135,13 +144,25 @@ class MeshDecomposer:
             embedding=Block(
                 component(ComponentKind.EMBEDDING, none, None), (gathered,), count_embedding(shard), sharded_outputs=1
             ),
-            head=Block(component(ComponentKind.HEAD, none, None), (gathered,), count_head(shard)),
+            head=Block(component(ComponentKind.HEAD, none, None), (gathered, *self._lost(m, size)), count_head(shard)),
             layers=sorts,
             blocks={
                 sort: tuple(self._blocks(sort, mesh, candidate, (gathered, gathered), component))
                 for sort in dict.fromkeys(sorts)
             },
         )
+
+    def _lost(self, m: int, size: int) -> tuple[Transfer, ...]:
+        """Return what ranks exchange for the loss: two numbers of each token, chunk by chunk, in forward alone.
+
+        A block's exchanges pass in both directions, so that this is one half of it.
+        """
+        if size == 1 or not self._request.is_mesh:
+            return ()
+        tokens, loss = m * self._model.seq_length, self._request.training.loss
+        chunk = min(tokens, loss.chunk_tokens) if loss.kind == "chunked" else tokens
+        once, half = self.exchanges.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
+        return (Transfer(half * once.seconds, once.link, half * once.host_seconds),)
 
     def _blocks(
         self,

@@ -14,12 +14,15 @@ from explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from explorer.records.trial import Trial, TrialKind
 from explorer.search.plan_posterior import COMPOSITION_ERROR, Expected
 from explorer.search.plan_space import LEAST_ERROR, PlanSpace
-from explorer.search.verification import IMPOSSIBLE, REFUTING
+from explorer.search.verification import REFUTING
+from explorer.spec.mesh import Mesh
 
 MOST_RUN = 6
 """The most whole models of an exploration."""
 LEAST_CHANCE = 0.05
 """A candidate that is less likely than this to be the best is not run whole beside the recommended one."""
+MOST_TIMED_OUT = 2
+"""Whole models that pass the trial's deadline before no other is run, since another mesh would hardly be faster."""
 MOST_MICRO_BATCHES = 4
 """Micro-batches that a whole model runs for each stage of its pipeline, at most; a further one adds the same time."""
 
@@ -33,8 +36,9 @@ class MeshChecks:
         self.refuted: dict[MeshCandidate, str] = {}
         self._number = 0
         self._compared: dict[tuple[MeshCandidate, int, int], WholeModelCheck | None] = {}
+        self._refused: dict[Mesh, str] = {}
+        self._timed_out = 0
         self._contaminated = 0
-        self._ended = False
 
     def learn(self, trials: Iterable[Trial]) -> None:
         """Take in trials of whole models; others say nothing here."""
@@ -47,23 +51,33 @@ class MeshChecks:
                 self._ran[found] = trial
             elif outcome in REFUTING:
                 self.refuted[found] = f"{outcome}: {trial.measurement.reason or 'no reason given'}"
-            elif outcome in IMPOSSIBLE:
-                self._ended = True
-            else:
+            elif outcome is Outcome.CONTAMINATED:
                 self._contaminated += 1
+            else:
+                self._refused[found.mesh] = f"{outcome}: {trial.measurement.reason or 'no reason given'}"
+                self._timed_out += outcome is Outcome.TIMED_OUT
 
     def next(self, ranked: list[MeshCandidate], best: MeshCandidate, chances: list[float]) -> MeshCandidate | None:
         """Return what to run whole next: the recommended candidate, then the likeliest to be better; null at the end.
 
-        `ranked` are candidates whose blocks are measured, and `chances` their probabilities to be the best.
+        `ranked` are candidates whose blocks are measured, and `chances` their probabilities to be the best. A mesh that
+        ranks cannot run, or not before the trial's deadline, says nothing of other meshes.
         """
-        if self._ended or self._number >= MOST_RUN or self._contaminated >= CONTAMINATED_ATTEMPTS:
+        is_over = self._number >= MOST_RUN or self._timed_out >= MOST_TIMED_OUT
+        if is_over or self._contaminated >= CONTAMINATED_ATTEMPTS:
             return None
-        if best not in self._ran:
+        if self._is_open(best):
             return best
-        rivals = [(chance, i) for i, chance in enumerate(chances) if ranked[i] not in self._ran]
+        rivals = [(chance, i) for i, chance in enumerate(chances) if self._is_open(ranked[i])]
         chance, i = max(rivals, default=(0.0, -1))
         return ranked[i] if chance >= LEAST_CHANCE else None
+
+    def _is_open(self, found: MeshCandidate) -> bool:
+        return found not in self._ran and found.mesh not in self._refused
+
+    def refusal(self, mesh: Mesh) -> str | None:
+        """Return why no whole model of a mesh runs; null if one may."""
+        return self._refused.get(mesh)
 
     def run_of(self, found: MeshCandidate, step: MeshStep) -> MeshRun:
         """Return the whole model of a candidate, with as many micro-batches as its step has, or enough of them."""

@@ -84,7 +84,7 @@ def recommend_plan(
         required_bytes=required,
         memory_limit_bytes=space.limit_bytes,
         memory=step.memory,
-        notes=_notes(space, report, found.mesh, score, step.num_micro_batches, check),
+        notes=_notes(space, report, found.mesh, score, step.num_micro_batches, checks, check),
         dividing=DividingCandidate(
             candidate=candidate,
             grad_accum_steps=step.num_micro_batches,
@@ -135,11 +135,19 @@ def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlt
 
 
 def _notes(
-    space: PlanSpace, report: DeviceReport, mesh: Mesh, score: int, number_of_step: int, check: WholeModelCheck | None
+    space: PlanSpace,
+    report: DeviceReport,
+    mesh: Mesh,
+    score: int,
+    number_of_step: int,
+    checks: MeshChecks,
+    check: WholeModelCheck | None,
 ) -> tuple[str, ...]:
     number, device = space.request.num_devices, report.hardware.device_name
     if space.request.is_mesh:
-        checked = "it was not run whole" if check is None else "it was run whole on them"
+        refusal = checks.refusal(mesh)
+        why = "" if refusal is None else f" ({refusal})"
+        checked = f"it was not run whole{why}" if check is None else "it was run whole on them"
         notes = [f"blocks and exchanges were measured on {number} x {device}; {checked}"]
     else:
         notes = [

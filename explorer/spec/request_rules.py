@@ -326,9 +326,14 @@ def check_mesh(request: ExplorationRequest) -> None:
             "a mesh has whole sequences on a device",
         ),
         (
-            request.admitted_executions != (Execution.EAGER,),
+            request.is_mesh and request.admitted_executions != (Execution.EAGER,),
             "execution",
-            "shards are measured in eager execution",
+            "ranks that share a model run eagerly; a plan's shards can be compiled",
+        ),
+        (
+            request.admitted_executions not in ((Execution.EAGER,), (Execution.COMPILE,)),
+            "execution",
+            "a plan's shards are measured in one execution, 'eager' or 'compile'",
         ),
         (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
         (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
@@ -351,7 +356,10 @@ def check_mesh(request: ExplorationRequest) -> None:
     unknown = [schedule for schedule in named if schedule not in schedules_of(request)]
     if unknown:
         raise RuleError(
-            f"schedule '{unknown[0]}' needs a fabric: only plans have it so far", "parallelism.schedule", "fabric"
+            f"schedule '{unknown[0]}' needs a fabric: only plans have it, because torch's zero-bubble pipelines run "
+            "the backward of a loss or of experts twice, once for inputs and once for weights",
+            "parallelism.schedule",
+            "fabric",
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 import pytest
 
 from benchmarks import published_plans
+from benchmarks.docs.published_plans import power_text
 from benchmarks.docs.published_plans import published_plans as render
 from benchmarks.published_plans import PUBLISHED, main, model_flops_per_token, request_of, summarize
 from explorer.records.measurement import Measurement, Outcome
@@ -71,14 +72,18 @@ def test_a_run_goes_on_where_it_failed_and_measures_no_block_twice(
     assert main(asked) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     keys = [json.dumps(each["component"]) for each in found["components"]]
-    assert len(keys) == len(set(keys)) == 7, "embedding, head, optimizer, and each block of a layer with two policies"
-    assert SimulatedProfiler.measured == 7 + 2, "the head failed in each row"
+    assert len(keys) == len(set(keys)) == 9, "embedding, head, optimizer, a layer's blocks with two policies, flash"
+    assert SimulatedProfiler.measured == 9 + 2, "the head failed in each row"
     one, other = (found["rows"][name] for name in ("8b-fsdp8", "8b-fsdp128"))
     assert one["error"] == pytest.approx(one["predicted"] / 5762 - 1)
     assert sum(part["share"] for part in one["parts"]) == pytest.approx(1.0)
     assert one["predicted"] != other["predicted"], "exchanges between nodes differ"
     assert found["summary"]["rows"] == 2
+    before = one["causes"]["attention_backends"]
+    assert before > one["predicted"], "flash attention is slower than the device's default"
     text = render(found)
+    changed = 100 * (one["predicted"] - before) / 5762
+    assert f"| `8b-fsdp8` | {before / 5762 - 1:+.1%} | flash {changed:+.1f} | {one['error']:+.1%} |" in text
     assert "| `8b-fsdp128` | 128 | zero3, recompute partial_25 | 2 | 5,605 |" in text
     assert f"| {one['error']:+.1%} |" in text
     assert "| published rows predicted | >= 12 | no | 2 |" in text
@@ -113,6 +118,13 @@ def test_only_the_experts_of_a_token_are_work() -> None:
     assert model is not None
     attention = 12 * 48 * 32 * 128 * 4096
     assert (model_flops_per_token(model) - attention) / 6 == pytest.approx(3.3e9 - 151936 * 2048, rel=0.02)
+
+
+def test_a_lower_power_limit_bounds_the_error_that_is_left() -> None:
+    result = {"sources": {"s": {"power_watts": 350}, "t": {}}, "card": {"power_watts": 700}}
+    row = {"name": "r", "source": "s", "error": 0.5, "power_capped_share": 1.0}
+    assert power_text(row, result) == "- `r`: -25% to +19%, of a step with 100% in such blocks.\n"
+    assert power_text({**row, "source": "t"}, result) == ""
 
 
 def test_only_other_meshes_of_one_table_are_compared() -> None:

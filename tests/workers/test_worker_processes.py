@@ -168,6 +168,63 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     assert list_workers(sqlite_database) == []
 
 
+def test_a_mesh_whose_whole_model_is_cancelled_and_then_killed_has_the_answer_of_its_stored_blocks(
+    sqlite_database: Database, workers: Workers
+) -> None:
+    """Cancelled in the middle of the whole model, resumed, its worker killed there, and resumed by another worker."""
+    queue = Queue(sqlite_database)
+    long = MODEL.model_copy(update={"hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 256})
+    mesh = {"model": long, "num_devices": 2, "batch_size": 8, "micro_batch_size": (2,), "verify": True}
+    asked = REQUEST.model_dump(exclude_unset=True) | mesh | {"parallelism": {"tensor": 2}, "bta": {"enable": False}}
+    job, _ = queue.enqueue(ExplorationRequest.model_validate(asked))
+
+    def trains(worker: subprocess.Popen[bytes]) -> Callable[[], bool]:
+        used: dict[int, float] = {}
+
+        def check() -> bool:
+            if len(read_trials(sqlite_database, job.id)) < 2:
+                return False
+            now = {each.pid: sum(each.cpu_times()[:2]) for each in profilers(worker)}
+            used.update({pid: seconds for pid, seconds in now.items() if pid not in used})
+            return sum(seconds - used[pid] > 0.3 for pid, seconds in now.items()) >= 2
+
+        return check
+
+    first = workers.start("--group", "--device", "cpu,cpu")
+    wait_until(trains(first))
+    ranks = profilers(first)
+    queue.request_cancel(job.id)
+    wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.CANCELLED)
+    assert psutil.wait_procs(ranks, timeout=300)[1] == [], "a rank waits for another"
+    before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
+    assert [trial.mesh_run for trial in before] == [None, None], "exchanges and blocks; no whole model was stored"
+    composed = get_job(sqlite_database, job.id).recommendation
+    assert composed is not None
+    queue.resume(job.id)
+    wait_until(trains(first))
+    ranks = profilers(first)
+    first.send_signal(signal.SIGKILL)
+    first.wait(300)
+    assert psutil.wait_procs(ranks, timeout=300)[1] == [], "a rank outlives its worker"
+    with sqlite_database.begin() as connection:  # rather than wait for the lease to run out
+        past = sqlite_database.clock(timedelta(seconds=-1))
+        connection.execute(sa.update(jobs).values(lease_expires_at=past))
+    second = workers.start("--group", "--device", "cpu,cpu", "--once")
+    assert second.wait(300) == 0
+    done = get_job(sqlite_database, job.id)
+    assert done.state is JobState.SUCCEEDED
+    trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
+    assert trials[:2] == before, "nothing stored is measured again"
+    assert all(trial.mesh_run is not None for trial in trials[2:])
+    found = done.recommendation
+    assert found is not None
+    assert found.whole_model is not None
+    assert (found.candidate, found.composed_tokens_per_second) == (
+        composed.candidate,
+        composed.composed_tokens_per_second,
+    )
+
+
 def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
     worker = workers.start("--jobs-from-stdin")
     wait_until(lambda: profilers(worker) != [])

@@ -16,6 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.selective_recompute import announce
+from bexp.kernels.triton_support import triton_reason
+
+FLOAT32_SUMS = {torch.bfloat16, torch.float16, torch.float32}
+"""Rows that a kernel of our own sums on a GPU, where torch's embedding_bag reaches a fifth of the bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ def sum_copies(y_RD: Tensor, copies: Copies) -> Tensor:
 
 
 def _sum(y_RD: Tensor, copies: Copies) -> Tensor:
+    if y_RD.dtype in FLOAT32_SUMS and triton_reason(y_RD.device) is None:
+        from bexp.kernels.expert_parallel.triton_sums import sum_rows  # noqa: PLC0415 - Triton is optional
+
+        return sum_rows(y_RD, copies.row_by_token, copies.starts)
     return F.embedding_bag(copies.row_by_token, y_RD.contiguous(), copies.starts, mode="sum", include_last_offset=True)
 
 

@@ -101,6 +101,33 @@ def test_a_mesh_whose_ranks_run_out_of_memory_is_not_recommended() -> None:
     assert best.whole_model is not None
 
 
+@pytest.mark.parametrize("outcome", [Outcome.UNSUPPORTED, Outcome.TIMED_OUT])
+def test_a_mesh_that_cannot_run_whole_does_not_keep_others_from_it(outcome: Outcome) -> None:
+    device = SimulatedDevice(request())
+    device.whole_model_outcomes = [outcome]
+    steps = run(device)
+    trials = [step.trial for step in steps if step.trial is not None and step.trial.mesh_run is not None]
+    refused, *others = [trial.mesh_run.mesh for trial in trials if trial.mesh_run is not None]
+    assert others, "another mesh is run whole"
+    assert refused not in others
+    answer = steps[-1].answer
+    assert answer is not None
+    best = answer.recommendation
+    assert best is not None
+    assert best.plan is not None
+    if best.plan.mesh == refused:
+        assert any(f"not run whole ({outcome}: simulated)" in note for note in best.notes)
+    else:
+        assert best.whole_model is not None
+
+
+def test_no_whole_model_is_run_after_two_that_pass_the_deadline() -> None:
+    device = SimulatedDevice(request())
+    device.whole_model_outcomes = [Outcome.TIMED_OUT] * 6
+    run(device)
+    assert len([plan for plan in device.plans if plan.kind is TrialKind.WHOLE_MODEL]) == 2
+
+
 def test_exchanges_are_interpolated_between_what_was_measured() -> None:
     device = SimulatedDevice(request(), noise=0.0)
     space = PlanSpace(device.request, report(num_devices=4))

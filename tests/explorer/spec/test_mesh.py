@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from explorer.spec.execution import Execution
 from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.fabric import FABRICS
 from explorer.spec.legal_meshes import legal_meshes
@@ -52,6 +53,10 @@ def test_named_sizes_are_kept_to() -> None:
     assert found == (Mesh(tensor=1, data=4, **common), Mesh(tensor=2, data=2, **common))
 
 
+def test_the_shards_of_a_plan_can_be_compiled() -> None:
+    assert plan({"tensor": 2}, execution="compile").admitted_executions == (Execution.COMPILE,)
+
+
 def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
     assert Mesh(tensor=2, data=8, expert=4).expert_data == 4
     assert Mesh(tensor=2, data=8).expert_data == 8
@@ -90,6 +95,7 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
         ),
         ({"pipeline": 2, "schedule": "zb_h1"}, {"fabric": None}, "schedule 'zb_h1' needs a fabric"),
         ({"tensor": 2}, {"fabric": None, "mode": "eval"}, "a mesh is for training"),
+        ({"tensor": 2}, {"fabric": None, "execution": "compile"}, "ranks that share a model run eagerly"),
         (
             {"expert": 1, "expert_mode": "shadowed"},
             {"model": MOE},

@@ -14,6 +14,9 @@ import pytest
 
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.records.measurement import Measurement, Outcome
+from explorer.records.plan import MeshRun
+from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.model import ModelSpec
 from explorer.spec.training import Sharding, TrainingSpec
 from tests.workers.process.conftest import Act
 from tests.workers.process.test_profiler import ENVIRONMENT, HUGE, measured_whole
@@ -192,6 +195,36 @@ def test_a_killed_rank_is_a_crash_that_names_it_and_is_not_started_again(group: 
     assert not any(is_alive(process) for process in before)
     assert works(group)
     assert group.pid != before[0].pid
+
+
+def test_a_rank_that_is_killed_while_ranks_train_a_pipeline_ends_all_of_them(group: Profiler) -> None:
+    mesh = Mesh(pipeline=2, schedule=Schedule.ONE_F_ONE_B)
+    group.begin(REQUEST)
+    assert train(group, mesh, MODEL, 2).outcome is Outcome.OK
+    restarts, before = group.restarts, processes(group)
+    started = sum(before[2].cpu_times()[:2])
+
+    def kill() -> None:
+        while is_alive(before[2]) and sum(before[2].cpu_times()[:2]) < started + 1.0:
+            time.sleep(0.01)
+        os.kill(before[2].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    result = train(group, mesh, LARGE, 8)
+    killer.join()
+    assert result.outcome is Outcome.CRASHED, result.reason
+    assert "rank 1 (cpu) was killed by SIGKILL" in (result.reason or "")
+    assert group.restarts == restarts + 1
+    assert not any(is_alive(process) for process in before), "a rank waits for the other"
+    assert train(group, mesh, MODEL, 2).outcome is Outcome.OK
+
+
+def train(profiler: Profiler, mesh: Mesh, model: ModelSpec, number: int) -> Measurement:
+    """Run a whole model on the ranks, with so many micro-batches in a step."""
+    run = MeshRun(mesh=mesh, layers_per_stage=(2, model.num_layers - 2), num_micro_batches=number)
+    whole = whole_model_plan(candidate(1), model=model, num_processes=2)
+    return profiler.measure(whole.model_copy(update={"mesh_run": run}))
 
 
 def test_interrupt_ends_every_rank_at_once(group: Profiler, in_the_middle: Act) -> None:

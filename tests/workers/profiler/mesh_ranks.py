@@ -37,6 +37,7 @@ from workers.targets.reference.optimizer import own
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}
 NUM_MICRO_BATCHES = 4
+MICRO_BATCH_SIZE = 2
 DENSE = ModelSpec(
     name="tiny",
     num_layers=5,
@@ -165,10 +166,10 @@ def differ(
     losses = []
     for other_replica in range(case.data):
         generator = torch.Generator(where).manual_seed(1 + other_replica)
-        shape = (NUM_MICRO_BATCHES, model.seq_length)
+        shape = (NUM_MICRO_BATCHES * MICRO_BATCH_SIZE, model.seq_length)
         tokens, targets = (random_tokens(model, shape, where, generator) for _ in range(2))
-        for i in range(NUM_MICRO_BATCHES):
-            loss = device(tokens[i : i + 1], targets[i : i + 1])
+        for part, wanted in zip(tokens.chunk(NUM_MICRO_BATCHES), targets.chunk(NUM_MICRO_BATCHES), strict=True):
+            loss = device(part, wanted)
             (loss / (NUM_MICRO_BATCHES * case.data)).backward()
             losses.append(loss.item())
     gradients: dict[Tensor, Tensor] = {}
@@ -251,7 +252,7 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
         mesh, layers, model, policy = CASES[name]
         CURRENT["model"] = model
         candidate = Candidate(
-            micro_batch_size=1,
+            micro_batch_size=MICRO_BATCH_SIZE,
             recompute=policy,
             attention_backend="math",
             expert_backend="loop" if model.moe is not None else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,7 @@ from explorer.records.measurement import ComponentMeasurement
 from workers.profiler.conditions import watched_conditions
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
-
-# torch 2.13 has new names, and warns about the old ones.
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from workers.targets.reference.tensor_parallel import SequenceParallel
 
 ITEM_BYTES = 2
 
@@ -56,8 +52,10 @@ class _Exchange:
             self._own, self._whole = draw(sum(self._sent)), draw(sum(self._received))
         elif asked.operation is Operation.SEND:
             self._own, self._whole = draw(share * ranks), draw(share * ranks)
-        else:
-            self._own, self._whole = draw(share), draw(share * ranks)
+        else:  # as blocks of ranks do it, because the host's time counts too
+            self._ranks = SequenceParallel(group)
+            length = share if asked.operation is Operation.ALL_GATHER else share * ranks
+            self._own = draw(length).view(1, length, 1).requires_grad_()
 
     def prepare_forward(self) -> None:
         """Wait until all ranks are here."""
@@ -68,9 +66,9 @@ class _Exchange:
         if self._group is None:
             return
         if self._operation is Operation.ALL_GATHER:
-            _gather(self._whole, self._own, group=self._group)
+            self._ranks.gather(self._own)
         elif self._operation is Operation.REDUCE_SCATTER:
-            _scatter(self._own, self._whole, group=self._group)
+            self._ranks.reduce(self._own)
         elif self._operation is Operation.ALL_TO_ALL:
             dist.all_to_all_single(self._whole, self._own, self._received, self._sent, group=self._group)
         else:

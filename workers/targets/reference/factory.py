@@ -16,6 +16,7 @@ from workers.targets.reference.head import Head
 from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
 from workers.targets.reference.shapes import torch_dtype
+from workers.targets.reference.tensor_parallel import lose_alone
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
 
@@ -74,6 +75,8 @@ def build_block(
     elif component.kind is ComponentKind.HEAD:
         loss = request.training.loss
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
+        if request.is_mesh and component.tensor_parallel_size > 1:
+            lose_alone(block)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
     if request.always_compiles:

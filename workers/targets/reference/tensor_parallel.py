@@ -9,6 +9,8 @@ vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from explorer.spec.model import ModelSpec
 from workers.profiler.failures import UnsupportedTrialError
@@ -35,7 +38,50 @@ WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
 """Names of parameters that every rank has whole: norms, what follows a sum, routers, learned positions."""
 
 
-class TensorParallel:
+class SequenceParallel:
+    """The ranks of a group, each of which has a part of every sequence between blocks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = group.size(), group.rank()
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """Return whole sequences; the gradients are summed and scattered."""
+        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+
+    def reduce(self, x_BSD: Tensor) -> Tensor:
+        """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
+        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+
+    def gathered(self, x_BSD: Tensor) -> Tensor:
+        """Gather without a graph, each sequence straight to its place."""
+        x_BSD = x_BSD.contiguous()
+        out_BSD = x_BSD.new_empty((x_BSD.shape[0], self.size * x_BSD.shape[1], x_BSD.shape[2]))
+        with self._as_one(x_BSD):
+            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
+                _gather(out_SD, x_SD, group=self.group)
+        return out_BSD
+
+    def reduced(self, x_BSD: Tensor) -> Tensor:
+        """Sum and scatter without a graph, each sequence straight from its place."""
+        x_BSD = x_BSD.contiguous()
+        out_BSD = x_BSD.new_empty((x_BSD.shape[0], x_BSD.shape[1] // self.size, x_BSD.shape[2]))
+        with self._as_one(x_BSD):
+            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
+                _scatter(out_SD, x_SD, group=self.group)
+        return out_BSD
+
+    def _as_one(self, x_BSD: Tensor) -> AbstractContextManager[object]:
+        """Return a context in which the exchanges of several sequences are one of the device."""
+        if x_BSD.shape[0] == 1:
+            return nullcontext()
+        manager: AbstractContextManager[object] = _coalescing_manager(self.group)
+        return manager
+
+
+class TensorParallel(SequenceParallel):
     """The ranks that share the blocks of a device mesh's stage, seen from one of them."""
 
     def __init__(self, group: dist.ProcessGroup, model: ModelSpec) -> None:
@@ -46,8 +92,7 @@ class TensorParallel:
         """
         if model.qk_norm == "full":
             raise UnsupportedTrialError("queries and keys are normalised over all heads, of which a rank has a part")
-        self.group = group
-        self.size, self.rank = group.size(), group.rank()
+        super().__init__(group)
         self._vocab_size = model.vocab_size
         self._share = -(-model.vocab_size // self.size)
 
@@ -71,17 +116,8 @@ class TensorParallel:
     def lose(self, head: Head) -> None:
         """Make a head with this rank's part of the vocabulary return the loss of all tokens."""
         head.norm = _Gathered(head.norm, self)
-        chunk = head.loss.chunk_tokens if head.loss.kind == "chunked" else None
-
-        def loss(h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor) -> Tensor:
-            first, end = self.vocabulary
-            size = chunk or h_TD.shape[0]
-            found: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-                h_TD, weight_VD, bias_V, targets_T - first, end - first, size, self.group
-            )
-            return found
-
-        head.shared_loss = loss
+        first, end = self.vocabulary
+        head.shared_loss = partial(_vocabulary_loss, head, first=first, end=end, group=self.group)
 
     @property
     def vocabulary(self) -> tuple[int, int]:
@@ -98,28 +134,31 @@ class TensorParallel:
         dist.all_reduce(flat, group=self.group)
         torch._foreach_copy_(found, list(torch._utils._unflatten_dense_tensors(flat, found)))
 
-    def gather(self, x_BSD: Tensor) -> Tensor:
-        """Return whole sequences; the gradients are summed and scattered."""
-        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
-        return out
 
-    def reduce(self, x_BSD: Tensor) -> Tensor:
-        """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
-        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
-        return out
+def lose_alone(head: Head) -> None:
+    """Make a head with a part of the vocabulary compute what it does among ranks, without the exchange.
 
-    def gathered(self, x_BSD: Tensor) -> Tensor:
-        """Gather without a graph."""
-        out_NBSD = x_BSD.new_empty((self.size, *x_BSD.shape))
-        _gather(out_NBSD.view(-1), x_BSD.contiguous().view(-1), group=self.group)
-        return out_NBSD.transpose(0, 1).flatten(1, 2)
+    A rank's head is timed by itself like this. Targets are tokens of this part.
+    """
+    head.shared_loss = partial(_vocabulary_loss, head, first=0, end=head.w_vocab.shape[0], group=None)
 
-    def reduced(self, x_BSD: Tensor) -> Tensor:
-        """Sum and scatter without a graph."""
-        parts_NBSD = x_BSD.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        out_BSD = torch.empty_like(parts_NBSD[0])
-        _scatter(out_BSD.view(-1), parts_NBSD.view(-1), group=self.group)
-        return out_BSD
+
+def _vocabulary_loss(
+    head: Head,
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    *,
+    first: int,
+    end: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    size = head.loss.chunk_tokens if head.loss.kind == "chunked" else h_TD.shape[0]
+    found: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+        h_TD, weight_VD, bias_V, targets_T - first, end - first, size, group
+    )
+    return found
 
 
 def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -132,7 +171,7 @@ def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 class _Gathered(nn.Module):
     """A norm of this rank's tokens, gathered to whole sequences."""
 
-    def __init__(self, norm: nn.Module, ranks: TensorParallel) -> None:
+    def __init__(self, norm: nn.Module, ranks: SequenceParallel) -> None:
         super().__init__()
         self.norm, self._ranks = norm, ranks
 
@@ -143,7 +182,7 @@ class _Gathered(nn.Module):
 class _Reduced(nn.Module):
     """The sum of partial results; the bias is added to it once."""
 
-    def __init__(self, ranks: TensorParallel, bias: nn.Parameter | None) -> None:
+    def __init__(self, ranks: SequenceParallel, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.bias, self._ranks = bias, ranks
 
@@ -171,7 +210,7 @@ class _VocabularyEmbedding(nn.Module):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, ranks: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, ranks: SequenceParallel) -> Tensor:
         ctx.ranks = ranks
         return ranks.gathered(x_BSD)
 
@@ -183,7 +222,7 @@ class _Gather(Function):
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, ranks: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, ranks: SequenceParallel) -> Tensor:
         ctx.ranks = ranks
         return ranks.reduced(x_BSD)
 
@@ -210,7 +249,7 @@ class _VocabularyLoss(Function):
         targets_T: Tensor,
         num_valid: int,
         chunk_tokens: int,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         grad_h, grad_weight = torch.empty_like(h_TD), torch.zeros_like(weight_VD)
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
@@ -243,24 +282,27 @@ class _VocabularyLoss(Function):
 
 
 def _shared_losses(
-    logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: dist.ProcessGroup
+    logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return a chunk's summed loss over all ranks' vocabularies, and the gradient of this rank's logits in float32.
 
-    Logits in float32 are overwritten.
+    Ranks exchange two numbers for each token: the logarithm of the sum of their exponentials, and the target's logit,
+    which one of them has. Logits of padding are overwritten.
     """
-    scores_TV = logits_TV.float()
-    scores_TV[:, num_valid:] = -torch.inf
-    highest_T = scores_TV.amax(dim=1)
-    dist.all_reduce(highest_T, dist.ReduceOp.MAX, group=group)
-    scores_TV.sub_(highest_T.unsqueeze(1))
+    if num_valid < logits_TV.shape[1]:
+        logits_TV[:, num_valid:] = torch.finfo(logits_TV.dtype).min
+    highest_T1, place_T1 = logits_TV.max(dim=1, keepdim=True)
+    own_TV = torch.softmax(logits_TV, dim=1, dtype=torch.float32)
+    sums_T = (highest_T1 - own_TV.gather(1, place_T1).log_()).squeeze(1)
     is_own_T = (targets_T >= 0) & (targets_T < num_valid)
     index_T1 = torch.where(is_own_T, targets_T, 0).unsqueeze(1)
-    own_T = scores_TV.gather(1, index_T1).squeeze(1).masked_fill(~is_own_T, 0.0)
-    exponents_TV = scores_TV.exp_()
-    sums_2T = torch.stack((exponents_TV.sum(dim=1), own_T))
-    dist.all_reduce(sums_2T, group=group)
-    denominators_T, scores_T = sums_2T
-    gradient_TV = exponents_TV.div_(denominators_T.unsqueeze(1))
+    found_T = logits_TV.gather(1, index_T1).squeeze(1).float().masked_fill(~is_own_T, 0.0)
+    all_T, scores_T = sums_T, found_T
+    if group is not None:
+        own_2T = torch.stack((sums_T, found_T))
+        each_N2T = own_2T.new_empty((group.size(), *own_2T.shape))
+        _gather(each_N2T.view(-1), own_2T.view(-1), group=group)
+        all_T, scores_T = each_N2T[:, 0].logsumexp(dim=0), each_N2T[:, 1].sum(dim=0)
+    gradient_TV = own_TV.mul_((sums_T - all_T).exp_().unsqueeze(1))
     gradient_TV.scatter_add_(1, index_T1, -is_own_T.to(gradient_TV.dtype).unsqueeze(1))
-    return (denominators_T.log() - scores_T).sum(), gradient_TV
+    return (all_T - scores_T).sum(), gradient_TV
