@@ -30,10 +30,11 @@ class CandidatePosterior:
 
     `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where neither
     the composed bytes nor the whole model would fit. `tokens_NA` is that of the whole model, composition error
-    included; it is zero where the whole model would not run. Both take the whole models that were run into account. `wanted_AP` marks the
-    components that must be measured before a candidate is known well enough. `clear_A` marks the contenders that want
-    nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as composed, but may fit
-    as whole models. `runs_A` is the probability that the whole model runs within the memory; 1 once it has.
+    included; it is zero where the whole model would not run. Both take the whole models that were run into account.
+    `wanted_AP` marks the components that must be measured before a candidate is known well enough. `clear_A` marks the
+    contenders that want nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as
+    composed, but may fit as whole models. `runs_A` is the probability that the whole model runs within the memory; 1
+    once it has.
     """
 
     rows: Ints
