@@ -1,7 +1,8 @@
 """Chooses what to measure next: the candidate or the repeated run with the highest expected gain per second.
 
-The gain of a new candidate is its expected improvement over the incumbent (Mockus, 1978). Its cost is the seconds that
-its unknown components take to measure.
+The gain of a new candidate is its expected improvement over the incumbent (Mockus, 1978), as the components compose
+both. What only whole models show, the error of composition, is no reason to measure components. The cost is the seconds
+that the unknown components take to measure.
 
 On a noisy device the incumbent may be the wrong choice among candidates that are all measured. The gain of another run
 is therefore the tolerance times the probability that a rival beats the incumbent by more than the tolerance. That
@@ -20,7 +21,7 @@ from explorer.search.candidate_posterior import CandidatePosterior
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds
 
-NEGLIGIBLE = 0.01
+NEGLIGIBLE = 0.03
 """A gain below this share of the tolerance is not worth a trial; neither is a rival less likely than this."""
 MOST_RUNS = 4
 """The most runs of one component. Runs within minutes see the same state of the machine, so more runs tell little."""
@@ -63,9 +64,10 @@ def _new_candidate(state: SearchState, costs_K: Floats) -> _Option | None:
         gain_A = posterior.tokens_NA.mean(axis=0)
         gain_A = gain_A / max(float(gain_A.max()), 1e-9)
     else:
-        own_N = posterior.tokens_NA[:, incumbent]
-        # No component tells whether the incumbent's whole model runs, so a sample in which it does not is left out.
-        gain_NA = np.where(own_N[:, None] > 0.0, posterior.tokens_NA - own_N[:, None], 0.0)
+        # Components show neither the composition's error nor whether a whole model runs. The first is therefore left
+        # out of the gain, and a sample in which a candidate does not run counts as no gain.
+        own_N = posterior.composed_NA[:, incumbent]
+        gain_NA = np.where(posterior.tokens_NA > 0.0, posterior.composed_NA - own_N[:, None], 0.0)
         gain_A = np.maximum(0.0, gain_NA).mean(axis=0) / max(float(own_N.mean()), 1e-9)
     gain_A = np.where(unknown_A, gain_A, 0.0)
     if gain_A.max() < NEGLIGIBLE * state.request.tolerance:

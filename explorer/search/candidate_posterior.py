@@ -28,12 +28,13 @@ MOST_CONFIDENT = 99
 class CandidatePosterior:
     """The contenders, as `rows` of the table. Axes: A contenders, P components of one, N posterior samples.
 
-    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where the
-    composed bytes would not fit. `tokens_NA` is that of the whole model, composition error included; it is zero where
-    the whole model would not run. Both take the whole models that were run into account. `wanted_AP` marks the
-    components that must be measured before a candidate is known well enough. `clear_A` marks the contenders that want
-    nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as composed, but may fit
-    as whole models. `runs_A` is the probability that the whole model runs within the memory; 1 once it has.
+    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where neither
+    the composed bytes nor the whole model would fit. `tokens_NA` is that of the whole model, composition error
+    included; it is zero where the whole model would not run. Both take the whole models that were run into account.
+    `wanted_AP` marks the components that must be measured before a candidate is known well enough. `clear_A` marks the
+    contenders that want nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as
+    composed, but may fit as whole models. `runs_A` is the probability that the whole model runs within the memory; 1
+    once it has.
     """
 
     rows: Ints
@@ -143,7 +144,7 @@ def compute_posterior(
     return CandidatePosterior(
         rows=rows,
         mean_A=throughput.mean_C[rows],
-        composed_NA=np.where(fits_NA, np.exp(composed_NA), 0.0),
+        composed_NA=np.where(fits_NA | runs_NA, np.exp(composed_NA), 0.0),
         tokens_NA=np.where(runs_NA, np.exp(tokens_NA), 0.0),
         wanted_AP=wanted_AP,
         clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],

@@ -16,11 +16,12 @@ from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from workers.replay.device import VirtualClock
 
-SEEDS = range(1000, 1016)
-REACHED = Limits(regret_p95=0.0125, confident_share_true=0.9, expected_calibration_error=0.13)
-"""What the search reaches on these devices: 1.1%, 95% and 0.11. The gate's own limits need more devices than a test."""
-LEAST_WITHIN = 14
-"""Fifteen of the sixteen answers are within the tolerance."""
+SEEDS = range(1000, 1080)
+REACHED = Limits(regret_p95=0.0125, confident_share_true=0.9, expected_calibration_error=0.08)
+"""What the search reaches on these devices: 1.1%, 94% and 0.07. The gate's own limits are 1%, 90% and 0.06.
+
+A perfectly calibrated search would have an error of 0.05 to 0.06 on so few devices: the lines of one share their truth.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +98,9 @@ def test_the_gate_names_each_figure_that_is_worse_than_its_limit() -> None:
 @pytest.mark.slow
 def test_searches_on_a_fixed_set_stay_at_the_level_that_is_reached() -> None:
     found = summarize(run_searches(SEEDS, processes=1))
-    assert found["calibration"]["num_confident_lines"] >= 20, "too few lines to judge"
+    assert found["calibration"]["num_confident_lines"] >= 100, "too few lines to judge"
     assert misses(found, REACHED) == []
-    assert found["share_within_tolerance"] * len(SEEDS) >= LEAST_WITHIN
-    assert found["regret"]["max"] < 0.02
+    assert found["regret"]["max"] < 0.04
     assert found["share_failing_whole"] == 0.0
 
 

@@ -37,6 +37,21 @@ def rival_pair(tokens: tuple[float, float], better: float) -> SearchState:
     return state
 
 
+def with_an_unknown_rival(composed: float, whole: float) -> SearchState:
+    """A measured candidate of 100 tokens/s, and one that is not measured, in every sample as fast as given."""
+    state = rival_pair((100.0, 90.0), better=0.0)
+    wanted = np.zeros_like(state.posterior.wanted_AP)
+    wanted[1, 0] = True
+    state.posterior = replace(
+        state.posterior,
+        wanted_AP=wanted,
+        composed_NA=np.tile([100.0, composed], (4, 1)),
+        tokens_NA=np.tile([100.0, whole], (4, 1)),
+        clear_A=np.array([True, False]),
+    )
+    return state
+
+
 def test_nothing_is_suggested_without_contenders() -> None:
     state = small_state()
     state.posterior = replace(state.posterior, rows=np.zeros(0, dtype=np.int64))
@@ -64,8 +79,8 @@ def test_a_new_candidate_is_the_one_with_the_highest_expected_improvement_a_seco
     posterior, found = state.posterior, suggest_measurement(state)
     assert found is not None
     assert posterior.incumbent is not None
-    own = posterior.tokens_NA[:, posterior.incumbent]
-    gain = np.maximum(0.0, posterior.tokens_NA - own[:, None]).mean(axis=0)
+    own = posterior.composed_NA[:, posterior.incumbent]
+    gain = np.maximum(0.0, posterior.composed_NA - own[:, None]).mean(axis=0)
     costs = measuring_seconds(state.surrogate.device_mean_K)
     rates = [
         g / (costs[state.table.columns_CP[r]] * w).sum() if w.any() else 0.0
@@ -76,20 +91,20 @@ def test_a_new_candidate_is_the_one_with_the_highest_expected_improvement_a_seco
 
 
 @pytest.mark.parametrize(("share", "suggested"), [(0.99, False), (1.01, True)])
-def test_an_improvement_below_a_hundredth_of_the_tolerance_is_not_worth_a_trial(share: float, suggested: bool) -> None:
-    state = rival_pair((100.0, 90.0), better=0.0)
-    wanted = np.zeros_like(state.posterior.wanted_AP)
-    wanted[1, 0] = True
-    tokens = np.full((4, 2), 100.0)
-    tokens[:, 1] = 100.0 * (1 + share * NEGLIGIBLE * state.request.tolerance)
-    state.posterior = replace(
-        state.posterior, wanted_AP=wanted, tokens_NA=tokens, composed_NA=tokens, clear_A=np.array([True, False])
-    )
-    assert NEGLIGIBLE == 0.01
+def test_an_improvement_far_below_the_tolerance_is_not_worth_a_trial(share: float, suggested: bool) -> None:
+    assert NEGLIGIBLE == 0.03
+    better = 100.0 * (1 + share * NEGLIGIBLE * 0.01)
+    state = with_an_unknown_rival(composed=better, whole=better)
+    assert state.request.tolerance == 0.01
     assert (suggest_measurement(state) is not None) is suggested
 
 
-@pytest.mark.parametrize(("better", "suggested"), [(0.009, False), (0.01, True), (0.3, True)])
+@pytest.mark.parametrize(("composed", "whole"), [(100.0, 103.0), (103.0, 0.0)])
+def test_what_only_whole_models_show_is_no_reason_to_measure_components(composed: float, whole: float) -> None:
+    assert suggest_measurement(with_an_unknown_rival(composed, whole)) is None
+
+
+@pytest.mark.parametrize(("better", "suggested"), [(0.029, False), (0.03, True), (0.3, True)])
 def test_a_rival_that_is_hardly_ever_better_is_not_run_again(better: float, suggested: bool) -> None:
     found = suggest_measurement(rival_pair((100.0, 99.0), better))
     assert (found is not None) is suggested

@@ -147,7 +147,7 @@ def test_what_was_tainted_is_measured_again() -> None:
 
 def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     req = request(memory_limit_gib=14)
-    steps = run(req, Several(SimulatedDevice(req, activations=1.6), 4))
+    steps = run(req, Several(SimulatedDevice(req, activations=1.5), 4))
     found = answer_of(steps).recommendation
     assert found is not None
     assert found.measured_peak_bytes is not None

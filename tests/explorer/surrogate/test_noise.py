@@ -41,7 +41,7 @@ def again(device: SimulatedDevice) -> list[TrialPlan]:
 
 
 @cache
-def noisy(noise: float = 0.12) -> tuple[NoisyDevice, tuple[Progress, ...]]:
+def noisy(noise: float = 0.2) -> tuple[NoisyDevice, tuple[Progress, ...]]:
     """A noisy device after an exploration without whole models, and the steps of it."""
     device = NoisyDevice(request(verify=False, recompute=["none", "full"]), noise=noise)
     return device, tuple(run(device.request, device))
@@ -95,7 +95,7 @@ def test_a_noisy_search_resumes_where_it_would_have_gone(stop_after: int) -> Non
     req, whole = noisy()[0].request, list(noisy()[1])
     assert any(len(plans) > 1 for plans in _runs(trials_of(whole)).values())
     before = whole[:stop_after]
-    after = run(req, NoisyDevice(req, noise=0.12), history=trials_of(before))
+    after = run(req, NoisyDevice(req, noise=0.2), history=trials_of(before))
 
     def told(trials: list[Trial]) -> list[tuple[object, ...]]:
         return [(t.number, t.candidate, t.measurement.components) for t in trials]
