@@ -19,11 +19,7 @@ from storage.listing import list_jobs
 from storage.queue import Queue
 from storage.tables import trials
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
-from tests.contracts.samples import (
-    make_progress,
-    make_report,
-    make_request,
-)
+from tests.contracts.samples import make_progress, make_report, make_request
 
 
 def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:

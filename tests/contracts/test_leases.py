@@ -19,13 +19,7 @@ from storage.queue_settings import QueueSettings
 from storage.tables import jobs
 from storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, store, stored_trials
-from tests.contracts.samples import (
-    make_progress,
-    make_recommendation,
-    make_report,
-    make_request,
-    make_trial,
-)
+from tests.contracts.samples import make_progress, make_recommendation, make_report, make_request, make_trial
 
 
 def test_a_heartbeat_extends_the_lease(database: Database) -> None:

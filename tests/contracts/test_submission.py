@@ -13,9 +13,7 @@ from storage.queue import Queue
 from storage.submission import IdempotencyConflictError
 from storage.tables import jobs
 from tests.contracts.jobs import codes
-from tests.contracts.samples import (
-    make_request,
-)
+from tests.contracts.samples import make_request
 
 
 def test_the_same_key_and_request_give_the_same_job(database: Database) -> None:
