@@ -192,7 +192,7 @@ def time_cancels(bench: Bench) -> dict[str, Any]:
     """Time from the cancel of a running exploration to its end."""
     found = [bench.clients.time_cancel() for _ in range(bench.number)]
     told = _times([seconds for seconds in found if seconds is not None])
-    late = [f"{found.count(None)} did not start"] if None in found else []
+    late = [f"{found.count(None)} did not start, or did not end"] if None in found else []
     return told | {"violations": late + _above("p99 of a cancel", told["p99"], 5.0)}
 
 
