@@ -1,30 +1,26 @@
-"""Reads the body of a request up to a limit, decodes it, and parses it as plain data."""
+"""Reads the body of a request up to a limit, and decodes it."""
 
 from __future__ import annotations
 
 import asyncio
 from email.message import Message
 from http import HTTPStatus
-from typing import Any
 
-from anyio.to_thread import run_sync
 from fastapi import Request
 
 from api.problems import ProblemException, invalid_body
-from explorer.formats.document import load_document
 
 JSON = "application/json"
 YAML = "application/yaml"
 _YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
 
 
-async def read_document(request: Request, max_bytes: int, max_seconds: float) -> dict[str, Any]:
-    """Return the JSON or YAML mapping in the body of `request`.
+async def read_text(request: Request, max_bytes: int, max_seconds: float) -> str:
+    """Return the body of `request`, whose media type says that it is JSON or YAML.
 
     Raises:
         ProblemException: 415 for another media type or an encoded body, 413 if it has more than `max_bytes`, 408 if it
             takes longer than `max_seconds` to arrive, 422 for bytes that are not UTF-8.
-        FormatError: the text is not a mapping of plain data.
     """
     _check_media_type(request)
     try:
@@ -35,10 +31,9 @@ async def read_document(request: Request, max_bytes: int, max_seconds: float) ->
             HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive.", headers={"Connection": "close"}
         ) from None
     try:
-        text = body.decode("utf-8-sig")
+        return body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise invalid_body([((), f"is not UTF-8: invalid byte at offset {error.start}")]) from None
-    return await run_sync(load_document, text)
 
 
 def _check_media_type(request: Request) -> None:

@@ -30,7 +30,7 @@ def choose_media_type(request: Request, offered: Sequence[str]) -> str:
     raise ProblemException(HTTPStatus.NOT_ACCEPTABLE, f"This is offered as {' or '.join(offered)}.")
 
 
-def accepts_json(request: Request) -> None:
+async def accepts_json(request: Request) -> None:
     """Dependency of the routes that answer JSON only."""
     choose_media_type(request, (JSON,))
 

@@ -89,8 +89,11 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
         database.dispose()
 
 
-def service_of(request: Request) -> Service:
-    """Return the service of the application that answers `request`. Routes depend on this."""
+async def service_of(request: Request) -> Service:
+    """Return the service of the application that answers `request`. Routes depend on this.
+
+    Like other dependencies that only look something up, it is `async`: FastAPI calls others in a thread of their own.
+    """
     service: Service = request.app.state.service
     return service
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from explorer.records.event import EventCode, EventDraft
 from storage.database import Database
-from storage.events import insert_events
+from storage.events import insert_events, insert_same_event
 from storage.jobs import JobState
 from storage.leases import Lease, LeaseLostError
 from storage.tables import jobs
@@ -51,6 +51,24 @@ def change_job(
         book(database, connection, row.owned_by, row.claimed_at, row.devices_needed)
     last_seq: int = row.last_seq
     return last_seq
+
+
+def change_jobs(
+    database: Database, connection: sa.Connection, conditions: Conditions, draft: EventDraft | None, **values: Any
+) -> None:
+    """Change each job that meets `conditions` and append `draft`, which is no recommendation, to its log.
+
+    No lease ends here. However many jobs there are, it takes three statements.
+    """
+    change = (
+        sa.update(jobs)
+        .where(*conditions)
+        .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + (0 if draft is None else 1), **values)
+        .returning(jobs.c.id, jobs.c.last_seq)
+    )
+    changed = {row.id: row.last_seq for row in connection.execute(change)}
+    if draft is not None:
+        insert_same_event(database, connection, changed, draft)
 
 
 def write_job(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from sqlalchemy import event
 
 from storage.compact import dump_json
 from storage.tables import UTCDateTime
+from storage.writers import WriterTurns
 
 if TYPE_CHECKING:
     import psycopg
@@ -66,7 +66,7 @@ class Database:
     def __init__(self, engine: sa.Engine, turn: timedelta = SQLITE_BUSY_TIMEOUT) -> None:
         self.engine = engine
         self._turn_seconds = turn.total_seconds()
-        self._writer = threading.Lock()
+        self._turns = WriterTurns()
         self._reader = engine.execution_options(**{_READ_ONLY: True})
 
     @property
@@ -102,12 +102,12 @@ class Database:
         if self.is_postgresql:
             yield
             return
-        if not self._writer.acquire(timeout=self._turn_seconds):
+        if not self._turns.acquire(self._turn_seconds):
             raise sa.exc.TimeoutError(f"database is locked: no turn to write within {self._turn_seconds:g} s")
         try:
             yield
         finally:
-            self._writer.release()
+            self._turns.release()
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:

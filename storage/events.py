@@ -7,7 +7,7 @@ before it in its block of BLOCK events, so that a reader has to begin at most a 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -50,10 +50,11 @@ def insert_events(
     drafts: Sequence[EventDraft],
     *,
     at: datetime | None = None,
+    is_new: bool = False,
 ) -> None:
     """Insert `drafts` so that the last of them has `last_seq`, and tell those who listen when they are committed.
 
-    `at` is the database's time if the caller has asked for it.
+    `at` is the database's time if the caller has asked for it. Nobody listens to a job that `is_new`.
 
     The caller has taken those numbers by adding len(drafts) to the job's `last_seq` in this transaction. The row lock
     of that update keeps the numbers of concurrent writers apart, and a rollback leaves no gap.
@@ -71,7 +72,28 @@ def insert_events(
         code = int(draft.code)
         rows.append({"job_id": job_id, "seq": seq, "at": now, "code": code, "message": message, "data": data})
     connection.execute(sa.insert(events), rows)
-    notify_events(database, connection, job_id, last_seq)
+    if not is_new:
+        notify_events(database, connection, {job_id: last_seq})
+
+
+def insert_same_event(
+    database: Database, connection: sa.Connection, last_seqs: Mapping[str, int], draft: EventDraft
+) -> None:
+    """Insert `draft`, which is no recommendation, for several jobs; `last_seqs` has the seq that it gets in each log.
+
+    The numbers are taken as for `insert_events`.
+    """
+    assert draft.code is not EventCode.RECOMMENDATION, "it depends on those before it in its log"
+    if not last_seqs:
+        return
+    same = {
+        "at": database.now(connection),
+        "code": int(draft.code),
+        "message": pack(draft.message),
+        "data": pack(dump_json(draft.data)),
+    }
+    connection.execute(sa.insert(events), [{"job_id": job_id, "seq": seq, **same} for job_id, seq in last_seqs.items()])
+    notify_events(database, connection, last_seqs)
 
 
 class _Chain:

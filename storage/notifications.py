@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 
 from storage.database import Database
 
@@ -33,15 +34,16 @@ _ROUND_SECONDS = 0.5
 logger = logging.getLogger(__name__)
 
 
-def notify(database: Database, connection: sa.Connection, channel: str, message: str = "") -> None:
+def notify(database: Database, connection: sa.Connection, channel: str, messages: Sequence[str] = ("",)) -> None:
     """Tell those who listen to `channel`, when the transaction of `connection` commits; on SQLite nothing happens."""
     if database.is_postgresql:
-        connection.execute(sa.select(sa.func.pg_notify(channel, message)))
+        each = sa.func.unnest(sa.literal(list(messages), postgresql.ARRAY(sa.Text)))
+        connection.execute(sa.select(sa.func.pg_notify(channel, each)))
 
 
-def notify_events(database: Database, connection: sa.Connection, job_id: str, last_seq: int) -> None:
-    """Tell that a job has events up to `last_seq`."""
-    notify(database, connection, NEW_EVENTS, f"{job_id} {last_seq}")
+def notify_events(database: Database, connection: sa.Connection, last_seqs: Mapping[str, int]) -> None:
+    """Tell that jobs, named by their ids, have events up to these numbers."""
+    notify(database, connection, NEW_EVENTS, [f"{job_id} {last_seq}" for job_id, last_seq in last_seqs.items()])
 
 
 def parse_events_message(message: str) -> tuple[str, int]:

@@ -93,7 +93,7 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
                 columns = {**values, **times, "last_seq": len(drafts)}
                 row = connection.execute(sa.insert(jobs).returning(*jobs.c), columns).one()
                 _insert_labels(connection, job_id, request.labels)
-                insert_events(database, connection, job_id, len(drafts), drafts, at=now)
+                insert_events(database, connection, job_id, len(drafts), drafts, at=now, is_new=True)
                 note_action(database, connection, given.by, Action.SUBMIT, job_id)
                 if stored is None:
                     notify(database, connection, QUEUED_JOBS)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from explorer.records.event import EventCode, EventDraft
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.target import TRANSFORMERS
-from storage.changes import change_job, end_job, is_unowned
+from storage.changes import change_jobs, end_job, is_unowned
 from storage.database import Database
 from storage.jobs import JobState
 from storage.tables import jobs
@@ -77,18 +77,21 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
         quotas = find_claim_quotas(database, connection)
     found = find_waiting(live, rows, quotas)
     for first in range(0, len(found), NOTED_AT_ONCE):
+        by_reason: dict[str | None, list[str]] = {}
+        for job_id, reason in found[first : first + NOTED_AT_ONCE]:
+            by_reason.setdefault(reason, []).append(job_id)
         with database.begin() as connection:
-            for job_id, reason in found[first : first + NOTED_AT_ONCE]:
-                _note_reason(database, connection, job_id, reason)
+            for reason, job_ids in by_reason.items():
+                _note_reason(database, connection, job_ids, reason)
 
 
-def _note_reason(database: Database, connection: sa.Connection, job_id: str, reason: str | None) -> None:
-    conditions = [jobs.c.id == job_id, is_unowned(database), jobs.c.waiting_reason.is_distinct_from(reason)]
-    drafts = []
+def _note_reason(database: Database, connection: sa.Connection, job_ids: Sequence[str], reason: str | None) -> None:
+    conditions = [jobs.c.id.in_(job_ids), is_unowned(database), jobs.c.waiting_reason.is_distinct_from(reason)]
+    draft = None
     if reason is not None:
         message = f"Waiting: {reason}" if reason.startswith(HELD_BACK) else f"Waiting for a worker: {reason}"
-        drafts.append(EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason}))
-    change_job(database, connection, conditions, drafts, waiting_reason=reason)
+        draft = EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason})
+    change_jobs(database, connection, conditions, draft, waiting_reason=reason)
 
 
 def end_overdue(database: Database, max_wait: timedelta) -> None:

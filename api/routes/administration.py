@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_body
 from api.resources import NO_NUL
 from api.service import ServiceDep
+from explorer.formats.document import load_document
 from explorer.spec.rules import rule_of
 from storage.audit import read_audit
 from storage.owners import check_name
@@ -34,7 +35,7 @@ _NO_OWNER = examples.problems(
 )
 
 
-def owner_of(owner: str) -> str:
+async def owner_of(owner: str) -> str:
     """Return the owner in the path, or EVERYBODY. Routes depend on this.
 
     Raises:
@@ -51,8 +52,8 @@ def owner_of(owner: str) -> str:
 OwnerDep = Annotated[str, Depends(owner_of)]
 
 
-async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
-    return await bodies.read_document(request, MAX_QUOTA_BYTES, service.settings.body_seconds)
+async def _text_of(request: Request, service: ServiceDep) -> str:
+    return await bodies.read_text(request, MAX_QUOTA_BYTES, service.settings.body_seconds)
 
 
 @router.get(
@@ -120,12 +121,12 @@ def show_quota(_caller: Administrator, owner: OwnerDep, service: ServiceDep) -> 
 def put_quota(
     caller: Administrator,
     owner: OwnerDep,
-    document: Annotated[dict[str, Any], Depends(_document_of)],
+    text: Annotated[str, Depends(_text_of)],
     service: ServiceDep,
 ) -> QuotaResource:
     """Replace the quota of an owner, or of `*`. What is not named has no limit; without any, the quota is removed."""
     try:
-        limits = QuotaLimits.model_validate(document)
+        limits = QuotaLimits.model_validate(load_document(text))
     except ValidationError as error:
         problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
         raise invalid_body(problems, "This is no quota.") from None

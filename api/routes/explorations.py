@@ -14,7 +14,7 @@ from api.negotiation import accepts_json
 from api.problems import ProblemException, invalid_parameter
 from api.resources import NO_NUL, Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from api.service import ServiceDep
-from explorer.formats.document import FormatError
+from explorer.formats.document import FormatError, load_document
 from explorer.formats.request import parse_request
 from explorer.spec.labels import MAX_LABELS, parse_label
 from explorer.spec.target import LOCAL
@@ -31,7 +31,7 @@ _LOCATION: dict[str, Any] = {"headers": {"Location": {"description": "The explor
 _ETAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
-def job_id_of(exploration_id: str) -> str:
+async def job_id_of(exploration_id: str) -> str:
     """Return the id in the path if an exploration can have it. Routes depend on this.
 
     Raises:
@@ -58,13 +58,14 @@ SummaryDep = Annotated[JobSummary, Depends(_summary_of)]
 """What most routes need of an exploration: no stored document is parsed for it."""
 
 
-async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
-    return await bodies.read_document(request, service.settings.max_body_bytes, service.settings.body_seconds)
+async def _text_of(request: Request, service: ServiceDep) -> str:
+    return await bodies.read_text(request, service.settings.max_body_bytes, service.settings.body_seconds)
 
 
 @router.post(
     "",
     status_code=HTTPStatus.ACCEPTED,
+    response_model=Exploration,
     summary="Submit an exploration",
     responses={
         202: examples.example(examples.QUEUED, description="Queued") | _LOCATION,
@@ -95,9 +96,8 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
 )
 def submit_exploration(
     caller: Submitter,
-    document: Annotated[dict[str, Any], Depends(_document_of)],
+    text: Annotated[str, Depends(_text_of)],
     service: ServiceDep,
-    response: Response,
     idempotency_key: Annotated[
         str | None,
         Header(
@@ -109,7 +109,7 @@ def submit_exploration(
     priority: Annotated[
         int, Query(ge=-100, le=100, description="Among the explorations of its owner, the highest is next.")
     ] = 0,
-) -> Exploration:
+) -> Response:
     """Queue an exploration, which a worker will run.
 
     If the same request has been measured on the hardware and with the versions of a live worker, the exploration has
@@ -119,16 +119,19 @@ def submit_exploration(
         r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?", idempotency_key
     ):
         raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
-    request = parse_request(document)
+    request = parse_request(load_document(text))
     if request.target_name == LOCAL and not service.settings.takes_local_target:
         raise FormatError(
             [(("target",), f"'{LOCAL}' is a file on somebody's machine; `bexp explore` measures it there")]
         )
     job, is_new = service.queue.enqueue(request, idempotency_key=idempotency_key, priority=priority, by=caller)
-    if is_new and job.state.is_final:
-        response.status_code = HTTPStatus.CREATED
-    response.headers["Location"] = exploration_path(job.id)
-    return Exploration.of_job(job, with_results=caller.may(Scope.READ))
+    shown = Exploration.of_job(job, with_results=caller.may(Scope.READ))
+    return Response(  # what FastAPI makes of a model takes another thread
+        shown.model_dump_json(),
+        status_code=HTTPStatus.CREATED if is_new and job.state.is_final else HTTPStatus.ACCEPTED,
+        headers={"Location": exploration_path(job.id)},
+        media_type=bodies.JSON,
+    )
 
 
 @router.get(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from api.problems import ProblemException, invalid_body
 from api.resources import RunReportPage, RunReportResource, exploration_path
 from api.routes.explorations import SummaryDep
 from api.service import ServiceDep
+from explorer.formats.document import load_document
 from explorer.records.run_report import RunReport
 from explorer.spec.rules import rule_of
 from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
@@ -26,8 +27,8 @@ MAX_REPORT_BYTES = 16 * 1024
 _HERE = f"{exploration_path(examples.JOB_ID)}/run-reports"
 
 
-async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
-    return await bodies.read_document(request, MAX_REPORT_BYTES, service.settings.body_seconds)
+async def _text_of(request: Request, service: ServiceDep) -> str:
+    return await bodies.read_text(request, MAX_REPORT_BYTES, service.settings.body_seconds)
 
 
 @router.post(
@@ -61,13 +62,13 @@ async def _document_of(request: Request, service: ServiceDep) -> dict[str, Any]:
 def report_run(
     _caller: Submitter,
     job: SummaryDep,
-    document: Annotated[dict[str, Any], Depends(_document_of)],
+    text: Annotated[str, Depends(_text_of)],
     service: ServiceDep,
     response: Response,
 ) -> RunReportResource:
     """Store what a training run with the recommendation reached. 409 while there is no recommendation."""
     try:
-        report = RunReport.model_validate(document)
+        report = RunReport.model_validate(load_document(text))
     except ValidationError as error:
         problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
         raise invalid_body(problems, "This is no report of a run.") from None

@@ -27,6 +27,7 @@ MAX_DIGITS = 300
 """Python refuses to print integers of more than 4300 digits, and JSON's readers elsewhere end far below that."""
 
 _TOO_LARGE = 10**MAX_DIGITS
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TOO_MANY_DIGITS = "a number has too many digits"
 _TOO_MANY_VALUES = f"has more than {MAX_VALUES:,} values"
 
@@ -147,7 +148,7 @@ def _has_too_many_digits(data: Any) -> bool:
 def _refuse_text(text: str) -> str | None:
     if "\0" in text:
         return "a NUL character"
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not text.isascii() and _SURROGATE.search(text):
         return "a lone surrogate"
     return None
 

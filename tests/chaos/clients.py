@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from random import Random
 from typing import Any
 
@@ -23,6 +24,7 @@ ENDLESS = 2000
 """Trials of a job that takes long enough to be cancelled while it runs."""
 
 START_SECONDS = 180.0
+FINAL = frozenset(state for state in JobState if state.is_final)
 
 
 class Clients:
@@ -91,10 +93,16 @@ class Clients:
         reply = self._http.post(f"{self._service.url}/v1/explorations", json=self._document(0, ENDLESS), timeout=60)
         return str(reply.json()["id"])
 
-    def cancel(self, job_id: str) -> None:
-        """Cancel a job, and wait for its end."""
-        self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=60)
-        self._await(job_id, {JobState.CANCELLED})
+    def cancel(self, job_id: str) -> JobState | None:
+        """Cancel a job, again where the API says to come back, and return how it ended; null if it did not in time."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            reply = self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=60)
+            if reply.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                reply.raise_for_status()
+                break
+            time.sleep(float(reply.headers["Retry-After"]))
+        return get_summary(self._database, job_id).state if self._await(job_id, FINAL) else None
 
     def owner_of(self, job_id: str) -> str:
         """Return the worker that holds a job."""
@@ -102,15 +110,21 @@ class Clients:
             return str(connection.scalar(sa.select(jobs.c.owner).where(jobs.c.id == job_id)))
 
     def time_cancel(self) -> float | None:
-        """Return the seconds from the cancel of a running job to its end; null if it did not start in time."""
-        job_id = self.start_long()
-        started = self._await(job_id, {JobState.RUNNING})
-        time.sleep(self._rng.uniform(0.0, 0.5))
-        begin = time.monotonic()
-        self.cancel(job_id)
-        return time.monotonic() - begin if started else None
+        """Return the seconds from the cancel of a running job to its end; null if it did not start or end in time.
 
-    def _await(self, job_id: str, states: set[JobState]) -> bool:
+        A job that ended by itself before its cancel says nothing, and another one takes its place.
+        """
+        while True:
+            job_id = self.start_long()
+            if not self._await(job_id, FINAL | {JobState.RUNNING}):
+                return None
+            time.sleep(self._rng.uniform(0.0, 0.5))
+            begin = time.monotonic()
+            state = self.cancel(job_id)
+            if state is None or state is JobState.CANCELLED:
+                return None if state is None else time.monotonic() - begin
+
+    def _await(self, job_id: str, states: frozenset[JobState]) -> bool:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if get_summary(self._database, job_id).state in states:

@@ -51,7 +51,10 @@ SETTLE_SECONDS = 5.0
 TOLERATED_BYTES = 512 << 20
 """What libraries may keep on the device after a job, beyond what they kept after the first."""
 
-TRIAL_SECONDS, ALLOWANCE_SECONDS = 8.0, 4.0
+TRIAL_SECONDS = {"cpu": 8.0, "cuda": 4.0}
+SHARED_SECONDS = {"cpu": 60.0, "cuda": 20.0}
+"""How long a job searches while another process holds the device."""
+ALLOWANCE_SECONDS = 4.0
 FIRST_PASSES = 9
 """A component of the second or third trial: the base has been measured by then."""
 
@@ -109,6 +112,7 @@ class Bench:
 
     def __init__(self, device: str, folder: Path, rng: Random) -> None:
         self.device = device
+        self.kind = device.partition(":")[0]
         self.rng = rng
         self.fault_file = folder / "fault.json"
         self.database: Database = open_database(f"sqlite:///{folder / 'bexp.db'}")
@@ -150,9 +154,16 @@ class Bench:
             "verify": False,
             "fresh": True,
             "seed": self.rng.randrange(1 << 30),
-            "budget": Budget(max_trials=6, confidence_target=99, max_seconds=60.0, trial_timeout_seconds=TRIAL_SECONDS),
+            "budget": self.budget(max_trials=6, max_seconds=60.0),
         }
         return self.queue.enqueue(ExplorationRequest(**(fields | changes)))[0].id
+
+    def budget(self, *, max_trials: int, max_seconds: float) -> Budget:
+        """Return a budget whose trials may take as long as healthy ones need on this kind of device."""
+        timeout = TRIAL_SECONDS[self.kind]
+        return Budget(
+            max_trials=max_trials, confidence_target=99, max_seconds=max_seconds, trial_timeout_seconds=timeout
+        )
 
     def await_end(self, job_id: str) -> Job:
         """Return the job when it has ended, or as it is after JOB_SECONDS."""
@@ -247,7 +258,7 @@ def _cancel(bench: Bench, done: Round) -> None:
 
 def _share(bench: Bench, done: Round) -> None:
     with _tenant(bench.device) as tenant:
-        budget = Budget(max_trials=200, confidence_target=99, max_seconds=60.0, trial_timeout_seconds=60.0)
+        budget = bench.budget(max_trials=200, max_seconds=SHARED_SECONDS[bench.kind])
         job_id = bench.submit(micro_batch_size="explore", bta=BTASpec(), attention_backends=None, budget=budget)
         bench.await_that(lambda: len(read_all_trials(bench.database, job_id)) > 0, JOB_SECONDS)
         tenant()
@@ -322,24 +333,28 @@ def read_rounds(path: Path) -> list[Round]:
     return [Round(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(device: str, kinds: Sequence[str], num_rounds: int, output: Path, seconds: float, seed: int) -> None:
-    """Append rounds to `output` until each kind has struck `num_rounds` times or the time is over.
+def next_kind(kinds: Sequence[str], rounds: Sequence[Round], num_rounds: int) -> str | None:
+    """Return the kind that has struck least often, the first of equals; null once each has struck `num_rounds` times.
 
     A fault that does not strike, because its job took another way, is tried again, at most as often once more.
     """
+    tried = Counter(done.kind for done in rounds)
+    struck = Counter(done.kind for done in rounds if done.struck)
+    open_kinds = [kind for kind in kinds if struck[kind] < num_rounds and tried[kind] < 2 * num_rounds]
+    return min(open_kinds, key=lambda kind: (struck[kind], tried[kind]), default=None)
+
+
+def run(device: str, kinds: Sequence[str], num_rounds: int, output: Path, seconds: float, seed: int) -> None:
+    """Append rounds to `output` until there is no next kind or the time is over."""
     ends_at = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="bexp-gpu-faults-") as name, _faulty_profilers():
         bench = Bench(device, Path(name), Random(seed))
         try:
             bench.start()
-            for _ in range(2 * num_rounds):
-                for kind in kinds:
-                    struck = sum(done.kind == kind and done.struck for done in read_rounds(output))
-                    if time.monotonic() > ends_at:
-                        return
-                    if struck < num_rounds:
-                        with output.open("a") as file:
-                            file.write(json.dumps(asdict(run_round(bench, kind))) + "\n")
+            while (kind := next_kind(kinds, read_rounds(output), num_rounds)) and time.monotonic() < ends_at:
+                done = run_round(bench, kind)
+                with output.open("a") as file:
+                    file.write(json.dumps(asdict(done)) + "\n")
         finally:
             bench.close()
 

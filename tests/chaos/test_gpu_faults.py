@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import faulty_profiler
-from tests.chaos.gpu_faults import KINDS, PHASES, Round, add_up, read_rounds
+from tests.chaos.gpu_faults import KINDS, PHASES, Round, add_up, next_kind, read_rounds
 
 
 def test_a_fault_strikes_once_at_its_place_after_as_many_passes_as_told(
@@ -41,6 +41,17 @@ def test_rounds_are_summed_up_over_calls(tmp_path: Path) -> None:
     found = add_up(read_rounds(file))
     assert found["rounds"] == {"cancel": 1, "hang": 1}
     assert found["violations"] == ["cancel: 3 MiB are not free again", "of 1 cancels, 1% took 7 s or longer"]
+
+
+def test_the_next_fault_is_the_one_that_struck_least_often_and_none_is_tried_without_end() -> None:
+    hang, leak = Round("hang", "c", "cpu", struck=True), Round("leak", "c", "cpu")
+    kinds = ["hang", "leak", "cancel"]
+    assert next_kind(kinds, [], 2) == "hang"
+    assert next_kind(kinds, [hang], 2) == "leak"
+    assert next_kind(kinds, [hang, leak], 2) == "cancel"
+    assert next_kind(kinds[:2], [hang, leak, leak], 2) == "leak"
+    assert next_kind(kinds[:2], [hang, leak, leak, leak, leak], 2) == "hang"
+    assert next_kind(kinds[:2], [hang, hang, leak, leak, leak, leak], 2) is None
 
 
 def test_each_phase_of_a_profiler_can_be_killed() -> None:

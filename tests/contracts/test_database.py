@@ -57,7 +57,7 @@ def test_a_submission_takes_few_statements(database: Database) -> None:
     sa.event.listen(database.engine, "before_cursor_execute", note)
     Queue(database).enqueue(request)
     sa.event.remove(database.engine, "before_cursor_execute", note)
-    assert len(statements) == (8 if database.is_postgresql else 6)
+    assert len(statements) == (7 if database.is_postgresql else 6)
     if not database.is_postgresql:  # which takes other plans for small tables
         (counts,) = [taken for taken in statements if "count(*)" in taken[0]]
         with database.read() as connection:

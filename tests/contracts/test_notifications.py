@@ -29,17 +29,17 @@ def test_a_listener_gets_what_is_committed_and_is_told_when_it_may_have_missed_s
     try:
         assert heard.get(timeout=60) is None
         with pytest.raises(ZeroDivisionError), postgresql.begin() as connection:
-            notify_events(postgresql, connection, "rolled-back", 1)
+            notify_events(postgresql, connection, {"rolled-back": 1})
             raise ZeroDivisionError
         with postgresql.begin() as connection:
-            notify_events(postgresql, connection, "abc", 7)
+            notify_events(postgresql, connection, {"abc": 7})
         message = heard.get(timeout=60)
         assert message is not None
         assert parse_events_message(message) == ("abc", 7)
         assert end_listeners(postgresql) == 1
         assert heard.get(timeout=60) is None
         with postgresql.begin() as connection:
-            notify_events(postgresql, connection, "abc", 8)
+            notify_events(postgresql, connection, {"abc": 8})
         assert heard.get(timeout=60) == "abc 8"
     finally:
         listener.close()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -49,6 +50,23 @@ def test_a_job_says_once_what_it_waits_for(database: Database) -> None:
     forget_worker(database, "gpu")
     queue.note_waiting(grace=NO_GRACE)
     assert len(reasons(database, job.id)) == 3
+
+
+def test_the_same_reason_of_many_jobs_is_noted_in_few_statements(database: Database) -> None:
+    queue = Queue(database)
+    told = [queue.enqueue(make_request(device_kind=kind))[0].id for kind in ("cuda", "cpu", "cuda", "cpu")]
+    add_worker(database)
+    changes: list[str] = []
+
+    def note(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        changes.extend([statement] if statement.startswith(("UPDATE", "INSERT")) else [])
+
+    sa.event.listen(database.engine, "before_cursor_execute", note)
+    queue.note_waiting(grace=NO_GRACE)
+    sa.event.remove(database.engine, "before_cursor_execute", note)
+    assert [reasons(database, job_id) for job_id in told] == [["none with a cuda device is running"], []] * 2
+    assert [get_job(database, job_id).last_seq for job_id in told] == [2, 1, 2, 1]
+    assert len(changes) == 2
 
 
 def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database: Database) -> None:

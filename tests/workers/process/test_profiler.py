@@ -161,7 +161,9 @@ def test_what_cannot_run_is_unsupported_and_says_why(profiler: Profiler) -> None
     assert "zero1" in (result.reason or "")
 
 
-def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_works(profiler: Profiler) -> None:
+def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_works_but_no_other_job(
+    profiler: Profiler,
+) -> None:
     profiler.begin(REQUEST.model_copy(update={"memory_limit_gib": 0.25}))
     chosen = candidate(64)
     result = profiler.measure(plan(chosen, attention_of(64), model=HUGE))
@@ -169,6 +171,8 @@ def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_w
     assert result.failed_component == attention_of(64)[0]
     assert result.reason
     assert works(profiler)
+    profiler.finish_job()
+    assert profiler.pid is None, "a failed trial may leave memory behind"
 
 
 def test_a_process_that_outgrows_its_limit_unnoticed_by_the_allocator_is_killed(profiler: Profiler) -> None:
@@ -220,13 +224,19 @@ def test_a_hung_process_times_out_and_is_replaced(
     assert profiler.pid is None
 
 
-def test_a_process_that_dies_between_trials_is_replaced_in_silence(profiler: Profiler) -> None:
+def test_a_process_that_dies_between_trials_is_replaced_in_silence_even_if_its_replacement_dies_as_it_starts(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "_start_pauses_seconds", (0.05, 0.05, 0.05))
     profiler.begin(REQUEST)
-    process = profiler._process.current
+    process, restarts = profiler._process.current, profiler.restarts
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: not process.alive)
+    killer = kill_while_starting(profiler, 2, known=process.pid)
     assert works(profiler)
+    killer.join(60)
+    assert profiler.restarts == restarts + 1, "once for the trials; a process that never was ready is no restart"
 
 
 def test_interrupt_ends_a_running_trial_at_once(profiler: Profiler, in_the_middle: Act) -> None:
@@ -269,12 +279,12 @@ def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
     profiler.close()
 
 
-def kill_while_starting(profiler: Profiler, times: int) -> threading.Thread:
-    """Kill the first `times` processes of a profiler before they say that they are ready."""
+def kill_while_starting(profiler: Profiler, times: int, known: int | None = None) -> threading.Thread:
+    """Kill the next `times` processes of a profiler before they say that they are ready; `known` is the one before."""
 
     def kill() -> None:
-        killed: set[int] = set()
-        while len(killed) < times:
+        killed = {known}
+        while len(killed) <= times:
             process = profiler._process.current
             if process is not None and process.pid not in killed:
                 killed.add(process.pid)
@@ -284,18 +294,6 @@ def kill_while_starting(profiler: Profiler, times: int) -> threading.Thread:
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     return thread
-
-
-def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
-    profiler = Profiler(
-        "cpu", environment=ENVIRONMENT, lock_directory=tmp_path, start_pauses_seconds=(0.05, 0.05, 0.05)
-    )
-    killer = kill_while_starting(profiler, 2)
-    with profiler:
-        killer.join(60)
-        profiler.begin(REQUEST)
-        assert works(profiler)
-        assert profiler.restarts == 0, "no candidate did this"
 
 
 def test_a_process_that_is_killed_at_each_start_is_an_error_in_the_end(tmp_path: Path) -> None:
@@ -316,17 +314,6 @@ def test_the_process_of_a_clean_job_serves_the_next_one_at_once(profiler: Profil
     profiler.begin(REQUEST)
     assert works(profiler)
     assert profiler.pid == pid
-
-
-def test_a_job_that_leaves_memory_or_compiled_code_gets_a_process_to_itself(profiler: Profiler) -> None:
-    profiler.begin(REQUEST.model_copy(update={"memory_limit_gib": 0.25}))
-    result = profiler.measure(plan(candidate(64), attention_of(64), model=HUGE))
-    assert result.outcome is Outcome.OUT_OF_MEMORY
-    profiler.finish_job()
-    assert profiler.pid is None
-    profiler.begin(REQUEST.model_copy(update={"execution": Execution.COMPILE}))
-    profiler.finish_job()
-    assert profiler.pid is None
 
 
 def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless_it_was_killed(tmp_path: Path) -> None:

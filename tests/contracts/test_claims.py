@@ -1,0 +1,215 @@
+"""Which job a worker takes, and how often it may, on both databases."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import sqlalchemy as sa
+
+from explorer.records.event import EventCode
+from explorer.spec.context_parallel import ContextParallelSpec
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState, get_job
+from storage.leases import Claim, HardwareMismatchError
+from storage.listing import list_jobs
+from storage.queue import Queue
+from storage.tables import trials
+from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
+from tests.contracts.samples import make_progress, make_report, make_request
+
+
+def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:
+    queue = Queue(database)
+    on_gpu, _ = queue.enqueue(make_request(device_kind="cuda"))
+    anywhere, _ = queue.enqueue(make_request())
+    on_cpu, _ = queue.enqueue(make_request(device_kind="cpu"))
+    claimed = [claim_next(queue), claim_next(queue), claim_next(queue)]
+    assert [claim and claim.job.id for claim in claimed] == [anywhere.id, on_cpu.id, None]
+    gpu = claim_next(queue, "b", kind="cuda")
+    assert gpu is not None
+    assert gpu.job.id == on_gpu.id
+
+
+def test_a_worker_claims_only_jobs_whose_target_it_has(database: Database) -> None:
+    queue = Queue(database)
+    of_library = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))[0]
+    own = queue.enqueue(make_request(model=None, target="my-gpt"))[0]
+    reference = queue.enqueue(make_request())[0]
+
+    def claim_with(**targets: str) -> str | None:
+        claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=targets)
+        return claim.job.id if claim is not None else None
+
+    assert claim_with(other="1") is None
+    assert claim_with(bexp="0.1.0") == reference.id
+    assert claim_with(bexp="0.1.0", **{"my-gpt": "2.0"}) == own.id
+    assert claim_with(transformers="5.23.0") == of_library.id
+    started = read_events(database, of_library.id)[-1]
+    assert (started.code, started.data["target"]) == (102, "transformers 5.23.0")
+    assert started.message.endswith("measuring transformers 5.23.0")
+
+
+def test_a_claim_can_be_limited_to_some_jobs(database: Database) -> None:
+    queue = Queue(database)
+    oldest, second, third = (queue.enqueue(make_request())[0].id for _ in range(3))
+
+    def claim_among(*job_ids: str) -> str | None:
+        claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, among=job_ids)
+        return claim.job.id if claim is not None else None
+
+    assert claim_among() is None
+    assert claim_among(third, second) == second
+    assert claim_among(second) is None
+    assert claim_one(queue).job.id == oldest
+
+
+def test_threads_claim_each_job_once(database: Database) -> None:
+    queue = Queue(database)
+    ids = {queue.enqueue(make_request())[0].id for _ in range(12)}
+
+    def drain(owner: str) -> list[str]:
+        # A worker may find every remaining row locked by others, and asks again.
+        claims = [claim_next(queue, owner) for _ in range(60)]
+        return [claim.job.id for claim in claims if claim is not None]
+
+    with ThreadPoolExecutor(4) as pool:
+        claimed = [job_id for part in pool.map(drain, "abcd") for job_id in part]
+    assert len(claimed) == 12
+    assert set(claimed) == ids
+    for job_id in ids:
+        assert codes(database, job_id) == [101, 102]
+
+
+DRAIN = """
+import sys
+from storage.database import open_database
+from storage.queue import Queue
+database = open_database(sys.argv[1])
+queue = Queue(database)
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(60):
+    claim = queue.claim(sys.argv[2], device_kind="cpu", num_devices=1, fingerprint="f")
+    if claim is not None:
+        print(claim.job.id, flush=True)
+database.dispose()
+"""
+
+
+def test_processes_claim_each_job_once(database: Database) -> None:
+    queue = Queue(database)
+    ids = sorted(queue.enqueue(make_request())[0].id for _ in range(10))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRAIN, database.url, owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for owner in "ab"
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    claimed = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        claimed += process.communicate(timeout=60)[0].split()
+        assert process.returncode == 0
+    assert sorted(claimed) == ids
+
+
+@pytest.mark.parametrize(
+    ("column", "document", "complaint"),
+    [
+        ("request", {"model": {"name": "old"}, "lost_field": 1}, "request."),
+        ("request", [], "request: "),
+        ("report", {"hardware": {}}, "report.hardware."),
+    ],
+)
+def test_a_job_that_cannot_be_read_ends_and_the_next_is_claimed(
+    database: Database, column: str, document: object, complaint: str
+) -> None:
+    queue = Queue(database)
+    old, next_ = (queue.enqueue(make_request())[0] for _ in range(2))
+    store(database, old.id, **{column: document})
+    assert {job.id for job in list_jobs(database)[0]} == {old.id, next_.id}
+    assert complaint in (get_job(database, old.id).unreadable or "")
+
+    claim = claim_one(queue)
+    assert (claim.job.id, claim.request) == (next_.id, make_request())
+    ended = get_job(database, old.id)
+    assert ended.state is JobState.FAILED
+    assert ended.error == ended.unreadable
+    assert "another version stored what this one cannot read" in str(ended.error)
+    assert codes(database, old.id) == [EventCode.QUEUED, EventCode.STARTED, EventCode.FAILED]
+    assert claim_next(queue) is None
+
+
+def test_a_job_whose_trials_cannot_be_read_ends(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.record(claim.lease, make_progress(0))
+    with database.begin() as connection:
+        connection.execute(sa.update(trials).values(trial={"number": "none"}))
+    queue.release(claim.lease)
+    assert claim_next(queue) is None
+    assert "trial.number" in (get_job(database, job.id).error or "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "began_with", "later"),
+    [((1, 2), 2, 3, 2), ("explore", 2, 3, 2), ((1, 2), 2, 4, 4), ((1,), 1, 2, 1), ((1,), 1, 4, 4)],
+)
+def test_a_job_whose_devices_share_sequences_waits_for_as_many(
+    database: Database, sizes: tuple[int, ...] | str, first: int, began_with: int, later: int
+) -> None:
+    """At least as many as it needs; once begun, as many as it found there to share sequences, or to train together."""
+    queue = Queue(database)
+    spec = ContextParallelSpec.model_validate({"sizes": sizes})
+    job, _ = queue.enqueue(make_request(num_devices=4, batch_size=8, context_parallel=spec))
+
+    def claim(num_devices: int) -> Claim | None:
+        return queue.claim("a", device_kind="cpu", num_devices=num_devices, fingerprint=FINGERPRINT)
+
+    assert claim(first - 1) is None
+    found = make_report()
+    found = found.model_copy(update={"hardware": found.hardware.model_copy(update={"num_devices": began_with})})
+    taken = claim(began_with)
+    assert taken is not None
+    queue.pin(taken.lease, found)
+    queue.release(taken.lease)
+    assert claim(later - 1) is None
+    resumed = claim(later)
+    assert resumed is not None
+    assert resumed.job.id == job.id
+
+
+def test_a_job_stays_on_the_hardware_that_it_started_on(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    first = claim_one(queue)
+    queue.pin(first.lease, make_report())
+    expire(database, job.id)
+    other = make_report("Another device")
+    assert claim_next(queue, "b", fingerprint=other.hardware.fingerprint) is None
+    second = claim_one(queue, "c")
+    with pytest.raises(HardwareMismatchError, match="Another device"):
+        queue.pin(second.lease, other)
+
+
+def test_a_resumed_job_keeps_its_first_report(database: Database) -> None:
+    """The peaks of a report are measured and differ a little each time; the search must not move with them."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    queue.pin(claim_one(queue).lease, make_report())
+    expire(database, job.id)
+    hardware = make_report().hardware.model_copy(update={"memory_bandwidth_bytes_per_second": 2e10})
+    again = make_report().model_copy(update={"hardware": hardware})
+    assert queue.pin(claim_one(queue, "b").lease, again) == make_report()
+    assert get_job(database, job.id).report == make_report()

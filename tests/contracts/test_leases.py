@@ -1,0 +1,221 @@
+"""What a worker may write under its lease, and what counts as a fault, on both databases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from explorer.records.event import EventCode, EventDraft, Progress
+from storage.database import Database
+from storage.events import read_events
+from storage.jobs import JobState, get_job
+from storage.leases import Lease, LeaseLostError
+from storage.queue import Queue
+from storage.queue_settings import QueueSettings
+from storage.tables import jobs
+from storage.trials import read_trials
+from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, store, stored_trials
+from tests.contracts.samples import make_progress, make_recommendation, make_report, make_request, make_trial
+
+
+def test_a_heartbeat_extends_the_lease(database: Database) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    claim = claim_one(queue)
+    before = get_job(database, claim.job.id)
+    assert not queue.heartbeat(claim.lease).cancel_requested
+    after = get_job(database, claim.job.id)
+    assert before.lease_expires_at is not None
+    assert after.lease_expires_at is not None
+    assert after.lease_expires_at > before.lease_expires_at
+    assert after.version == before.version
+
+
+def test_a_live_lease_keeps_others_out_and_an_expired_one_does_not(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim_one(queue)
+    assert claim_next(queue, "b") is None
+    expire(database, job.id)
+    assert claim_one(queue, "b").lease.attempt == 2
+
+
+WRITES: dict[str, Callable[[Queue, Lease], object]] = {
+    "heartbeat": lambda queue, lease: queue.heartbeat(lease),
+    "watch": lambda queue, lease: queue.watch(lease),
+    "record": lambda queue, lease: queue.record(lease, make_progress(5)),
+    "record_again": lambda queue, lease: queue.record(lease, make_progress(0), after_seq=2),
+    "report_fault": lambda queue, lease: queue.report_fault(lease, "a bug"),
+    "pin": lambda queue, lease: queue.pin(lease, make_report()),
+    "finish": lambda queue, lease: queue.finish(lease, JobState.SUCCEEDED, answer=ANSWER),
+    "release": lambda queue, lease: queue.release(lease),
+    "confirm_cancel": lambda queue, lease: queue.confirm_cancel(lease),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_lost_lease_writes_nothing(database: Database, write: str) -> None:
+    """Not even when the job went to a new claim of the same owner."""
+    queue = Queue(database)
+    for next_owner in ("b", "a"):
+        job, _ = queue.enqueue(make_request())
+        old = claim_one(queue, "a")
+        queue.record(old.lease, make_progress(0))
+        expire(database, job.id)
+        new = claim_one(queue, next_owner)
+        before = get_job(database, job.id)
+        with pytest.raises(LeaseLostError):
+            WRITES[write](queue, old.lease)
+        assert get_job(database, job.id) == before
+        assert codes(database, job.id) == [101, 102, 201, 106]
+        assert len(read_trials(database, job.id)) == 1
+        queue.record(new.lease, make_progress(1))
+
+
+def test_a_finished_job_takes_no_more(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.finish(claim.lease, JobState.FAILED, error="a bug")
+    with pytest.raises(LeaseLostError):
+        queue.record(claim.lease, make_progress(0))
+    assert codes(database, job.id) == [101, 102, 403]
+    assert read_events(database, job.id)[-1].message == "Exploration failed: a bug"
+
+
+def test_a_resumed_job_brings_its_history(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    first = claim_one(queue)
+    queue.pin(first.lease, make_report())
+    queue.record(first.lease, make_progress(0))
+    queue.record(first.lease, make_progress(1))
+    expire(database, job.id)
+    second = claim_one(queue, "b")
+    assert second.history == (make_trial(0), make_trial(1))
+    assert second.job.recommendation == make_recommendation(2)
+    assert codes(database, job.id) == [101, 102, 201, 201, 106]
+    assert "2 stored trials" in read_events(database, job.id)[-1].message
+
+
+@pytest.mark.parametrize(
+    "step", [make_progress(0), Progress((EventDraft(code=EventCode.WARNING, message="one event without a trial"),))]
+)
+def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, step: Progress) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    for _ in range(2):
+        assert queue.record(claim.lease, step, after_seq=claim.job.last_seq) == 3
+    assert len(codes(database, job.id)) == 3
+    assert stored_trials(database, job.id) == ([] if step.trial is None else [step.trial])
+    with pytest.raises(LeaseLostError):  # a step that the log has gone beyond
+        queue.record(claim.lease, make_progress(5), after_seq=1)
+
+
+def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.record(claim.lease, make_progress(0))
+    other = make_trial(0).model_copy(update={"tokens_per_second": 7.0})
+    with pytest.raises(sa.exc.IntegrityError):
+        queue.record(claim.lease, Progress((EventDraft(code=EventCode.TRIAL, message="twice"),), trial=other))
+    assert codes(database, job.id) == [101, 102, 201]
+    assert stored_trials(database, job.id) == [make_trial(0)]
+
+
+def test_seq_has_no_gaps_under_concurrent_writers(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+
+    def write(writer: int) -> None:
+        for i in range(6):
+            drafts = [EventDraft(code=EventCode.WARNING, message=f"{writer}.{i}.{j}") for j in range(2)]
+            queue.record(claim.lease, Progress(tuple(drafts)))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert len(codes(database, job.id)) == 2 + 4 * 6 * 2
+    messages = [event.message for event in read_events(database, job.id, after=2)]
+    assert len(set(messages)) == 48
+    for first, second in zip(messages[::2], messages[1::2], strict=True):
+        assert first[:-1] == second[:-1]  # what one writer appends at once stays together
+
+
+def test_a_released_job_goes_back_and_its_attempt_is_not_counted(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=2, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for attempt in range(1, 5):
+        claim = claim_one(queue)
+        assert claim.lease.attempt == attempt
+        queue.release(claim.lease)
+        assert get_job(database, job.id).state is JobState.QUEUED
+    assert claim_one(queue).lease.attempt == 5
+
+
+def test_a_job_whose_workers_keep_dying_is_given_up(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=2, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        claim_one(queue)
+        expire(database, job.id)
+    assert claim_next(queue) is None
+    failed = get_job(database, job.id)
+    assert failed.state is JobState.FAILED
+    assert "given up after 2 attempts in a row that ended with the worker" in str(failed.error)
+    assert codes(database, job.id) == [101, 102, 106, 403]
+
+
+def test_a_job_that_is_put_back_with_trouble_says_so_and_is_given_up_in_the_end(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=2, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        queue.release(claim_one(queue).lease, trouble="the device fell off the bus")
+    assert claim_next(queue) is None
+    assert get_job(database, job.id).state is JobState.FAILED
+    assert codes(database, job.id) == [101, 102, 302, 106, 302, 403]
+
+
+def test_a_stored_trial_clears_the_count_of_attempts_and_of_faults(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=2, max_faults=2, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for number in range(4):
+        claim = claim_one(queue)
+        queue.record(claim.lease, make_progress(number))
+        if number % 2:
+            expire(database, job.id)
+        else:
+            assert queue.report_fault(claim.lease, "internal error") is JobState.QUEUED
+    claim_one(queue)
+    assert get_job(database, job.id).state is JobState.RUNNING
+
+
+def test_faults_of_a_job_and_of_the_infrastructure_are_counted_apart(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_attempts=3, max_faults=3, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        queue.release(claim_one(queue).lease, trouble="the disk is full")
+        assert queue.report_fault(claim_one(queue).lease, "internal error: of all things") is JobState.QUEUED
+    assert queue.report_fault(claim_one(queue).lease, "internal error: of all things") is JobState.FAILED
+    assert get_job(database, job.id).error == "internal error: of all things"
+    assert codes(database, job.id)[-2:] == [106, 403]
+
+
+def test_a_job_that_is_put_back_with_trouble_waits_twice_as_long_each_time(database: Database) -> None:
+    queue = Queue(database, QueueSettings(retry_pause=timedelta(seconds=40)))
+    queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.release(claim.lease, trouble="the disk is full")
+    assert claim_next(queue) is None
+    store(database, claim.job.id, not_before=datetime.now(UTC))
+    again = claim_one(queue)
+    queue.release(again.lease, trouble="the disk is full")
+    with database.read() as connection:
+        wait = connection.execute(sa.select(jobs.c.not_before)).scalar_one() - database.now(connection)
+    assert timedelta(seconds=50) < wait <= timedelta(seconds=60)

@@ -1,0 +1,54 @@
+"""Submitted jobs, and the keys that make a submission safe to repeat, on both databases."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import sqlalchemy as sa
+
+from storage.database import Database
+from storage.listing import list_jobs
+from storage.queue import Queue
+from storage.submission import IdempotencyConflictError
+from storage.tables import jobs
+from tests.contracts.jobs import codes
+from tests.contracts.samples import make_request
+
+
+def test_the_same_key_and_request_give_the_same_job(database: Database) -> None:
+    queue = Queue(database)
+    first, _ = queue.enqueue(make_request(), idempotency_key="k")
+    again, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    assert (again.id, is_new) == (first.id, False)
+    assert queue.enqueue(make_request(), idempotency_key="other")[1]
+    with pytest.raises(IdempotencyConflictError) as caught:
+        queue.enqueue(make_request(seed=1), idempotency_key="k")
+    assert caught.value.job_id == first.id
+    assert codes(database, first.id) == [101]
+
+
+def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(database: Database) -> None:
+    queue = Queue(database)
+    first, _ = queue.enqueue(make_request(notices=("noted by an earlier version",)), idempotency_key="k")
+    earlier = make_request().model_dump(mode="json")
+    del earlier["fresh"]  # a field that version did not have
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(request=earlier, body_hash="of fewer fields"))
+    again, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    assert (again.id, is_new) == (first.id, False)
+    with pytest.raises(IdempotencyConflictError):
+        queue.enqueue(make_request(fresh=True), idempotency_key="k")
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(request={"model": 1}))
+    with pytest.raises(IdempotencyConflictError):
+        queue.enqueue(make_request(), idempotency_key="k")
+
+
+def test_a_key_makes_one_job_when_used_at_once(database: Database) -> None:
+    queue = Queue(database)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: queue.enqueue(make_request(), idempotency_key="k"), range(8)))
+    assert len({job.id for job, _ in results}) == 1
+    assert sum(is_new for _, is_new in results) == 1
+    assert len(list_jobs(database)[0]) == 1
