@@ -3,12 +3,16 @@
     python -m benchmarks.launch_cost --out results/NAME.json [--skip-choice]
 
 The shapes are so small that the device waits for the host. A call is timed in short rows, so that the queue of
-launches never fills; the unit is doctor's: the host's time of one in-place addition. `autograd alone` runs an autograd
-function that only allocates its results, which is the least that any layer costs. The contenders run in turns, and the
-median over the rounds counts, with the least and the greatest beside it. Each is checked against float64.
+launches never fills; the unit is doctor's: the host's time of one in-place addition. The contenders run in turns, and
+the median over the rounds counts, with the least and the greatest beside it. Each is checked against float64.
+
+`autograd alone` runs an autograd function that only allocates its results, which is the least that any layer costs.
+Most of it is the start of a backward pass, which a training step pays once for all layers. `a layer in a chain`
+is therefore the difference between chains of CHAINED layers, over the difference of their lengths.
 
 `choice` compares, in published models' shapes and by the clock, forward and backward of the fused layer with and
-without the GEMMs that are written for Hopper. It needs a Hopper GPU with Triton.
+without the GEMMs that are written for Hopper; its errors are the differences between the two. It needs a Hopper GPU
+with Triton.
 """
 
 from __future__ import annotations
@@ -32,9 +36,13 @@ from benchmarks.expert_reference import expert_ffn, relative_error
 from bexp.kernels.experts.registry import expert_backend
 
 CALLS = 20
-ROUNDS = 15
+CHAINED = (2, 10)
+ROUNDS = 11
+WARM_UP = 3
 TOLERANCE = 2e-2
 LAYERS = ("fused", "hopper_grouped", "triton_grouped", "grouped_mm")
+NOTHING = "autograd alone"
+ALL = (*LAYERS, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,12 @@ def main(arguments: list[str] | None = None) -> int:
             results["choice"].append(measure_choice(name, replace(layer, num_tokens=num_tokens), device))
             if options.out is not None:
                 write_results(options.out, results)
-    wrong = [case for part in ("gemms", "layers") for case in results[part] if max(case["errors"].values()) > TOLERANCE]
+    wrong = [
+        case
+        for part in ("gemms", "layers", "choice")
+        for case in results[part]
+        if max(case["errors"].values()) > TOLERANCE
+    ]
     for case in wrong:
         print(f"wrong: {case}", file=sys.stderr)
     return 1 if wrong else 0
@@ -146,7 +159,37 @@ def measure_layers(layer: Layer, device: torch.device, unit: float) -> dict[str,
         pairs = zip(("out", "x", "weights", "w_in", "w_out"), found, wanted, strict=True)
         errors |= {f"{name} {part}": relative_error(actual, expected) for part, actual, expected in pairs}
     runs["autograd alone, forward and backward"] = partial(_both_ways, _Nothing.apply, inputs, (), grad)
-    return _table({"layer": asdict(layer), "errors": errors}, runs | _parts(inputs, routes, grad), unit)
+    result = _table({"layer": asdict(layer), "errors": errors}, runs | _parts(inputs, routes, grad), unit)
+    chains: dict[str, Callable[[], object]] = {
+        f"{name} {length}": _chain(name, length, inputs, routes, grad) for name in ALL for length in CHAINED
+    }
+    chained = median_seconds(chains, calls=2)
+    result["chain_seconds"] = chained
+    short, long = CHAINED
+    for name in ALL:
+        seconds = (chained[f"{name} {long}"]["median"] - chained[f"{name} {short}"]["median"]) / (long - short)
+        result["launches"][f"{name}, a layer in a chain"] = seconds / unit
+        print(f"{name + ', a layer in a chain':60s} {seconds * 1e6:8.1f} us {seconds / unit:7.2f} launches")
+    return result
+
+
+def _chain(
+    name: str, length: int, inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward of that many layers, each with matrices of its own."""
+    x, *others = inputs
+    layers = [[tensor.detach().clone().requires_grad_() for tensor in others] for _ in range(length)]
+    leaves = (x, *(tensor for layer in layers for tensor in layer))
+
+    def forward(x: Tensor, *_: Tensor) -> Tensor:
+        for weights, w_in, w_out in layers:
+            if name == NOTHING:
+                x = _Nothing.apply(x, weights, w_in, w_out)  # type: ignore[no-untyped-call]  # untyped in torch
+            else:
+                x = expert_backend(name).forward(x, routes, weights, w_in, w_out, "silu")
+        return x
+
+    return partial(_both_ways, forward, leaves, (), grad)
 
 
 def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
@@ -155,7 +198,7 @@ def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str
     from bexp.kernels.experts.fused.function import plan_for  # noqa: PLC0415 - needs Triton
     from bexp.kernels.launcher import current_stream  # noqa: PLC0415 - needs Triton
 
-    x, weights, w_in, w_out = plain = tuple(tensor.detach() for tensor in inputs)
+    x, weights, w_in, w_out = (tensor.detach() for tensor in inputs)
     operands = (x, routes, weights, w_in, w_out)
     plan = plan_for(*operands, "silu", keep=True)
     out, pre, permutation = plan.forward(*operands)
@@ -177,7 +220,7 @@ def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str
     return {
         "fused: finding the plan": partial(plan_for, *operands, "silu", keep=True),
         "fused: forward without autograd": partial(plan.forward, *operands),
-        "fused: backward without autograd": partial(plan.backward, grad, *plain, kept, permutation),
+        "fused: backward without autograd": partial(plan.backward, grad, x, weights, w_in, w_out, kept, permutation),
         f"fused: forward's {len(steps.launches._launches)} launches": launches,
         f"fused: forward's {len(bound)} launches, the driver alone": driver_alone,
         "one allocation": partial(empty, x, (16, 512), (512, 1), x.dtype),
@@ -204,23 +247,30 @@ def measure_choice(name: str, layer: Layer, device: torch.device) -> dict[str, A
 
         runs[f"{way}, forward"] = partial(_without_gradients, forward, inputs)
         runs[f"{way}, forward and backward"] = partial(_both_ways, forward, inputs, (), grad)
+    results = [runs[f"{way}, forward and backward"]() for way in ways]
+    errors = {
+        part: relative_error(actual, expected)
+        for part, actual, expected in zip(
+            ("out", "x", "weights", "w_in", "w_out"), *map(_tensors, results), strict=True
+        )
+    }
+    del results
     found = median_seconds(runs, calls=3, rounds=5, clock=True)
     for way, seconds in found.items():
         print(f"{name} {layer.num_tokens} tokens, {way}: {seconds['median'] * 1e3:.3f} ms")
     torch.cuda.empty_cache()
-    return {"model": name, "layer": asdict(layer), "seconds": found}
+    return {"model": name, "layer": asdict(layer), "errors": errors, "seconds": found}
 
 
 def median_seconds(
     runs: dict[str, Callable[[], object]], calls: int = CALLS, rounds: int = ROUNDS, *, clock: bool = False
 ) -> dict[str, dict[str, float]]:
     """The seconds of a call, the contenders in turns: the host's alone, or with `clock` until the device is done."""
-    for run in runs.values():
-        for _ in range(3):
-            run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            for _ in range(WARM_UP):  # the others have pushed its code and addresses out of the caches
+                run()
             torch.cuda.synchronize()
             started = time.perf_counter()
             for _ in range(calls):
@@ -252,7 +302,7 @@ def _table(result: dict[str, Any], runs: dict[str, Callable[[], object]], unit: 
     result["launches"] = {name: seconds["median"] / unit for name, seconds in result["host_seconds"].items()}
     for name, launches in result["launches"].items():
         sizes = result.get("gemm") or result.get("layer")
-        print(f"{name:45s} {result['host_seconds'][name]['median'] * 1e6:8.1f} us {launches:7.2f} launches {sizes}")
+        print(f"{name:60s} {result['host_seconds'][name]['median'] * 1e6:8.1f} us {launches:7.2f} launches {sizes}")
     return result
 
 
@@ -293,6 +343,11 @@ def _gradients_of_reference(inputs: tuple[Tensor, ...], routes: Tensor, grad: Te
     x, weights, w_in, w_out = exact
     out = expert_ffn(x, routes, weights, w_in, w_out, "silu")
     return (out, *torch.autograd.grad(out, exact, grad.double()))
+
+
+def _tensors(results: object) -> tuple[Tensor, ...]:
+    assert isinstance(results, tuple)
+    return results
 
 
 def _tensor(result: object) -> Tensor:

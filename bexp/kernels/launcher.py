@@ -25,12 +25,14 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 KEPT_LAUNCHES = 256
 """Shapes for which a function keeps its launches; the least recently used go first."""
-MOST_ADDRESSES = 512
+MOST_ADDRESSES = 256
 """Addresses of a tensor whose descriptors are kept, and sets of addresses whose arguments are. The oldest go first."""
 _KNOWN_TRITON = ("3.6.",)
 _Bound: TypeAlias = tuple[Callable[..., None], int, int, int, tuple[Any, ...]]
 """A compiled launcher, the grid, and the arguments that follow the stream."""
 _address_of = Tensor.data_ptr
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 @dataclass(frozen=True)
@@ -254,12 +256,12 @@ def _prepare(
 
 def current_stream(device: int) -> int:
     """The current stream of a CUDA device; 0 for the CPU (-1), where kernels are interpreted."""
-    return torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+    return _raw_stream(device) if device >= 0 else 0
 
 
 def is_current(device: int) -> bool:
     """Whether kernels are launched on `device`, an index as `Tensor.get_device` returns it; the CPU (-1) always is."""
-    return device < 0 or device == torch._C._cuda_getDevice()
+    return device < 0 or device == _current_device()
 
 
 class _Address:

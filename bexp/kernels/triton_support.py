@@ -66,7 +66,10 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make `device` the current device, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    index = -1 if device.type != "cuda" else device.index
+    if index is not None and is_current(index):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def launched_where_it_lies(

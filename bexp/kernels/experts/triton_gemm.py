@@ -110,13 +110,15 @@ def multiply_rows(
     if not is_current(device):
         with torch.cuda.device(device):
             return multiply_rows(x_RK, w, ends, transposed=transposed, out=out, tiles=tiles)
-    x_RK, w = _with_dense_rows(x_RK), w.contiguous()
-    shape = (x_RK.shape[0], w.shape[1 if transposed else 2])
-    out = _result(x_RK, shape, (shape[1], 1), out)
-    aligned = _are_aligned(x_RK, w, out)
-    launch = _multiply_rows(
-        x_RK.shape, x_RK.stride(), w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, aligned, tiles, device
+    whole, w = x_RK.is_contiguous(), w if w.is_contiguous() else w.contiguous()
+    if not whole:
+        x_RK = _with_dense_rows(x_RK)
+    stride = None if whole else x_RK.stride(0)
+    aligned = (x_RK.data_ptr() | w.data_ptr() | (0 if out is None else out.data_ptr())) % ALIGNMENT_BYTES == 0
+    shape, strides, launch = _multiply_rows(
+        x_RK.shape, stride, w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, aligned, tiles, device
     )
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else _checked(out, x_RK, shape)
     if launch is not None:
         launch(current_stream(device), x_RK, w, out, ends)
     return out
@@ -133,16 +135,26 @@ def sum_over_rows(
     if not is_current(device):
         with torch.cuda.device(device):
             return sum_over_rows(x_RK, grad_RN, ends, out=out, tiles=tiles)
-    x_RK, grad_RN = _with_dense_rows(x_RK), _with_dense_rows(grad_RN)
-    (num_rows, k), n, num_experts = x_RK.shape, grad_RN.shape[1], ends.shape[0]
-    out = _result(x_RK, (num_experts, k, n), (k * n, n, 1), out)
-    if num_rows == 0:
-        return out.zero_()
-    aligned = _are_aligned(x_RK, grad_RN, out)
-    types = (x_RK.dtype, grad_RN.dtype, ends.dtype)
-    launch = _sum_over_rows(
-        num_rows, num_experts, k, n, x_RK.stride(0), grad_RN.stride(0), types, aligned, tiles, device
+    whole = x_RK.is_contiguous() and grad_RN.is_contiguous()
+    if not whole:
+        x_RK, grad_RN = _with_dense_rows(x_RK), _with_dense_rows(grad_RN)
+    row_strides = None if whole else (x_RK.stride(0), grad_RN.stride(0))
+    aligned = (x_RK.data_ptr() | grad_RN.data_ptr() | (0 if out is None else out.data_ptr())) % ALIGNMENT_BYTES == 0
+    shape, strides, launch = _sum_over_rows(
+        x_RK.shape,
+        grad_RN.shape,
+        ends.shape,
+        row_strides,
+        x_RK.dtype,
+        grad_RN.dtype,
+        ends.dtype,
+        aligned,
+        tiles,
+        device,
     )
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else _checked(out, x_RK, shape)
+    if launch is None:
+        return out.zero_()
     launch(current_stream(device), x_RK, grad_RN, out, ends)
     return out
 
@@ -150,7 +162,7 @@ def sum_over_rows(
 @lru_cache(KEPT_LAUNCHES)
 def _multiply_rows(
     x_shape: tuple[int, int],
-    x_stride: tuple[int, int],
+    x_stride: int | None,
     w_shape: tuple[int, int, int],
     dtype: torch.dtype,
     w_dtype: torch.dtype,
@@ -159,19 +171,22 @@ def _multiply_rows(
     aligned: bool,
     tiles: Tiles | None,
     device: int,
-) -> Launches | None:
-    """The launch; null if there is nothing to write."""
+) -> tuple[tuple[int, int], tuple[int, int], Launches | None]:
+    """The result's shape and strides, and the launch; null if there is nothing to write.
+
+    Without a stride the rows of x lie together.
+    """
     from bexp.kernels.experts.triton_kernels import rows_kernel  # noqa: PLC0415 - imports Triton
 
     num_rows, k = x_shape
     num_experts, n = w_shape[0], w_shape[1] if transposed else w_shape[2]
     assert w_shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
     if num_rows == 0 or n == 0:
-        return None
+        return (num_rows, n), (n, 1), None
     place = _device(device)
     tiles = tiles or rows_tiles(num_rows / num_experts, place)
     m_tiles = -(-num_rows // tiles.block_m) + min(num_experts, num_rows)
-    bulk = tiles.bulk_copies and aligned and _bulk_copies(place, dtype, k, n)
+    bulk = tiles.bulk_copies and aligned and x_stride is None and _bulk_copies(place, dtype, k, n)
     w_block = (1, tiles.block_n, tiles.block_k) if transposed else (1, tiles.block_k, tiles.block_n)
     x, w, out = Pointer("x"), Pointer("w"), Pointer("out")
     launch = Launch(
@@ -185,7 +200,7 @@ def _multiply_rows(
             "num_experts": num_experts,
             "K": k,
             "N": n,
-            "stride_x": x_stride[0],
+            "stride_x": k if x_stride is None else x_stride,
             "stride_we": w_shape[1] * w_shape[2],
             "stride_w": w_shape[2],
             "stride_out": n,
@@ -205,28 +220,34 @@ def _multiply_rows(
         num_stages=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
-    return Launches(("x", "w", "out", "ends"), (launch,))
+    return (num_rows, n), (n, 1), Launches(("x", "w", "out", "ends"), (launch,))
 
 
 @lru_cache(KEPT_LAUNCHES)
 def _sum_over_rows(
-    num_rows: int,
-    num_experts: int,
-    k: int,
-    n: int,
-    stride_x: int,
-    stride_grad: int,
-    types: tuple[torch.dtype, ...],
+    x_shape: tuple[int, int],
+    grad_shape: tuple[int, int],
+    ends_shape: tuple[int],
+    row_strides: tuple[int, int] | None,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    ends_dtype: torch.dtype,
     aligned: bool,
     tiles: Tiles | None,
     device: int,
-) -> Launches:
+) -> tuple[tuple[int, int, int], tuple[int, int, int], Launches | None]:
+    """The same for the sum over rows; without rows there is no launch."""
     from bexp.kernels.experts.triton_kernels import weights_kernel  # noqa: PLC0415 - imports Triton
 
+    (num_rows, k), n, num_experts = x_shape, grad_shape[1], ends_shape[0]
+    shape, strides = (num_experts, k, n), (k * n, n, 1)
+    if num_rows == 0:
+        return shape, strides, None
+    stride_x, stride_grad = row_strides or (k, n)
     place = _device(device)
     tiles = tiles or weights_tiles(num_rows / num_experts, place)
     num_tiles = num_experts * -(-k // tiles.block_m) * -(-n // tiles.block_n)
-    bulk = tiles.bulk_copies and aligned and _bulk_copies(place, types[0], k, n)
+    bulk = tiles.bulk_copies and aligned and row_strides is None and _bulk_copies(place, dtype, k, n)
     x, grad, out = Pointer("x"), Pointer("grad"), Pointer("out")
     out_block = (1, tiles.block_m, tiles.stored_columns)
     launch = Launch(
@@ -255,7 +276,7 @@ def _sum_over_rows(
         num_stages=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
-    return Launches(("x", "grad", "out", "ends"), (launch,))
+    return shape, strides, Launches(("x", "grad", "out", "ends"), (launch,))
 
 
 class TritonGemm(Function):
@@ -328,17 +349,9 @@ def _bulk_copies(device: torch.device, dtype: torch.dtype, *widths: int) -> bool
     )
 
 
-def _are_aligned(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether both operands and the result are contiguous and start at multiples of 16 bytes."""
-    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
-    return addresses % ALIGNMENT_BYTES == 0 and a.is_contiguous() and b.is_contiguous()
-
-
-def _result(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], given: Tensor | None) -> Tensor:
-    if given is None:
-        return empty(like, shape, strides, like.dtype)
-    assert given.shape == shape and given.dtype == like.dtype and given.is_contiguous(), "the result's shape and dtype"
-    return given
+def _checked(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    assert out.shape == shape and out.dtype == like.dtype and out.is_contiguous(), "the result's shape and dtype"
+    return out
 
 
 def _device(index: int) -> torch.device:

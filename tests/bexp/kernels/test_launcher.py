@@ -61,7 +61,7 @@ def below(monkeypatch: pytest.MonkeyPatch, hooks: SimpleNamespace) -> list[tuple
         "triton.backends.nvidia.driver": driver,
     }
     for name, module in stand_ins.items():
-        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]  # a stand-in
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(Blocks, "describe", lambda self, base: base.data_ptr())
     monkeypatch.setattr(launcher, "_compiled_launcher", lambda run: lambda *arguments: calls.append(arguments))
     return calls

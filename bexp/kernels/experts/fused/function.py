@@ -38,8 +38,10 @@ def fused_ffn(
     keep = torch.is_grad_enabled() and (
         x_TD.requires_grad or w_in.requires_grad or w_out.requires_grad or weights_TK.requires_grad
     )
+    if not keep:
+        return _run(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=False)[1][0]
     out: Tensor = _FusedFFN.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep
+        x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles
     )
     return out
 
@@ -70,6 +72,30 @@ def plan_for(
     )
 
 
+def _run(
+    x_TD: Tensor,
+    routes_TK: Tensor,
+    weights_TK: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: Activation,
+    tiles: FusedTiles | None,
+    *,
+    keep: bool,
+) -> tuple[FusedPlan, tuple[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The plan, what it returned, and the operands (but the routes) as it read them."""
+    device = x_TD.get_device()
+    if not is_current(device):
+        with torch.cuda.device(device):
+            return _run(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
+    x_TD, weights_TK = aligned(x_TD), aligned(weights_TK)
+    w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
+    if not routes_TK.is_contiguous():
+        routes_TK = routes_TK.contiguous()
+    plan = plan_for(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
+    return plan, plan.forward(x_TD, routes_TK, weights_TK, w_in, w_out), (x_TD, weights_TK, w_in, w_out)
+
+
 class _FusedFFN(Function):
     @staticmethod
     def forward(
@@ -81,31 +107,26 @@ class _FusedFFN(Function):
         w_out: Tensor,
         activation: Activation,
         tiles: FusedTiles | None,
-        keep: bool,
     ) -> Tensor:
-        device = x_TD.get_device()
-        if not is_current(device):
-            with torch.cuda.device(device):
-                return _FusedFFN.forward(ctx, x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep)
-        x_TD, routes_TK, weights_TK = aligned(x_TD), routes_TK.contiguous(), aligned(weights_TK)
-        w_in, w_out = aligned_matrices(w_in), aligned_matrices(w_out)
-        plan = plan_for(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=keep)
-        out, pre, permutation = plan.forward(x_TD, routes_TK, weights_TK, w_in, w_out)
-        if pre is not None:
+        plan, (out, pre, permutation), operands = _run(
+            x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=True
+        )
+        assert pre is not None, "kept for backward"
+        x_TD, weights_TK, w_in, w_out = operands
 
-            def project_again(x: Tensor, weights: Tensor) -> Tensor:
-                return plan.project_again(x, weights, w_in, permutation)
+        def project_again(x: Tensor, weights: Tensor) -> Tensor:
+            return plan.project_again(x, weights, w_in, permutation)
 
-            announce(pre, project_again, x_TD, weights_TK, product=True)
-            ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, pre, permutation)
-            ctx.plan = plan
+        announce(pre, project_again, x_TD, weights_TK, product=True)
+        ctx.save_for_backward(x_TD, weights_TK, w_in, w_out, pre, permutation)
+        ctx.plan = plan
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, _, needs_weights, needs_w_in, needs_w_out = ctx.needs_input_grad[:5]
+        needs_x, _, needs_weights, needs_w_in, needs_w_out, *_ = ctx.needs_input_grad
         found = ctx.plan.backward(
             aligned(grad_TD), *ctx.saved_tensors, (needs_x, needs_weights, needs_w_in, needs_w_out)
         )
-        return found.x, None, found.weights, found.w_in, found.w_out, None, None, None
+        return found.x, None, found.weights, found.w_in, found.w_out, None, None

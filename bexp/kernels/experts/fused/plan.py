@@ -169,7 +169,8 @@ class _Backward:
         self._rows = rows = self.work.take(max(room, _num_summed(shape)))
 
         grad, self._gather_grad = _gather("grad", rows, shape, permutation, *tiles.grad_hidden.gathers)
-        again, self._gather_again = grad, ()
+        again = grad
+        self._gather_again: tuple[Launch, ...] = ()
         if tiles.grad_w_out.gathers != tiles.grad_hidden.gathers:
             again, self._gather_again = _gather("grad", rows, shape, permutation, *tiles.grad_w_out.gathers)
         x, self._gather_x = _gather("x", rows, shape, permutation, *tiles.grad_w_in.gathers)

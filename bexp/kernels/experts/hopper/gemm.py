@@ -24,7 +24,7 @@ from bexp.kernels.experts.hopper.launch import (
 from bexp.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
-from bexp.kernels.launcher import KEPT_LAUNCHES, Launch, Launches, Pointer, current_stream, is_current
+from bexp.kernels.launcher import ALIGNMENT_BYTES, KEPT_LAUNCHES, Launch, Launches, Pointer, current_stream, is_current
 from bexp.kernels.triton_support import aligned, num_multiprocessors
 
 
@@ -46,7 +46,8 @@ def multiply_rows(
     if not is_current(device):
         with torch.cuda.device(device):
             return multiply_rows(x_RK, w, ends, transposed=transposed, out=out, tiles=tiles)
-    x_RK, w = aligned(x_RK), aligned(w)
+    if not _are_aligned(x_RK, w):
+        x_RK, w = aligned(x_RK), aligned(w)
     shape, strides, launch = _multiply_rows(
         x_RK.shape, w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, tiles, device
     )
@@ -70,7 +71,11 @@ def sum_over_rows(
     if not is_current(device):
         with torch.cuda.device(device):
             return sum_over_rows(x_RK, grad_RN, ends, out=out, tiles=tiles)
-    x_RK, grad_RN = aligned(x_RK), aligned(grad_RN)
+    if (
+        not (x_RK.is_contiguous() and grad_RN.is_contiguous())
+        or (x_RK.data_ptr() | grad_RN.data_ptr()) % ALIGNMENT_BYTES
+    ):
+        x_RK, grad_RN = aligned(x_RK), aligned(grad_RN)
     shape, strides, launch, claims = _sum_over_rows(
         x_RK.shape, grad_RN.shape, ends.shape, x_RK.dtype, grad_RN.dtype, ends.dtype, tiles, device
     )
@@ -86,6 +91,10 @@ def sum_over_rows(
     else:
         launch(stream, x_RK, grad_RN, out, ends)
     return out
+
+
+def _are_aligned(a: Tensor, b: Tensor) -> bool:
+    return a.is_contiguous() and b.is_contiguous() and (a.data_ptr() | b.data_ptr()) % ALIGNMENT_BYTES == 0
 
 
 @lru_cache(KEPT_LAUNCHES)
