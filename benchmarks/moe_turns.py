@@ -14,7 +14,8 @@ captured once, and replays are timed. A back end that waits for the device canno
 Where there are few tokens an expert, the layer is bound by the experts' matrices: forward and the gradient of the rows
 read them, and the gradient of the matrices is as large. The bound is these bytes over the measured bandwidth.
 
-If the file exists, the run continues it: its cells are kept, and the missing ones are measured.
+If the file exists, the run continues it: its cells are kept, and the missing ones are measured. A file of other sources
+of the kernels is refused.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from benchmarks.moe_contenders import (
 from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
 from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.measuring import FFNShape
+from bexp.kernels.experts.auto.table import machine
 from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
@@ -84,11 +86,12 @@ def main(arguments: list[str] | None = None) -> int:
         "environment": describe_environment(),
         "hardware": hardware.model_dump(mode="json"),
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": HIDDEN, "expert_ffn_hidden_size": WIDTH},
+        "kernels": machine(device)["kernels"],
         "errors": [],
         "rows": [],
     }
     try:
-        found = begin(options.out, fresh, same=("shape",))
+        found = begin(options.out, fresh, same=("shape", "kernels"))
     except ValueError as error:
         parser.error(str(error))
     for num_experts, top_k, micro_batch in missing(found["rows"]):

@@ -16,12 +16,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bexp.measure.cuda_timing import BLOCKED_SHARE, FASTEST_LAUNCH_SECONDS, MAX_QUEUED_LAUNCHES, SLEEP_MARGIN
+from bexp.measure.cuda_timing import (
+    BLOCKED_SHARE,
+    FASTEST_LAUNCH_SECONDS,
+    MAX_QUEUED_LAUNCHES,
+    SLEEP_MARGIN,
+)
 from bexp.measure.timing import standard_error
 
 Run = Callable[[], object]
 MOST_LINKS = 8
+"""The calls of `chained` in one graph."""
 LONGER_SLEEP = 5.0
+AHEAD = 1.5
+"""A run that takes this many times as long as its issue keeps the host ahead by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +172,13 @@ def _chain(run: Run, repeats: int, device: torch.device) -> float:
 def _add_queued(each: _Contender, cycles_per_second: float, device: torch.device) -> None:
     """Add a time on the device, or note that the run waits for the device, so that nothing can be queued.
 
-    A host that was disturbed may take longer than the device sleeps. So a run waits only if it outlasts a second sleep
+    A device that has slept clocks higher than one that works, so it sleeps only where the host could not stay ahead. A
+    host that was disturbed may take longer than the device sleeps. So a run waits only if it outlasts a second sleep
     that is much longer.
     """
+    if each.seconds >= AHEAD * each.issue_seconds:
+        each.device.append(_queue(each, 0.0, cycles_per_second, device)[1])
+        return
     sleep = SLEEP_MARGIN * each.queued * each.issue_seconds + 1e-3
     for longer in (sleep, LONGER_SLEEP * sleep):
         issued, seconds = _queue(each, longer, cycles_per_second, device)
@@ -178,10 +190,13 @@ def _add_queued(each: _Contender, cycles_per_second: float, device: torch.device
 
 
 def _queue(each: _Contender, sleep: float, cycles_per_second: float, device: torch.device) -> tuple[float, float]:
-    """Issue runs while the device sleeps; return the host's seconds for all, and the device's for one."""
+    """Issue runs while the device sleeps, or behind another run; the host's seconds for all, the device's for one."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     started = time.perf_counter()
-    torch.cuda._sleep(int(sleep * cycles_per_second))
+    if sleep:
+        torch.cuda._sleep(int(sleep * cycles_per_second))
+    else:
+        each.run()
     before.record()
     for _ in range(each.queued):
         each.run()
