@@ -203,7 +203,8 @@ class Cell:
             row["reason"] = self._reason(error)
             return
         self._runs[name] = run
-        if self._with_graphs and not _waits(name):
+        # A capture that fails may keep torch's allocator from freeing memory, so only what is made for it is tried.
+        if self._with_graphs and not _waits(name) and name != LIGER:
             graph = self._rows[name + GRAPH] = {}
             try:
                 self._runs[name + GRAPH] = captured(run, self._device, self._pool)
