@@ -73,7 +73,7 @@ CONTENDERS = BASELINES | OURS | CHOSEN
 REFERENCE = "grouped_mm"
 HOPELESS = 4.0
 """A contender that is so many times slower than the fastest before it is run once, and not in turns."""
-BUDGET = TurnsBudget(rounds=9, chain_seconds=8e-3, hopeless=math.inf)
+BUDGET = TurnsBudget(rounds=25, chain_seconds=3e-3, hopeless=math.inf, most_seconds=1.2)
 SAVED_CELLS = 10
 """After so many cells the file is written, in case the command is stopped."""
 
