@@ -5,9 +5,10 @@
 For every number of experts and top_k, all components of the space below are measured on the device once. Models share
 the components that they have in common (attention, head). The throughput at a memory limit is that of the best composed
 candidate that fits: without tiling and recomputation, with tiling, and as `explore` recommends if these measurements
-are its device. Each is relative to the dense model of the same active FLOPs (FFN of top_k times the expert's width) at
-its own best micro-batch under the same limit and with the same choices. Training state is sharded over `--num-devices`
-(ZeRO-3). Communication is not in the time.
+are its device. It is by the clock: of the host's and the device's time the larger counts. The same candidate's
+throughput on the device alone stands beside it. Each is relative to the dense model of the same active FLOPs (FFN of
+top_k times the expert's width) at its own best micro-batch under the same limit and with the same choices. Training
+state is sharded over `--num-devices` (ZeRO-3). Communication is not in the time.
 
 If the file exists, the run continues it: its models are kept, and the missing ones are measured. `--reuse OTHER` takes
 everything that does not depend on attention from another such file of the same shape and device, so that a table with
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bta_composition import LIMITS_GIB, best_candidates
+from benchmarks.bta_composition import DEVICE_RATE, LIMITS_GIB, add_device_rates, best_candidates, relative_rates
 from benchmarks.continuation import begin, load_similar
 from benchmarks.environment import describe_environment, write_results
 from explorer.cost_model.candidate_table import SpaceTable
@@ -34,7 +35,7 @@ from explorer.cost_model.search_space import enumerate_candidates
 from explorer.records.measurement import ComponentMeasurement, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
+from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from workers.process.profiler import Profiler
 
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
 class Bench:
     """Measures models, keeps every measured component, and fills `found`."""
 
-    def __init__(self, options: argparse.Namespace, profiler: Profiler, found: dict[str, Any]) -> None:
+    def __init__(self, options: argparse.Namespace, profiler: Profiler | None, found: dict[str, Any]) -> None:
         self._options = options
         self._profiler = profiler
         self._found = found
@@ -113,6 +114,11 @@ class Bench:
         self._shared = {measured.component: measured for measured in shared}
         self._dense = {row["top_k"]: row["best"] for row in self.rows if row["num_experts"] is None}
         self._reused: dict[tuple[int | None, int], dict[Component, ComponentMeasurement]] = {}
+
+    @property
+    def _device(self) -> Profiler:
+        assert self._profiler is not None, "a bench that only compares again measures nothing"
+        return self._profiler
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -158,6 +164,19 @@ class Bench:
         self._shared |= taken(other["shared"])
         self._reused = {(row["num_experts"], row["top_k"]): taken(row["components"]) for row in other["rows"]}
 
+    def compare_again(self) -> None:
+        """Compute the rates on the device alone, and what is relative to dense, again from the stored components."""
+        hardware = HardwareSpec.model_validate(self._found["hardware"])
+        for row in self.rows:
+            stored = [ComponentMeasurement.model_validate(each) for each in row["components"]]
+            attention = next(best["candidate"]["attention_backend"] for best in row["best"].values() if best)
+            request = self._request(row["num_experts"], row["top_k"], attention)
+            add_device_rates(row["best"], request, hardware, [*self._shared.values(), *stored])
+        for row in self.rows:
+            dense = self._dense[row["top_k"]]
+            row["relative_to_dense"] = relative_rates(row["best"], dense)
+            row["device_relative_to_dense"] = relative_rates(row["best"], dense, DEVICE_RATE)
+
     def add(self, num_experts: int | None, top_k: int, save: Callable[[], None]) -> None:
         """Measure one model; the dense one of a top_k comes first, without experts.
 
@@ -165,7 +184,7 @@ class Bench:
         longer than all the rest.
         """
         request = self._request(num_experts, top_k)
-        report = self._profiler.begin(request)
+        report = self._device.begin(request)
         self._report = report
         table = self._table(request, report)
         known = self._shared | self._reused.get((num_experts, top_k), {})
@@ -176,7 +195,7 @@ class Bench:
                 own[component] = known[component]
                 continue
             row = int(np.flatnonzero(table.uses_CK[:, table.column[component]])[0])
-            found = self._profiler.measure(self._plan(request, table.candidates[row], component))
+            found = self._device.measure(self._plan(request, table.candidates[row], component))
             if found.outcome is Outcome.OK:
                 own[component] = found.components[0]
                 if component.kind in SHARED:
@@ -187,16 +206,14 @@ class Bench:
         best = best_candidates(request, report, table, own)
         if num_experts is None:
             self._dense[top_k] = best
-        relative = {
-            key: found["tokens_per_second"] / self._dense[top_k][key]["tokens_per_second"]
-            for key, found in best.items()
-            if found and self._dense[top_k].get(key)
-        }
+        add_device_rates(best, request, report.hardware, own.values())
+        relative = relative_rates(best, self._dense[top_k])
         model: dict[str, Any] = {
             "num_experts": num_experts,
             "top_k": top_k,
             "best": best,
             "relative_to_dense": relative,
+            "device_relative_to_dense": relative_rates(best, self._dense[top_k], DEVICE_RATE),
             "failed": {component.key: reason for component, reason in failed.items()},
             "components": [m.model_dump(mode="json") for c, m in own.items() if c not in self._shared],
         }
@@ -217,7 +234,7 @@ class Bench:
             timeout_seconds=TIMEOUT_SECONDS,
         )
 
-    def _request(self, num_experts: int | None, top_k: int) -> ExplorationRequest:
+    def _request(self, num_experts: int | None, top_k: int, attention: str | None = None) -> ExplorationRequest:
         o = self._options
         model: dict[str, Any] = {
             "name": f"dense-k{top_k}" if num_experts is None else f"moe-e{num_experts}-k{top_k}",
@@ -248,13 +265,13 @@ class Bench:
         }
         if num_experts is not None:
             request["expert_backends"] = o.experts
-        if o.attention is not None:
-            request["attention_backends"] = [o.attention]
+        if o.attention is not None or attention is not None:
+            request["attention_backends"] = [attention or o.attention]
         elif self._report is not None:
             request["attention_backends"] = [self._report.default_attention]
         else:
             first = ExplorationRequest.model_validate(request)
-            self._report = self._profiler.begin(first)
+            self._report = self._device.begin(first)
             request["attention_backends"] = [self._report.default_attention]
         return ExplorationRequest.model_validate(request)
 

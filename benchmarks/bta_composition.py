@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from explorer.records.trial import TrialPlan
 from explorer.search.explore import explore
 from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
+from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 
 LIMITS_GIB = (40, 80, 132)
+DEVICE_RATE = "device_tokens_per_second"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,45 @@ def best_candidates(
             best[f"{limit}GiB/{means.name}"] = _describe(state, verdict.row) if verdict else {}
         best[f"{limit}GiB/explored"] = _explored(limited, report, own)
     return best
+
+
+def add_device_rates(
+    best: dict[str, dict[str, Any]],
+    request: ExplorationRequest,
+    hardware: HardwareSpec,
+    own: Collection[ComponentMeasurement],
+) -> None:
+    """Write into each candidate of `best` its tokens per second on the device alone, beside those by the clock.
+
+    The same components are composed with and without the host's seconds, and the ratio of the two is applied.
+    """
+    ratios: dict[Candidate, float] = {}
+    for found in filter(None, best.values()):
+        candidate = Candidate.model_validate(found["candidate"])
+        if candidate not in ratios:
+            alone = [measured.model_copy(update={"host_seconds": 0.0}) for measured in own]
+            rates = [_composed_rate(candidate, request, hardware, measured) for measured in (own, alone)]
+            ratios[candidate] = rates[1] / rates[0]
+        found[DEVICE_RATE] = found["tokens_per_second"] * ratios[candidate]
+
+
+def _composed_rate(
+    candidate: Candidate, request: ExplorationRequest, hardware: HardwareSpec, own: Collection[ComponentMeasurement]
+) -> float:
+    state = SearchState(SpaceTable([candidate], request.model, request), [candidate], request, hardware)
+    state.learn([Measurement(candidate=candidate, outcome=Outcome.OK, components=tuple(own))])
+    return state.seconds(0).tokens_per_second
+
+
+def relative_rates(
+    best: dict[str, dict[str, Any]], dense: dict[str, dict[str, Any]], rate: str = "tokens_per_second"
+) -> dict[str, float]:
+    """Throughput relative to the dense model's under the same limit and with the same choices, where both have one."""
+    return {
+        key: found[rate] / dense[key][rate]
+        for key, found in best.items()
+        if rate in found and rate in dense.get(key, {})  # older results have no rates of the device alone
+    }
 
 
 def _explored(

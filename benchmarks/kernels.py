@@ -11,7 +11,8 @@ contender's results are compared with float64 in the same run.
 `auto` takes its kernels from a table that is measured before the cells, at the same shapes, under even and Zipf(1)
 loads. It is not told which of the two a cell has.
 
-If the file exists, the run continues it: cells that have runs are kept.
+If the file exists, the run continues it: cells that have runs are kept. A file of other sources of the kernels is
+refused.
 
 The roofline of a product is max(FLOPs / matmul peak, bytes / bandwidth) with every operand moved once, summed over
 forward, dX and dW. Peak and bandwidth are measured before and after in the same run, and the higher of each counts.
@@ -40,6 +41,7 @@ from benchmarks.gemm_summary import summarize
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
 from bexp.kernels.experts.auto.measuring import GemmShape
+from bexp.kernels.experts.auto.table import machine
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import TimingBudget
@@ -71,7 +73,7 @@ CONTENDERS = BASELINES | OURS | CHOSEN
 REFERENCE = "grouped_mm"
 HOPELESS = 4.0
 """A contender that is so many times slower than the fastest before it is run once, and not in turns."""
-BUDGET = TurnsBudget(rounds=15, hopeless=math.inf)
+BUDGET = TurnsBudget(rounds=25, chain_seconds=3e-3, hopeless=math.inf, most_seconds=1.2)
 SAVED_CELLS = 10
 """After so many cells the file is written, in case the command is stopped."""
 
@@ -100,6 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {
         "environment": describe_environment(),
         "hardware": hardware.model_dump(mode="json"),
+        "kernels": machine(device)["kernels"],
         "k": K,
         "n": N,
     }
@@ -113,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = time.monotonic() + 60 * minutes
     fresh = found | {"contenders": names, "cells": empty_cells(quick=options.quick), "table_seconds": 0.0}
     try:
-        found = begin(options.out, fresh, same=("k", "n", "contenders"))
+        found = begin(options.out, fresh, same=("k", "n", "contenders", "kernels"))
     except ValueError as error:
         parser.error(str(error))
     cells, kept = found["cells"], sum(bool(cell["runs"]) for cell in found["cells"])

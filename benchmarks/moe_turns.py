@@ -9,12 +9,14 @@ that of a loop of forwards and backwards, the host included. The device's time i
 launches queued ahead. Both are medians over the turns.
 
 At small micro-batches the host is the limit. There, both sides are timed as CUDA graphs too: forward and backward are
-captured once, and replays are timed. A back end that waits for the device cannot be captured.
+captured once, and replays are timed. A back end that waits for the device cannot be captured. liger-kernel's fused MoE
+is a contender of `benchmarks.moe_layer` alone, because it tunes itself for minutes at every new shape.
 
 Where there are few tokens an expert, the layer is bound by the experts' matrices: forward and the gradient of the rows
 read them, and the gradient of the matrices is as large. The bound is these bytes over the measured bandwidth.
 
-If the file exists, the run continues it: its cells are kept, and the missing ones are measured.
+If the file exists, the run continues it: its cells are kept, and the missing ones are measured. A file of other sources
+of the kernels is refused.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from benchmarks.moe_contenders import (
 from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
 from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.measuring import FFNShape
+from bexp.kernels.experts.auto.table import machine
 from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
@@ -65,7 +68,7 @@ CELLS = (
 GRAPH_MICRO_BATCHES = (1, 4)
 HOPELESS = 4.0
 """A back end that is so many times slower than the fastest before it runs once, and not in turns."""
-BUDGET = TurnsBudget(hopeless=math.inf)
+BUDGET = TurnsBudget(rounds=15, hopeless=math.inf, most_seconds=4.0)
 """Who takes part is decided before: a dense layer's graph would make every other contender look hopeless."""
 
 
@@ -84,11 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
         "environment": describe_environment(),
         "hardware": hardware.model_dump(mode="json"),
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": HIDDEN, "expert_ffn_hidden_size": WIDTH},
+        "kernels": machine(device)["kernels"],
         "errors": [],
         "rows": [],
     }
     try:
-        found = begin(options.out, fresh, same=("shape",))
+        found = begin(options.out, fresh, same=("shape", "kernels"))
     except ValueError as error:
         parser.error(str(error))
     for num_experts, top_k, micro_batch in missing(found["rows"]):
@@ -145,7 +149,7 @@ class Cell:
         shape = FFNShape(experts, top_k, HIDDEN, WIDTH, gated=True, dtype=torch.bfloat16)
         AUTO_EXPERTS.prepare(shape, [self._tokens], self._device)
         table_seconds = time.perf_counter() - started
-        names = contenders(layer_model(*self._model), self._device)
+        names = [name for name in contenders(layer_model(*self._model), self._device) if name != LIGER]
         for name in (*DENSE, *sorted(names, key=_waits)):
             self._add(name, self._block(name))
         for name in names:

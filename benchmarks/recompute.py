@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import context_parallel_margins, context_parallel_summary, gemm_summary
+from benchmarks.bta import Bench
 from benchmarks.environment import write_results
 from benchmarks.explorations import comparisons
 from benchmarks.moe_summary import compare_with_dense
@@ -76,6 +77,11 @@ def moe_layer(results: Results) -> None:
     compare_with_dense(results["rows"])
 
 
+def bta(results: Results) -> None:
+    """Rates on the device alone beside those by the clock, and what is relative to dense."""
+    Bench(argparse.Namespace(**results["shape"]), None, results).compare_again()
+
+
 def attention(results: Results) -> None:
     """Margins beside their spreads."""
     results["summary"] = context_parallel_margins.summarize(results["cells"])
@@ -123,6 +129,10 @@ def _refuse(plan: TrialPlan) -> Measurement:
 CHEAP: dict[str, Callable[[Results], None]] = {
     "h200-grouped-gemm": grouped_gemm,
     "h200-moe-layer": moe_layer,
+    "h100-grouped-gemm": grouped_gemm,
+    "h100-moe-turns": moe_layer,
+    "h200-bta": bta,
+    "h200-bta-math": bta,
     "h200x4-context-parallel": attention,
     "h200x4-context-parallel-step": steps,
     "h200x4-context-parallel-sizes": steps,

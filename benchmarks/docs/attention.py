@@ -15,14 +15,20 @@ TILING = {
 
 
 def bta(results: Row) -> str:
-    """Throughput relative to dense, by limit and by what may be used; then how often tiling was worth it."""
+    """Throughput relative to dense, by limit and by what may be used: by the clock, and in brackets on the device.
+
+    Then how often tiling was worth it.
+    """
     rows = [row for row in results["rows"] if row["num_experts"] is not None]
     limits = list(dict.fromkeys(key.partition("/")[0] for row in results["rows"] for key in row["best"]))
     asked = len(results["shape"]["num_experts"]) * len(results["shape"]["top_k"])
 
     def relative(row: Row, limit: str) -> str:
-        found = (row["relative_to_dense"].get(f"{limit}/{means}") for means in MEANS)
-        return " / ".join("-" if value is None else f"{value:.2f}" for value in found)
+        clock, device = (
+            " / ".join(f"{found[key]:.2f}" if (key := f"{limit}/{means}") in found else "-" for means in MEANS)
+            for found in (row["relative_to_dense"], row.get("device_relative_to_dense", {}))
+        )
+        return f"{clock} ({device})" if "device_relative_to_dense" in row else clock
 
     def tiled(limit: str, means: str) -> str:
         best = [found for row in rows if (found := row["best"].get(f"{limit}/{means}"))]

@@ -7,6 +7,7 @@ meet the same conditions, so that their ratio depends on them less than on the c
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,25 +17,36 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bexp.measure.cuda_timing import BLOCKED_SHARE, FASTEST_LAUNCH_SECONDS, MAX_QUEUED_LAUNCHES, SLEEP_MARGIN
+from bexp.measure.cuda_timing import (
+    BLOCKED_SHARE,
+    FASTEST_LAUNCH_SECONDS,
+    MAX_QUEUED_LAUNCHES,
+    SLEEP_MARGIN,
+)
 from bexp.measure.timing import standard_error
 
 Run = Callable[[], object]
 MOST_LINKS = 8
+"""The calls of `chained` in one graph."""
+FEWEST_ROUNDS = 5
 LONGER_SLEEP = 5.0
+AHEAD = 1.5
+"""A run that takes this many times as long as its issue keeps the host ahead by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnsBudget:
     """How often and how long: `rounds` turns each, of `chain_seconds` or more each.
 
-    A contender that is `hopeless` times as slow as the fastest runs once more, and is left out of the turns.
+    A contender that is `hopeless` times as slow as the fastest runs once more, and is left out of the turns. After
+    `most_seconds` no further round begins, but for the first `FEWEST_ROUNDS`.
     """
 
     rounds: int = 7
     chain_seconds: float = 4e-3
     most_repeats: int = 50
     hopeless: float = 4.0
+    most_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class _Contender:
     issue_seconds: float = 0.0
     repeats: int = 1
     queued: int = 1
+    blocked: int = 0
     waits: bool = False
     clock: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
@@ -93,7 +106,10 @@ def time_in_turns(
             if each not in inside:
                 each.clock.append(_chain(each.run, 1, device))
         cycles = _cycles_per_second(device) if device.type == "cuda" else 0.0
+        started = time.perf_counter()
         for number in range(budget.rounds):
+            if number >= FEWEST_ROUNDS and time.perf_counter() - started > budget.most_seconds:
+                break
             first = number % max(1, len(inside))
             for each in inside[first:] + inside[:first]:
                 each.clock.append(_chain(each.run, each.repeats, device))
@@ -164,24 +180,31 @@ def _chain(run: Run, repeats: int, device: torch.device) -> float:
 def _add_queued(each: _Contender, cycles_per_second: float, device: torch.device) -> None:
     """Add a time on the device, or note that the run waits for the device, so that nothing can be queued.
 
-    A host that was disturbed may take longer than the device sleeps. So a run waits only if it outlasts a second sleep
-    that is much longer.
+    A device that has slept clocks higher than one that works, so it sleeps only where the host could not stay ahead. A
+    host that was disturbed may take longer than the device sleeps. So a run waits only if it outlasts a second sleep
+    that is much longer, and does so in its first two turns.
     """
+    if each.seconds >= AHEAD * each.issue_seconds:
+        each.device.append(_queue(each, 0.0, cycles_per_second, device)[1])
+        return
     sleep = SLEEP_MARGIN * each.queued * each.issue_seconds + 1e-3
     for longer in (sleep, LONGER_SLEEP * sleep):
         issued, seconds = _queue(each, longer, cycles_per_second, device)
         if issued < BLOCKED_SHARE * longer:
             each.device.append(seconds)
             return
-    each.waits = True
-    each.device.clear()
+    each.blocked += 1
+    each.waits = each.blocked > 1 and not each.device
 
 
 def _queue(each: _Contender, sleep: float, cycles_per_second: float, device: torch.device) -> tuple[float, float]:
-    """Issue runs while the device sleeps; return the host's seconds for all, and the device's for one."""
+    """Issue runs while the device sleeps, or behind another run; the host's seconds for all, the device's for one."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     started = time.perf_counter()
-    torch.cuda._sleep(int(sleep * cycles_per_second))
+    if sleep:
+        torch.cuda._sleep(int(sleep * cycles_per_second))
+    else:
+        each.run()
     before.record()
     for _ in range(each.queued):
         each.run()

@@ -101,6 +101,45 @@ def test_grouped_gemms_show_the_device_and_the_host_side_by_side() -> None:
     assert few["runs"][-1]["name"] in _cells(kernels.grouped_gemm(found), "wrong results")[0][0]
 
 
+def test_auto_is_shown_by_the_clock_and_on_the_device() -> None:
+    def run(name: str, seconds: float, clock_seconds: float) -> dict[str, Any]:
+        times = {"seconds": seconds, "clock_seconds": clock_seconds}
+        errors = {"standard_error_seconds": 0.0, "clock_error_seconds": 0.03 * clock_seconds}
+        return {"name": name, "outcome": "ok"} | times | errors
+
+    where = {"experts": 8, "tokens": 16, "roofline_seconds": 1e-5, "sustained_roofline_seconds": 1e-5}
+    runs = [run("bmm", 1.0, 3.0), run("grouped_mm", 1.5, 2.0), run("auto", 2.0, 1.6)]
+    cells: list[dict[str, Any]] = [where | {"distribution": "uniform", "runs": runs}]
+    cells.append(where | {"distribution": "zipf", "runs": []})
+    found = _recorded("grouped-gemm") | {"cells": cells, "summary": summarize_gemm(cells), "table_seconds": 12.0}
+    text = kernels.auto_gemm(found)
+    assert _cells(text, "16") == [["1.25 (0.50)"]]
+    assert _cells(text, "cells of at least 0.99x, by the clock") == [["1 of 1"]]
+    assert _cells(text, "worst cell, on the device") == [["0.50x"]]
+    assert _cells(text, "fastest stock one by the clock") == [["grouped_mm 1"]]
+    assert _cells(text, "standard error of a cell's ratio by the clock, median") == [["4.2%"]]
+    assert _cells(text, "cells left out for want of time") == [["1"]]
+
+
+def test_layers_by_the_clock_show_the_fastest_of_each_kind() -> None:
+    cell: dict[str, Any] = {"kind": "layer", "num_experts": 8, "top_k": 2, "micro_batch_size": 1}
+    seconds = {"dense eager": 2e-3, "dense compile": 1e-3, "grouped_mm": 5e-3, "fused": 4e-3, "auto": 4.1e-3}
+    seconds |= {"dense compile graph": 5e-4, "fused graph": 1e-3}
+    rows = [
+        cell | {"backend": n, "seconds": s, "device_seconds": s / 2, "bound_seconds": 6e-4} for n, s in seconds.items()
+    ]
+    rows.append(cell | {"backend": "loop", "reason": "out of memory"})
+    compare_with_dense(rows)
+    found = {"rows": rows, "errors": [{"error": 3e-3}]} | {k: _recorded("bta")[k] for k in ("environment", "hardware")}
+    dense, stock, best, auto, graph, best_graph = _cells(kernels.moe_turns(found), "E=8 top_k=2 m=1")[0]
+    assert dense == "dense compile 1 ms (device 0.5)"
+    assert stock == "grouped_mm 5 ms (device 2.5), 0.20x"
+    assert best == "fused 4 ms (device 2), 0.25x"
+    assert auto == "auto 4.1 ms (device 2.05), 0.24x"
+    assert graph == "dense compile 0.5 ms (device 0.25)"
+    assert best_graph == "fused 1 ms (device 0.5), 0.50x, 60% of the bytes' bound"
+
+
 def test_variable_gemms_show_rates_and_outcomes() -> None:
     found = _recorded("variable-gemm")
     uneven = "(64, 1024, 512, 8, 8) uneven"
@@ -149,6 +188,9 @@ def test_batch_tiling_counts_where_tiles_win() -> None:
         other |= {"best": {key: {} for key in other["best"]}, "relative_to_dense": {}}
     row["relative_to_dense"] |= {"40GiB/plain": 0.47, "40GiB/tiled": 0.94, "40GiB/explored": 1.01}
     text = attention.bta(found)
+    row = next(row for row in found["rows"] if row["num_experts"] is not None and row["relative_to_dense"])
+    row["device_relative_to_dense"] = dict.fromkeys(row["relative_to_dense"], 0.123)
+    assert "(0.12 / " in attention.bta(found)
     assert _cells(text, "E=8 top_k=1")[0][0] == "0.47 / 0.94 / 1.01"
     assert _cells(text, "E=8 top_k=2")[0][0] == "- / - / -"
     assert _cells(text, "80GiB: models whose best tiles where tiling is allowed") == [["1 of 2"]]

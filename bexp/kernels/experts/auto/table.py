@@ -192,9 +192,9 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _kernels_digest() -> str:
-    """A hash of the sources of our expert kernels: another source may have another speed."""
+    """A hash of the sources of our expert kernels and of what launches them: another source may have another speed."""
     digest = hashlib.sha256()
-    for path in sorted(_EXPERTS.rglob("*.py")):
+    for path in sorted((*_EXPERTS.parent.glob("*.py"), *_EXPERTS.rglob("*.py"))):
         if path.parent != Path(__file__).parent:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
