@@ -15,6 +15,7 @@ from benchmarks.docs import (
     expert_gemms,
     goals,
     kernels,
+    launches,
     meshes,
     models,
     results,
@@ -169,6 +170,33 @@ def test_tiles_are_shown_beside_the_default_one() -> None:
     assert _cells(text, "gradient of w_in") == [["547 by default, 694 with 128x256co 2x1"]]
     assert _cells(text, "gradient of the rows") == [["674 by default"]]
     assert _cells(text, "largest relative error against float64, default tiles") == [["4.0e-03"]]
+
+
+def test_launches_are_shown_in_units_and_microseconds() -> None:
+    def layer(factor: float) -> dict[str, Any]:
+        bare = {"fused: forward without autograd": 3.0, "fused: backward without autograd": 5.0}
+        alone = {"fused forward and backward": 30.0, "autograd alone, forward and backward": 14.0}
+        chain = {"fused, a layer in a chain": 20.0, "autograd alone, a layer in a chain": 7.0}
+        return {"launches": {name: factor * units for name, units in (bare | alone | chain).items()}}
+
+    names = [
+        f"{name} {of}" for name in ("hopper_grouped", "triton_grouped") for of in ("multiply_rows", "sum_over_rows")
+    ]
+    found = {
+        "launch_us": 10.0,
+        "device": "H100",
+        "environment": {"date": "2026-11-22T1", "packages": {"torch": "2.11"}},
+    }
+    found |= {
+        "gemms": [{"launches": dict(zip(names, (1.0, 1.3, 1.2, 1.6), strict=True))}],
+        "layers": [layer(1), layer(1.5)],
+    }
+    text = launches.launch_cost(found)
+    assert _cells(text, "a grouped GEMM of `hopper_grouped`, or its sum over rows") == [
+        ["1.0 to 1.3", "10 to 13", "1.5"]
+    ]
+    assert _cells(text, "`fused`, forward and backward without autograd") == [["8.0 to 12.0", "80 to 120", "8.0"]]
+    assert _cells(text, "an autograd function that launches nothing, alone") == [["14.0 to 21.0", "140 to 210", "-"]]
 
 
 def test_composed_steps_of_meshes_stand_beside_whole_ones() -> None:
