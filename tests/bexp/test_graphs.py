@@ -182,6 +182,78 @@ def test_parameters_that_moved_are_captured_again() -> None:
     assert net.layers[0].weight.grad is None
 
 
+def another_buffer(net: Net) -> None:
+    net.calls = torch.full((), 5.0)
+
+
+def another_part(net: Net) -> None:
+    net.layers.append(nn.Dropout(0.0))
+
+
+def another_mode(net: Net) -> None:
+    net.layers[1].eval()
+
+
+@pytest.mark.parametrize("change", [another_buffer, another_part, another_mode])
+def test_a_model_that_is_another_than_was_captured_is_captured_again(change: Callable[[Net], None]) -> None:
+    _, net, graphed_loss, recorder = pair()
+    graphed_loss(x=draw(0)).backward()
+    first = graphed_loss._steps.copy()
+    change(net)
+    calls = int(net.calls)
+    for _ in range(2):
+        graphed_loss(x=draw(0)).backward()
+    assert (net.calls, recorder.repeats) == (calls + 2, 6)
+    assert graphed_loss.num_captures == 1
+    for found, kept in zip(graphed_loss._steps.values(), first.values(), strict=True):
+        assert found is not kept
+
+
+def test_a_buffer_that_the_model_replaces_is_refused_and_has_the_right_values() -> None:
+    class Replacing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return self.layers(x).square().mean()
+
+    net, recorder = Replacing(), Repeater()
+    graphed_loss = GraphedLoss(net, net.forward, recorder=recorder)
+    for _ in range(2):
+        graphed_loss(x=draw(0)).backward()
+    assert "'calls' is replaced" in str(graphed_loss.problem)
+    assert (net.calls, recorder.repeats) == (2, 0)
+
+
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient_and_does_not_decay() -> None:
+    net, recorder = Net(), Repeater()
+    net.unused = nn.Linear(4, 4)
+    before = net.unused.weight.clone()
+    graphed_loss = GraphedLoss(net, net.forward, recorder=recorder)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    graphed_loss(x=draw(0)).backward()
+    optimizer.step()
+    assert recorder.repeats == 2
+    assert net.unused.weight.grad is None
+    torch.testing.assert_close(net.unused.weight, before, rtol=0, atol=0)
+
+
+def test_a_capture_takes_the_device_of_the_model_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    _, net, graphed_loss, recorder = pair()
+    seen: list[Tensor] = []
+    monkeypatch.setattr(recorder, "warm_up", lambda work: (seen.extend(current), work()))
+    graphed_loss(x=draw(0))
+    assert [tensor is next(net.parameters()) for tensor in seen] == [True]
+    assert not current
+
+
 def test_parameters_that_are_used_without_their_modules_are_refused() -> None:
     _, net, _, recorder = pair()
     weight = next(net.parameters())
