@@ -71,6 +71,11 @@ class GraphedLoss:
         return len(self._steps)
 
     @property
+    def always_replays(self) -> bool:
+        """Whether there are graphs, and no call that trains had to run as it is so far."""
+        return bool(self._steps) and self.problem is None and not self._warned
+
+    @property
     def held_bytes(self) -> int:
         """Memory that the graphs keep for their activations. torch's count of allocated bytes leaves it out."""
         return self._recorder.pool_bytes if self._steps else 0

@@ -103,7 +103,7 @@ def test_a_capture_in_the_middle_of_an_accumulation_changes_neither_gradients_no
     for rows in (3, 2, 3):
         plain(draw(rows, rows)).backward()
         graphed_loss(x=draw(rows, rows)).backward()
-    assert (graphed_loss.num_captures, graphed_loss.held_bytes) == (2, 7)
+    assert (graphed_loss.num_captures, graphed_loss.held_bytes, graphed_loss.always_replays) == (2, 7, True)
     assert recorder.repeats == 6
     assert net.calls == 3
     for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
@@ -132,7 +132,7 @@ def test_calls_that_no_graph_can_serve_run_as_they_are() -> None:
     assert recorder.repeats == 0
     for rows in range(1, MAX_SIGNATURES + 3):
         graphed_loss(x=draw(rows, rows)).backward()
-    assert graphed_loss.num_captures == MAX_SIGNATURES
+    assert (graphed_loss.num_captures, graphed_loss.always_replays) == (MAX_SIGNATURES, False)
     assert recorder.repeats == 2 * MAX_SIGNATURES
     assert graphed_loss.problem is None
 
