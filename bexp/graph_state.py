@@ -32,7 +32,7 @@ class TrainingState:
         self._gradients: list[Tensor] = []
         parts = list(module.modules())
         self._modes = [(part, part.training) for part in parts]
-        self._contents = [_Contents(there) for part in parts for there in (part._modules, part._parameters)]
+        self._contents = [_Contents(there) for part in parts for there in (part._modules, part._parameters) if there]
         self._memory = [(p, p.data_ptr(), p.requires_grad) for p in module.parameters()]
         self._note_buffers()
 
@@ -56,8 +56,8 @@ class TrainingState:
         """Whether the model has the parts, parameters and buffers that it had, in the same memory and mode."""
         return (
             all(part.training is training for part, training in self._modes)
-            and all(contents.hold() for contents in self._contents)
-            and all(contents.hold() for contents in self._buffers)
+            and all(map(_Contents.hold, self._contents))
+            and all(map(_Contents.hold, self._buffers))
             and all(p.data_ptr() == address and p.requires_grad is trains for p, address, trains in self._memory)
             and all(buffer.data_ptr() == address for buffer, address in self._buffer_memory)
         )
@@ -80,7 +80,7 @@ class TrainingState:
         for number, (parameter, fixed) in enumerate(zip(self._owners, self._gradients, strict=True)):
             other = others[id(parameter)]
             other.grad = fixed
-            other.register_post_accumulate_grad_hook(lambda _, number=number: reached.add(number))  # type: ignore[misc]
+            other.register_post_accumulate_grad_hook(lambda _, number=number: reached.add(number))
         kept = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None
@@ -131,7 +131,7 @@ class TrainingState:
             torch._foreach_zero_(empty)
 
     def _note_buffers(self) -> None:
-        self._buffers = [_Contents(part._buffers) for part in self._module.modules()]
+        self._buffers = [_Contents(part._buffers) for part in self._module.modules() if part._buffers]
         self._buffer_memory = [(buffer, buffer.data_ptr()) for buffer in self._module.buffers()]
 
 
