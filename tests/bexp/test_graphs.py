@@ -203,7 +203,7 @@ def test_a_model_that_is_another_than_was_captured_is_captured_again(change: Cal
     calls = int(net.calls)
     for _ in range(2):
         graphed_loss(x=draw(0)).backward()
-    assert (net.calls, recorder.repeats) == (calls + 2, 6)
+    assert (int(net.calls), recorder.repeats) == (calls + 2, 6)
     assert graphed_loss.num_captures == 1
     for found, kept in zip(graphed_loss._steps.values(), first.values(), strict=True):
         assert found is not kept
@@ -213,14 +213,15 @@ def test_a_buffer_that_the_model_replaces_is_refused_and_has_the_right_values() 
     class Replacing(Net):
         def forward(self, x: Tensor) -> Tensor:
             self.calls = self.calls + 1
-            return self.layers(x).square().mean()
+            loss: Tensor = self.layers(x).square().mean()
+            return loss
 
     net, recorder = Replacing(), Repeater()
     graphed_loss = GraphedLoss(net, net.forward, recorder=recorder)
     for _ in range(2):
         graphed_loss(x=draw(0)).backward()
     assert "'calls' is replaced" in str(graphed_loss.problem)
-    assert (net.calls, recorder.repeats) == (2, 0)
+    assert (int(net.calls), recorder.repeats) == (2, 0)
 
 
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient_and_does_not_decay() -> None:
@@ -248,7 +249,12 @@ def test_a_capture_takes_the_device_of_the_model_whichever_is_current(monkeypatc
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     _, net, graphed_loss, recorder = pair()
     seen: list[Tensor] = []
-    monkeypatch.setattr(recorder, "warm_up", lambda work: (seen.extend(current), work()))
+
+    def warm_up(work: Callable[[], None]) -> None:
+        seen.extend(current)
+        work()
+
+    monkeypatch.setattr(recorder, "warm_up", warm_up)
     graphed_loss(x=draw(0))
     assert [tensor is next(net.parameters()) for tensor in seen] == [True]
     assert not current
