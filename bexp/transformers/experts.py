@@ -29,6 +29,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "ReLU": "relu",
 }
 _HALF = (torch.bfloat16, torch.float16)
+_LEFT_EAGER: dict[str, ExpertFFN] = {}
+"""Our implementations that compiled layers call outside of their graphs, by name."""
 
 
 def expert_modules(module: nn.Module) -> list[nn.Module]:
@@ -93,6 +95,17 @@ def unsupported_reason(module: nn.Module, experts: str) -> str | None:
     return _device_reason(experts, weight) or _kernel_reason(experts, module, weight)
 
 
+def leave_eager(experts: str | None) -> None:
+    """Keep our implementation `experts` out of the graphs of compiled layers if the compiler cannot trace it."""
+    if experts not in OURS or experts in _LEFT_EAGER:
+        return
+    from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
+
+    backend = expert_backend(experts.removeprefix("bexp_"))
+    if not backend.traceable_dtypes:
+        _LEFT_EAGER[experts] = torch.compiler.disable(backend.forward)
+
+
 def register() -> None:
     """Make our implementations known to transformers. Each name is registered once."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - optional
@@ -130,6 +143,8 @@ def _implementation(name: str, device_type: str, weight: Tensor, *, as_operator:
         return _fused_operator if as_operator or torch.compiler.is_compiling() else _fused
     from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
 
+    if torch.compiler.is_compiling() and name in _LEFT_EAGER:
+        return _LEFT_EAGER[name]
     return expert_backend(name.removeprefix("bexp_")).forward
 
 
