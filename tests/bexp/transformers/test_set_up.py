@@ -302,7 +302,8 @@ def test_a_compiled_layer_traces_our_experts_only_if_the_compiler_can(
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         ffn: Any = experts._implementation("bexp_triton_grouped", "cuda", weight, as_operator=False)  # type: ignore[arg-type]
-        return ffn(2 * x)
+        found: torch.Tensor = ffn(2 * x)
+        return found
 
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="eager")
