@@ -31,7 +31,8 @@ class RunReport:
     """What a run reached on this device, without its first steps, as a service takes it.
 
     Bytes are null if the device does not count them. `applied` says whether `bexp.apply` had set the model up with the
-    recommendation. `finished_at` is in ISO format, with its time zone.
+    recommendation, and its CUDA graphs, if it has them, were replayed. `finished_at` is in ISO format, with its time
+    zone.
     """
 
     tokens_per_second: float
@@ -155,7 +156,7 @@ class TrainerCallback(_Callback):
             seconds=seconds,
             hardware=device_name(),
             versions=versions(),
-            applied=run.applied,
+            applied=run.applied and (run.graphed is None or run.graphed.loss.always_replays),
             finished_at=datetime.now(UTC).isoformat(),
         )
         if getattr(state, "is_world_process_zero", True):

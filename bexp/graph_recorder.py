@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -63,6 +64,7 @@ class CudaRecorder:
         self._pool: Any = None
         self._stream: Any = None
         self._draws = False
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def find_problem(self, tensors: Sequence[Tensor]) -> str | None:
         """All tensors are on one CUDA device."""
@@ -102,9 +104,9 @@ class CudaRecorder:
 
     def record(self, works: Sequence[Work]) -> list[Work]:
         """Capture each of `works` as a graph."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
+        if self._pool is None or not self._graphs:  # torch refuses a pool whose graphs are gone, if a tensor is left
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # blocks of the warm-up serve no graph
         graphs: list[Any] = []
@@ -116,6 +118,7 @@ class CudaRecorder:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise NotCapturableError(told(error)) from error
+        self._graphs.update(graphs)
         return [graph.replay for graph in graphs]
 
     def _capture(self, work: Work) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.graph_recorder import CudaRecorder, NotCapturableError, Recorder, told
+from bexp.graph_state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 MAX_SIGNATURES = 4
@@ -59,7 +60,7 @@ class GraphedLoss:
         self._function = function
         self._within = within
         self._recorder = recorder or CudaRecorder()
-        self._state: _State | None = None
+        self._state: TrainingState | None = None
         self._steps: dict[Signature, _GraphedStep] = {}
         self._pending: weakref.ref[_Ticket] | None = None
         self._warned: set[str] = set()
@@ -68,6 +69,11 @@ class GraphedLoss:
     def num_captures(self) -> int:
         """Signatures that have graphs."""
         return len(self._steps)
+
+    @property
+    def always_replays(self) -> bool:
+        """Whether there are graphs, and no call that trains had to run as it is so far."""
+        return bool(self._steps) and self.problem is None and not self._warned
 
     @property
     def held_bytes(self) -> int:
@@ -105,7 +111,7 @@ class GraphedLoss:
             self._warn(str(error))
             return None
         if self._state is not None and not self._state.holds():
-            _LOGGER.info("parameters were replaced or moved: the micro-step is captured again")
+            _LOGGER.info("the model's parameters, buffers or parts are others now: the micro-step is captured again")
             self.reset()
         if signature not in self._steps:
             if len(self._steps) >= MAX_SIGNATURES:
@@ -117,8 +123,8 @@ class GraphedLoss:
     def _capture(self, signature: Signature, inputs: dict[str, Any]) -> _GraphedStep | None:
         try:
             if self._state is None:
-                self._state = _State.of(self._module, self._recorder)
-            with self._within(inputs):
+                self._state = TrainingState.of(self._module, self._recorder)
+            with self._state.on_its_device(), self._within(inputs):
                 self._steps[signature] = _GraphedStep(self._function, inputs, self._state, self._recorder)
         except (NotCapturableError, torch.OutOfMemoryError) as error:
             self.problem = str(error) if isinstance(error, NotCapturableError) else told(error)
@@ -137,109 +143,11 @@ class GraphedLoss:
             _LOGGER.warning("a micro-step runs operation by operation, not as CUDA graphs: %s", reason)
 
 
-class _State:
-    """The parameters that graphs read, and the gradients that they add to. The memory of both is fixed.
-
-    A parameter whose gradient is taken over by a hook has no gradient of its own.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._places = [
-            (part._parameters, name, parameter, parameter.data_ptr(), parameter.requires_grad)
-            for part in module.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
-        distinct = {id(parameter): parameter for _, _, parameter, _, _ in self._places}
-        self._trained = [parameter for parameter in distinct.values() if parameter.requires_grad]
-        self._owners = [parameter for parameter in self._trained if not parameter._post_accumulate_grad_hooks]
-        self._buffers = list(module.buffers())
-        self._gradients: list[Tensor] = []
-
-    @classmethod
-    def of(cls, module: nn.Module, recorder: Recorder) -> _State:
-        """Return the state of a model.
-
-        Raises:
-            NotCapturableError: its gradients are not simply added up in this process.
-        """
-        problem = recorder.find_problem(list(module.parameters())) or _find_problem(module)
-        if problem is not None:
-            raise NotCapturableError(problem)
-        return cls(module)
-
-    def holds(self) -> bool:
-        """Whether the parameters are where they were."""
-        return all(
-            owner.get(name) is parameter
-            and parameter.data_ptr() == address
-            and parameter.requires_grad is requires_grad
-            for owner, name, parameter, address, requires_grad in self._places
-        )
-
-    @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Within the context, modules have other parameters in the same memory, whose gradients are the fixed ones.
-
-        Theirs is a new place in autograd. That of the model's own parameters may belong to a loss that is still alive,
-        with a stream that no capture may touch. Afterwards the gradients of these and all buffers are what they were.
-
-        Raises:
-            NotCapturableError: parameters are used without the modules that have them.
-        """
-        if not self._gradients:
-            self._gradients = [torch.zeros_like(parameter) for parameter in self._owners]
-        others = {id(parameter): _in_same_memory(parameter) for parameter in self._trained}
-        for parameter, fixed in zip(self._owners, self._gradients, strict=True):
-            others[id(parameter)].grad = fixed
-        kept = [parameter.grad for parameter in self._trained]
-        for parameter in self._trained:
-            parameter.grad = None
-        values = [buffer.detach().clone() for buffer in self._buffers]
-        for owner, name, parameter, _, _ in self._places:
-            owner[name] = others.get(id(parameter), parameter)
-        try:
-            yield
-        finally:
-            for owner, name, parameter, _, _ in self._places:
-                owner[name] = parameter
-            strays = [parameter for parameter in self._trained if parameter.grad is not None]
-            for parameter, gradient in zip(self._trained, kept, strict=True):
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in zip(self._buffers, values, strict=True):
-                    buffer.copy_(value)
-        if strays:
-            raise NotCapturableError("parameters are used without the modules that have them")
-
-    def attach(self) -> None:
-        """Make the fixed gradients those of the parameters, with the values that these have now: None is zero."""
-        empty = []
-        for parameter, gradient in zip(self._owners, self._gradients, strict=True):
-            present = parameter.grad
-            if present is gradient:
-                continue
-            if present is None:
-                empty.append(gradient)
-            else:
-                gradient.copy_(present)
-            parameter.grad = gradient
-        if empty:
-            torch._foreach_zero_(empty)
-
-
-def _in_same_memory(parameter: nn.Parameter) -> nn.Parameter:
-    other = nn.Parameter(parameter.detach())
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        other.register_post_accumulate_grad_hook(hook)
-    return other
-
-
 class _GraphedStep:
     """Forward and backward of one signature, captured when it is built."""
 
     def __init__(
-        self, function: Callable[..., Tensor], inputs: dict[str, Any], state: _State, recorder: Recorder
+        self, function: Callable[..., Tensor], inputs: dict[str, Any], state: TrainingState, recorder: Recorder
     ) -> None:
         self._function = function
         self._state = state
@@ -249,7 +157,7 @@ class _GraphedStep:
         self._tensors = [(name, value) for name, value in self._inputs.items() if isinstance(value, Tensor)]
         self._loss: Tensor | None = None
         self._incoming: Tensor | None = None
-        with torch.enable_grad(), _no_autocast_cache(), state.borrowed():
+        with torch.enable_grad(), _no_autocast_cache(), state.borrowed() as self._reached:
             recorder.warm_up(self._warm_up)
             self._forward_again, self._backward_again = recorder.record((self._forward, self._backward))
             if self._loss is not None:
@@ -271,7 +179,7 @@ class _GraphedStep:
     def backward(self, incoming: Tensor) -> None:
         """Replay the backward, which adds to the gradients."""
         assert self._incoming is not None, "the warm-up ran a backward"
-        self._state.attach()
+        self._state.attach(self._reached)
         self._incoming.copy_(incoming)
         self._backward_again()
 
@@ -334,25 +242,6 @@ def _signature_of(inputs: dict[str, Any]) -> Signature:
         else:
             raise NotCapturableError(f"the input '{name}' is a {type(value).__name__}")
     return tuple(found)
-
-
-def _find_problem(module: nn.Module) -> str | None:
-    """Return why gradients do not simply add up in place; null if they do."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "processes exchange gradients by hooks, which no graph repeats"
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trained:
-        return "no parameter is trained"
-    for parameter in trained:
-        hooks: Sequence[Any] = tuple((parameter._post_accumulate_grad_hooks or {}).values())
-        if parameter._backward_hooks or not all(getattr(hook, "is_replayable", False) for hook in hooks):
-            return "parameters have hooks, which no graph repeats"
-        if type(parameter) is not nn.Parameter:
-            return f"a parameter is a {type(parameter).__name__}"
-    for part in module.modules():
-        if part._backward_hooks or part._backward_pre_hooks or hasattr(part, "_hf_hook"):
-            return f"{type(part).__name__} has hooks, which no graph repeats"
-    return None
 
 
 @contextmanager

@@ -14,10 +14,12 @@ hooked launches.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import BuiltinFunctionType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +27,13 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 KEPT_LAUNCHES = 256
 """Shapes for which a function keeps its launches; the least recently used go first."""
-MOST_ADDRESSES = 256
-"""Addresses of a tensor whose descriptors are kept, and sets of addresses whose arguments are. The oldest go first."""
+MOST_ADDRESSES = 1 << 14
+"""Addresses whose descriptors a process keeps, and sets of addresses whose arguments it keeps. The oldest go first."""
+_KEPT: deque[tuple[dict[Any, Any], Any]] = deque()
+"""Where each of them lies and its key, in the order in which they came."""
 _KNOWN_TRITON = ("3.6.",)
+K = TypeVar("K")
+V = TypeVar("V")
 _Bound: TypeAlias = tuple[Callable[..., None], int, int, int, tuple[Any, ...]]
 """A compiled launcher, the grid, and the arguments that follow the stream."""
 _address_of = Tensor.data_ptr
@@ -170,9 +176,7 @@ class Launches:
 
             self._hooks = knobs.runtime
         if self._hooks is not None and len(found) == len(self._launches):
-            if len(self._bound) >= MOST_ADDRESSES:
-                self._bound.pop(next(iter(self._bound)), None)
-            self._bound[addresses] = found
+            _keep(self._bound, addresses, found)
 
 
 class _Prepared:
@@ -204,11 +208,20 @@ class _Prepared:
                 return None
             encoded = maps.get(address)
             if encoded is None:
-                if len(maps) >= MOST_ADDRESSES:
-                    maps.pop(next(iter(maps)), None)
-                maps[address] = encoded = encode(address)
+                encoded = encode(address)
+                _keep(maps, address, encoded)
             arguments[place] = encoded
         return self._launcher, *self._sizes, tuple(arguments)
+
+
+def _keep(kept: dict[K, V], key: K, value: V) -> None:
+    """Add to what is kept; the oldest of the process goes if there is no room. Threads may do that at the same time."""
+    kept[key] = value
+    _KEPT.append((kept, key))
+    if len(_KEPT) > MOST_ADDRESSES:
+        with suppress(IndexError):  # another thread was faster
+            oldest, its_key = _KEPT.popleft()
+            oldest.pop(its_key, None)
 
 
 def _prepare(

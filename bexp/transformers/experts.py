@@ -29,6 +29,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "ReLU": "relu",
 }
 _HALF = (torch.bfloat16, torch.float16)
+_LEFT_EAGER: dict[str, ExpertFFN] = {}
+"""Our implementations that compiled layers call outside of their graphs, by name."""
 
 
 def expert_modules(module: nn.Module) -> list[nn.Module]:
@@ -93,6 +95,17 @@ def unsupported_reason(module: nn.Module, experts: str) -> str | None:
     return _device_reason(experts, weight) or _kernel_reason(experts, module, weight)
 
 
+def leave_eager(experts: str | None) -> None:
+    """Keep our implementation `experts` out of the graphs of compiled layers if the compiler cannot trace it."""
+    if experts not in OURS or experts in _LEFT_EAGER:
+        return
+    from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
+
+    backend = expert_backend(experts.removeprefix("bexp_"))
+    if not backend.traceable_dtypes:
+        _LEFT_EAGER[experts] = torch.compiler.disable(backend.forward)
+
+
 def register() -> None:
     """Make our implementations known to transformers. Each name is registered once."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - optional
@@ -130,6 +143,8 @@ def _implementation(name: str, device_type: str, weight: Tensor, *, as_operator:
         return _fused_operator if as_operator or torch.compiler.is_compiling() else _fused
     from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
 
+    if torch.compiler.is_compiling() and name in _LEFT_EAGER:
+        return _LEFT_EAGER[name]
     return expert_backend(name.removeprefix("bexp_")).forward
 
 
@@ -166,19 +181,28 @@ def _device_reason(experts: str, weight: Tensor) -> str | None:
     """Return why the kernels cannot run on the device of the weights. On the CPU a plain loop replaces them."""
     if weight.device.type != "cuda":
         return None
+    return _cuda_reason(experts, str(weight.device), weight.shape[1], weight.shape[2])
+
+
+def _cuda_reason(experts: str, device: str, first_size: int, second_size: int) -> str | None:
+    """Return the same for a CUDA device and the sizes of a matrix."""
     from bexp.kernels.triton_support import triton_reason  # noqa: PLC0415 - kept light
 
-    reason = triton_reason(weight.device)
+    reason = triton_reason(torch.device(device))
     if reason is not None:
         return reason
-    capability = torch.cuda.get_device_capability(weight.device)
+    capability = torch.cuda.get_device_capability(device)
     if experts == "bexp_hopper_grouped" and capability != (9, 0):
         return f"it needs compute capability 9.0, not {capability[0]}.{capability[1]}"
     if experts == "bexp_fused" and capability < (9, 0):
         return f"it needs compute capability 9.0 or later, not {capability[0]}.{capability[1]}"
-    if any(size % 8 for size in weight.shape[1:]):
-        return f"it needs sizes that are multiples of 8, not {tuple(weight.shape[1:])}"
+    if first_size % 8 or second_size % 8:
+        return f"it needs sizes that are multiples of 8, not {(first_size, second_size)}"
     return None
+
+
+# The compiler calls it while it traces, and takes the answer as a constant: see `auto.backend._steps`.
+_cuda_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kernel_reason(experts: str, module: nn.Module, weight: Tensor) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from bexp.transformers.attention import set_attention
-from bexp.transformers.experts import set_experts
+from bexp.transformers.experts import leave_eager, set_experts
 from bexp.transformers.graph import set_graph
 from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
@@ -91,7 +91,7 @@ def _steps(
         liger = settings.loss == "liger"
         steps.append((f"loss: {settings.loss}", lambda: set_loss(module, changes, chunk=chunk, liger=liger)))
     if settings.compile:
-        steps.append(("every decoder layer compiled", lambda: _compile(module, changes)))
+        steps.append(("every decoder layer compiled", lambda: _compile(module, settings.experts, changes)))
     if not is_layer(module) and (steps or settings.graph):
         steps.append(("no cache of keys and values in training", lambda: _without_cache(module, changes)))
     if settings.graph and not is_layer(module):
@@ -99,7 +99,8 @@ def _steps(
     return steps
 
 
-def _compile(module: nn.Module, changes: Changes) -> None:
+def _compile(module: nn.Module, experts: str | None, changes: Changes) -> None:
+    leave_eager(experts)
     for layer in decoder_layers(module):
         before = getattr(layer, "_compiled_call_impl", None)
         changes.on_undo(lambda layer=layer, before=before: setattr(layer, "_compiled_call_impl", before))  # type: ignore[misc]

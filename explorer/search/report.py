@@ -171,6 +171,9 @@ def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
     notes = [f"execution: {candidate.execution or request.execution}"]
+    asked = frozenset(request.admitted_executions)
+    refused = [each for each in report.executions if not each.usable and each.name in asked]
+    notes += [f"execution '{each.name}' is left out: {each.reason}" for each in refused]
     notes += [f"kernels '{each.name}' are left out: {each.reason}" for each in report.kernels if not each.usable]
     notes += [f"loss '{each.name}' is left out: {each.reason}" for each in report.losses if not each.usable]
     notes += _sharing_notes(request, candidate, report)

@@ -34,8 +34,8 @@ def step(callback: Any, state: Any = STATE, told: Any = None, micro_batches: int
     callback.on_step_end(ARGS, state, told)
 
 
-def train(callback: Any, steps: int = 5) -> None:
-    callback.on_train_begin(ARGS, STATE, None)
+def train(callback: Any, steps: int = 5, model: Any = None) -> None:
+    callback.on_train_begin(ARGS, STATE, None, model=model)
     for _ in range(steps):
         step(callback)
     callback.on_train_end(ARGS, STATE, None)
@@ -79,6 +79,17 @@ def test_the_report_is_logged_beside_the_promise_and_posted(
     assert body["hardware"] == device_name()
     assert body["steps"] == 2
     assert body["tokens_per_second"] == pytest.approx(2 * 4 * 2 * 12 / body["seconds"])
+
+
+@pytest.mark.parametrize(("execution", "applied"), [("eager", True), ("graph", False)])
+def test_a_run_whose_graphs_cannot_be_had_is_not_one_of_the_recommendation(execution: str, applied: bool) -> None:
+    told, model = document(execution=execution), models.tiny("olmoe")
+    bexp.apply(model, told)
+    callback = bexp.TrainerCallback(told)
+    model(**models.batch()).loss.backward()
+    train(callback, model=model)
+    assert callback.report is not None
+    assert callback.report.applied is applied
 
 
 def test_a_service_that_does_not_answer_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:

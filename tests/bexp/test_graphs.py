@@ -103,7 +103,7 @@ def test_a_capture_in_the_middle_of_an_accumulation_changes_neither_gradients_no
     for rows in (3, 2, 3):
         plain(draw(rows, rows)).backward()
         graphed_loss(x=draw(rows, rows)).backward()
-    assert (graphed_loss.num_captures, graphed_loss.held_bytes) == (2, 7)
+    assert (graphed_loss.num_captures, graphed_loss.held_bytes, graphed_loss.always_replays) == (2, 7, True)
     assert recorder.repeats == 6
     assert net.calls == 3
     for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
@@ -132,7 +132,7 @@ def test_calls_that_no_graph_can_serve_run_as_they_are() -> None:
     assert recorder.repeats == 0
     for rows in range(1, MAX_SIGNATURES + 3):
         graphed_loss(x=draw(rows, rows)).backward()
-    assert graphed_loss.num_captures == MAX_SIGNATURES
+    assert (graphed_loss.num_captures, graphed_loss.always_replays) == (MAX_SIGNATURES, False)
     assert recorder.repeats == 2 * MAX_SIGNATURES
     assert graphed_loss.problem is None
 
@@ -180,6 +180,84 @@ def test_parameters_that_moved_are_captured_again() -> None:
     net.zero_grad()
     graphed_loss(x=draw(1)).backward()
     assert net.layers[0].weight.grad is None
+
+
+def another_buffer(net: Net) -> None:
+    net.calls = torch.full((), 5.0)
+
+
+def another_part(net: Net) -> None:
+    net.layers.append(nn.Dropout(0.0))
+
+
+def another_mode(net: Net) -> None:
+    net.layers[1].eval()
+
+
+@pytest.mark.parametrize("change", [another_buffer, another_part, another_mode])
+def test_a_model_that_is_another_than_was_captured_is_captured_again(change: Callable[[Net], None]) -> None:
+    _, net, graphed_loss, recorder = pair()
+    graphed_loss(x=draw(0)).backward()
+    first = graphed_loss._steps.copy()
+    change(net)
+    calls = int(net.calls)
+    for _ in range(2):
+        graphed_loss(x=draw(0)).backward()
+    assert (int(net.calls), recorder.repeats) == (calls + 2, 6)
+    assert graphed_loss.num_captures == 1
+    for found, kept in zip(graphed_loss._steps.values(), first.values(), strict=True):
+        assert found is not kept
+
+
+def test_a_buffer_that_the_model_replaces_is_refused_and_has_the_right_values() -> None:
+    class Replacing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            loss: Tensor = self.layers(x).square().mean()
+            return loss
+
+    net, recorder = Replacing(), Repeater()
+    graphed_loss = GraphedLoss(net, net.forward, recorder=recorder)
+    for _ in range(2):
+        graphed_loss(x=draw(0)).backward()
+    assert "'calls' is replaced" in str(graphed_loss.problem)
+    assert (int(net.calls), recorder.repeats) == (2, 0)
+
+
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient_and_does_not_decay() -> None:
+    net, recorder = Net(), Repeater()
+    net.unused = nn.Linear(4, 4)
+    before = net.unused.weight.clone()
+    graphed_loss = GraphedLoss(net, net.forward, recorder=recorder)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    graphed_loss(x=draw(0)).backward()
+    optimizer.step()
+    assert recorder.repeats == 2
+    assert net.unused.weight.grad is None
+    torch.testing.assert_close(net.unused.weight, before, rtol=0, atol=0)
+
+
+def test_a_capture_takes_the_device_of_the_model_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    _, net, graphed_loss, recorder = pair()
+    seen: list[Tensor] = []
+
+    def warm_up(work: Callable[[], None]) -> None:
+        seen.extend(current)
+        work()
+
+    monkeypatch.setattr(recorder, "warm_up", warm_up)
+    graphed_loss(x=draw(0))
+    assert [tensor is next(net.parameters()) for tensor in seen] == [True]
+    assert not current
 
 
 def test_parameters_that_are_used_without_their_modules_are_refused() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,13 @@ from bexp.kernels.experts.auto.backend import PLANNED, AutoExperts, auto_backend
 from bexp.kernels.experts.auto.choice import ByLoad, Seconds, choose
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape, apart, measure_ffn, measure_gemm
 from bexp.kernels.experts.auto.products import STOCK, Products, gemm_of
-from bexp.kernels.experts.auto.table import FARTHEST_CLASSES, KernelTable, row_class, rows_of_class
+from bexp.kernels.experts.auto.table import FARTHEST_CLASSES, KernelTable, folder, row_class, rows_of_class
 from bexp.kernels.experts.backend import ExpertBackend, ExpertFFN
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases
+from workers.process.kernel_cache import kernel_cache
 
 CPU = torch.device("cpu")
 OTHER = "other"
@@ -117,11 +119,23 @@ def test_a_table_is_read_by_a_later_process_with_the_same_versions_only(monkeypa
     assert other.plan("shape", 32, STOCK) == STOCK
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"of": {}}', '{"seconds": {"shape": {"x": 1}}}'])
-def test_a_broken_file_is_no_table_and_is_replaced(text: str) -> None:
+def of_this_machine(classes: str) -> str:
+    return f'{{"of": OF, "seconds": {{"shape": {classes}}}}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", '{"of": {}}', '{"of": OF}', '{"of": OF, "seconds": []}', of_this_machine('{"x": {}}')),
+        *(of_this_machine('{"10": []}'), of_this_machine('{"1000000000": {}}')),
+        *(of_this_machine(f'{{"10": {{"uniform": {{"other": {value}}}}}}}') for value in ("[0.0, 0.0]", "[NaN, 0]")),
+    ],
+)
+def test_a_broken_file_is_no_table_and_is_replaced(text: str, caplog: pytest.LogCaptureFixture) -> None:
     table = plans.table_of(CPU)
-    table.path.write_text(text)
+    table.path.write_text(text.replace("OF", json.dumps(dict(table.of))))
     assert KernelTable.of_device(CPU).plan("shape", 32, STOCK) == STOCK
+    assert ("is not read" in caplog.text) is (text != '{"of": {}}')
     table.write("shape", 10, FASTER)
     assert KernelTable.of_device(CPU).plan("shape", 32, STOCK) == OTHER
 
@@ -132,6 +146,21 @@ def test_a_folder_that_cannot_be_written_costs_only_the_file(tables: Path, caplo
     table.write("shape", 10, FASTER)
     assert table.plan("shape", 32, STOCK) == OTHER
     assert "is not written" in caplog.text
+
+
+@pytest.mark.parametrize("cache", ["cache", "file", None], ids=["usual", "cannot be written", "without a home"])
+def test_a_trainer_reads_tables_where_a_worker_keeps_them(
+    cache: str | None, tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tables / "file").write_text("")
+    monkeypatch.delenv("BEXP_EXPERT_TABLES")
+    monkeypatch.delenv("BEXP_KERNEL_CACHE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "" if cache is None else str(tables / cache))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tables))
+    kept = Path(kernel_cache(os.environ)["BEXP_EXPERT_TABLES"])
+    kept.mkdir()
+    assert folder() == kept
 
 
 def test_processes_that_write_at_once_lose_nothing(tables: Path) -> None:
@@ -186,6 +215,16 @@ def test_nothing_is_measured_during_a_capture_or_a_trace(monkeypatch: pytest.Mon
     assert not plans.may_measure(cuda)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not plans.may_measure(CPU)
+
+
+def test_nothing_is_measured_within_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_MEASURE_EXPERTS", "1")
+    found: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: found.append(plans.may_measure(CPU)))
+    x.sum().backward()
+    assert found == [False]
+    assert plans.may_measure(CPU)
 
 
 def test_a_measurement_that_fails_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -167,7 +168,8 @@ def test_an_address_is_encoded_once_and_what_is_kept_is_bounded(
         return encoded[-1]
 
     monkeypatch.setattr(Blocks, "describe", describe)
-    monkeypatch.setattr(launcher, "MOST_ADDRESSES", 2)
+    monkeypatch.setattr(launcher, "MOST_ADDRESSES", 4)  # two descriptors and two sets of addresses
+    monkeypatch.setattr(launcher, "_KEPT", deque())
     launch = launches(FakeKernel())
     x, a = operands()
     b, c = torch.zeros(4, 8), torch.zeros(4, 8)
@@ -178,6 +180,10 @@ def test_an_address_is_encoded_once_and_what_is_kept_is_bounded(
     assert encoded == [addresses[name] for name in ("a", "b", "a", "c", "b", "a")]
     assert [call[14][1] for call in below] == [addresses[name] for name in ("b", "a", "b", "c", "b", "a")]
     assert len(launch._bound) == 2
+    another = launches(FakeKernel())  # the room is the process's
+    for w in (a, b, c):
+        another(STREAM, x, w)
+    assert (len(launch._bound), len(another._bound)) == (0, 2)
 
 
 def test_a_pointer_views_what_lies_behind_an_offset() -> None:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from bexp.kernels import triton_support
+from bexp.kernels.experts import registry
+from bexp.transformers import experts
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
@@ -262,3 +267,45 @@ def test_checkpoints_and_optimizer_states_are_the_same(tmp_path: Path) -> None:
     resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     after = [train(m, o) for m, o in zip((plain, loaded), (optimizers[0], resumed), strict=True)]
     assert after[0] == pytest.approx(after[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("reason", [None, "Triton is not installed"])
+def test_a_compiled_layer_takes_whether_kernels_run_here_as_a_constant(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_support, "triton_reason", functools.cache(lambda device: reason))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def is_refused(weight: torch.Tensor) -> torch.Tensor:
+        found = experts._cuda_reason("bexp_fused", str(weight.device), weight.shape[1], weight.shape[2])
+        return weight.new_ones(()) * (found is not None)
+
+    torch.compiler.reset()
+    compiled = torch.compile(is_refused, backend="eager", fullgraph=True)
+    assert bool(compiled(torch.zeros(2, 8, 16))) is (reason is not None)
+
+
+@pytest.mark.parametrize("traceable", [True, False])
+def test_a_compiled_layer_traces_our_experts_only_if_the_compiler_can(
+    traceable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.compiler.is_compiling()
+
+    dtypes = frozenset({torch.bfloat16} if traceable else ())
+    backend = SimpleNamespace(forward=forward, traceable_dtypes=dtypes)
+    monkeypatch.setattr(registry, "expert_backend", lambda name: backend)
+    monkeypatch.setattr(experts, "_LEFT_EAGER", {})
+    monkeypatch.setattr(experts, "_device_reason", lambda name, weight: None)
+    weight = SimpleNamespace(is_cuda=True)
+    experts.leave_eager("bexp_triton_grouped")
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        ffn: Any = experts._implementation("bexp_triton_grouped", "cuda", weight, as_operator=False)  # type: ignore[arg-type]
+        found: torch.Tensor = ffn(2 * x)
+        return found
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="eager")
+    assert compiled(torch.zeros(1)).item() == traceable
+    assert layer(torch.zeros(1)).item() == 0

@@ -21,6 +21,7 @@ from explorer.search.report import (
 )
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
 
@@ -165,6 +166,17 @@ def test_ligers_kernels_that_were_left_out_are_noted_with_the_reason() -> None:
     notes = recommend(known_state(), report=report).notes
     assert "kernels 'liger' are left out: pip install liger-kernel" in notes
     assert "loss 'liger' is left out: pip install liger-kernel" in notes
+
+
+def test_an_execution_that_was_asked_for_and_cannot_be_had_is_noted_with_the_reason() -> None:
+    refused = BackendSupport(name="graph", usable=False, reason="the model waits for the device")
+    other = refused.model_copy(update={"name": "compile+graph"})
+    report = REPORT.model_copy(update={"executions": (refused, other)})
+    state = known_state()
+    state.request = state.request.model_copy(update={"executions": (Execution.EAGER, Execution.GRAPH)})
+    notes = recommend(state, report=report).notes
+    assert "execution 'graph' is left out: the model waits for the device" in notes
+    assert not any("compile+graph" in note for note in notes)
 
 
 def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -> None:

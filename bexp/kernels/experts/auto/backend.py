@@ -100,7 +100,7 @@ class AutoExperts:
     def _settled(self, key: tuple[object, ...], routes_TK: Tensor, w_in: Tensor, w_out: Tensor) -> ExpertFFN:
         shape = shape_of(routes_TK, w_in, w_out)
         name = self.choice(shape, routes_TK.shape[0], w_in.device, may=may_measure(w_in.device))
-        run = self._planned if name == PLANNED else self.backends[name].forward
+        run = self._planned if name == PLANNED else self.backends.get(name, self.backends[STOCK]).forward
         if len(self._chosen) < MOST_KEPT and not is_capturing(w_in.device):
             self._chosen[key] = run
         return run

@@ -20,6 +20,8 @@ from bexp.kernels.experts.grouped_ffn import GroupedGemm
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.shapes import ExpertsShape
 
+NO_GRAPH_TASK = -1
+"""What autograd returns as the number of the backward that this thread is in, if it is in none."""
 MOST_KEPT = 1 << 12
 """A process keeps the plans of this many shapes; later ones are looked up in the table each time."""
 
@@ -27,8 +29,13 @@ _log = logging.getLogger(__name__)
 
 
 def may_measure(device: torch.device) -> bool:
-    """Whether this process may measure a class at its first use, and nothing is being captured or traced."""
+    """Whether this process may measure a class at its first use, and nothing is being captured or traced.
+
+    Nothing is measured from within a backward: that of the measurement would wait for the same thread of autograd.
+    """
     if os.environ.get(MEASURE_VARIABLE) != "1" or torch.compiler.is_compiling():
+        return False
+    if torch._C._current_graph_task_id() != NO_GRAPH_TASK:
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

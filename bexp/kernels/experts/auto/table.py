@@ -14,8 +14,9 @@ import logging
 import math
 import os
 import platform
+import stat
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +31,8 @@ MEASURE_VARIABLE = "BEXP_MEASURE_EXPERTS"
 CLASSES_AN_OCTAVE = 2
 FARTHEST_CLASSES = 4
 """A class further away than this from all that were measured takes torch's own back end."""
+MOST_CLASSES = 63 * CLASSES_AN_OCTAVE
+"""The class of the most rows that a tensor can have."""
 
 _EXPERTS = Path(__file__).parents[1]
 _log = logging.getLogger(__name__)
@@ -46,13 +49,34 @@ def rows_of_class(number: int) -> int:
 
 
 def folder() -> Path:
-    """Return where tables are kept: BEXP_EXPERT_TABLES, else beside the compiled kernels in the user's cache folder."""
+    """Return where tables are kept: BEXP_EXPERT_TABLES, else beside the compiled kernels.
+
+    That is the user's cache folder, or one in the temporary directory if a worker had to go there.
+    """
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if cache.startswith("/") else Path.home() / ".cache"
-    return base / "bexp" / "kernels" / "experts"
+    usual = list(_usual_folders())
+    return next(filter(_is_own, usual), usual[0])
+
+
+def _usual_folders() -> Iterator[Path]:
+    """Where a worker keeps tables, in its order of preference."""
+    cache, home = os.environ.get("XDG_CACHE_HOME", ""), os.environ.get("HOME", "")
+    if cache.startswith("/"):
+        yield Path(cache) / "bexp" / "kernels" / "experts"
+    elif home.startswith("/"):
+        yield Path(home) / ".cache" / "bexp" / "kernels" / "experts"
+    yield Path(tempfile.gettempdir()) / f"bexp-kernels-{os.getuid()}" / "experts"
+
+
+def _is_own(path: Path) -> bool:
+    """Whether there is such a folder, and it is this user's."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -90,7 +114,7 @@ class KernelTable:
             if found["of"] != dict(self.of):
                 return
             read = {
-                shape: {int(number): _decoded(loads) for number, loads in classes.items()}
+                shape: {_class_of(number): _decoded(loads) for number, loads in classes.items()}
                 for shape, classes in found["seconds"].items()
             }
         except FileNotFoundError:
@@ -166,11 +190,24 @@ def _encoded(loads: ByLoad) -> dict[str, dict[str, list[float]]]:
     return {load: {name: [s.median, s.error] for name, s in times.items()} for load, times in loads.items()}
 
 
+def _class_of(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= MOST_CLASSES:
+        raise ValueError(f"there is no class {number} of rows")
+    return number
+
+
 def _decoded(loads: Any) -> dict[str, dict[str, Seconds]]:
     return {
-        load: {name: Seconds(float(median), float(error)) for name, (median, error) in times.items()}
+        load: {name: _seconds(float(median), float(error)) for name, (median, error) in times.items()}
         for load, times in loads.items()
     }
+
+
+def _seconds(median: float, error: float) -> Seconds:
+    if not (0 < median < math.inf and 0 <= error < math.inf):
+        raise ValueError(f"{median} +- {error} are no seconds")
+    return Seconds(median, error)
 
 
 def _host_processor() -> str:
