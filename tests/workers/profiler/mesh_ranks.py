@@ -24,7 +24,7 @@ from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import DType, ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec, Sharding, TrainingSpec
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import SHARDING, fork_ranks
 from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
@@ -36,6 +36,8 @@ from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import own
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}
+IMPORTED_LATE = (*SHARDING, "torch.distributed.pipelining")
+"""What the first mesh, sharding and pipeline import."""
 NUM_MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 2
 DENSE = ModelSpec(
@@ -291,4 +293,5 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
 
 if __name__ == "__main__":
     kind = sys.argv[2] if len(sys.argv) > 2 else "cpu"
-    raise SystemExit(fork_ranks(partial(run_rank, folder=Path(sys.argv[1]), kind=kind), NUM_RANKS[kind]))
+    run = partial(run_rank, folder=Path(sys.argv[1]), kind=kind)
+    raise SystemExit(fork_ranks(run, NUM_RANKS[kind], shared=IMPORTED_LATE))
