@@ -174,10 +174,7 @@ def differ(
             loss = device(part, wanted)
             (loss / (NUM_MICRO_BATCHES * case.data)).backward()
             losses.append(loss.item())
-    gradients: dict[Tensor, Tensor] = {}
-    for _ in range(2):  # the second step is like all that follow
-        run.optimizer.zero_grad()
-        run.compute_gradients()
+    run.compute_gradients()
     gradients = {p: g for p, g in zip(run.optimizer.parameters, run.optimizer.gradients, strict=True) if g is not None}
     worst = 0.0
     for parameter, name in pairs:
@@ -282,8 +279,8 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
         with torch.no_grad():
             for parameter in device.parameters():  # so that losses differ from those of equal chances
                 parameter.mul_(4.0).add_(torch.randn(parameter.shape, device=where, generator=generator), alpha=0.1)
+        assert training_run.begin() > 0  # whole steps: the one that is compared is like all that follow
         said[name] = differ(training_run, cuts, device, mesh, rank, where)
-        assert training_run.begin() > 0
         training_run.finish()
     if kind == "cpu":
         said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
