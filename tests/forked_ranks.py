@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -44,6 +45,7 @@ def fork_ranks(run: Callable[[int], None], num_ranks: int, *, shared: Sequence[s
     """
     for name in shared:
         import_module(name)
+    gc.freeze()  # each garbage collection of a rank would go through all that was imported
     for rank in range(num_ranks):
         if os.fork() == 0:
             run(rank)  # an exception ends this process with a traceback and status 1

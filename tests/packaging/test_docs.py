@@ -41,9 +41,10 @@ def test_commands_that_are_shown_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_modules_that_are_shown_exist(page: Path) -> None:
     code = _code(page)
-    # What follows the name of another repository, such as `pytorch/torchtitan`, is a file of that one.
+    # What follows the name of another repository, such as `pytorch/torchtitan`, is a file of that one. A command writes
+    # what follows its `--out`.
     for path in re.findall(
-        r"(?<!torchtitan )\b(?:examples|deploy|benchmarks|tests|bexp|explorer|workers)/[\w./-]+\w", code
+        r"(?<!torchtitan )(?<!--out )\b(?:examples|deploy|benchmarks|tests|bexp|explorer|workers)/[\w./-]+\w", code
     ):
         assert "NAME" in path or (ROOT / path).exists(), path
     for module in re.findall(r"-m (benchmarks[\w.]*)", page.read_text()):

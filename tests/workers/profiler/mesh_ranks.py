@@ -24,7 +24,7 @@ from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import DType, ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec, Sharding, TrainingSpec
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import SHARDING, fork_ranks
 from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
@@ -36,6 +36,8 @@ from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import own
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}
+IMPORTED_LATE = (*SHARDING, "torch.distributed.pipelining")
+"""What the first mesh, sharding and pipeline import."""
 NUM_MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 2
 DENSE = ModelSpec(
@@ -172,10 +174,7 @@ def differ(
             loss = device(part, wanted)
             (loss / (NUM_MICRO_BATCHES * case.data)).backward()
             losses.append(loss.item())
-    gradients: dict[Tensor, Tensor] = {}
-    for _ in range(2):  # the second step is like all that follow
-        run.optimizer.zero_grad()
-        run.compute_gradients()
+    run.compute_gradients()
     gradients = {p: g for p, g in zip(run.optimizer.parameters, run.optimizer.gradients, strict=True) if g is not None}
     worst = 0.0
     for parameter, name in pairs:
@@ -280,8 +279,8 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
         with torch.no_grad():
             for parameter in device.parameters():  # so that losses differ from those of equal chances
                 parameter.mul_(4.0).add_(torch.randn(parameter.shape, device=where, generator=generator), alpha=0.1)
+        assert training_run.begin() > 0  # whole steps: the one that is compared is like all that follow
         said[name] = differ(training_run, cuts, device, mesh, rank, where)
-        assert training_run.begin() > 0
         training_run.finish()
     if kind == "cpu":
         said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
@@ -291,4 +290,5 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
 
 if __name__ == "__main__":
     kind = sys.argv[2] if len(sys.argv) > 2 else "cpu"
-    raise SystemExit(fork_ranks(partial(run_rank, folder=Path(sys.argv[1]), kind=kind), NUM_RANKS[kind]))
+    run = partial(run_rank, folder=Path(sys.argv[1]), kind=kind)
+    raise SystemExit(fork_ranks(run, NUM_RANKS[kind], shared=IMPORTED_LATE))
