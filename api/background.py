@@ -65,7 +65,7 @@ class Supervisor:
             try:
                 await run(task.beat)
                 task.fault = "it ended"
-            except Exception as error:
+            except Exception as error:  # whatever ends a task, it is started again
                 task.fault = type(error).__name__
                 logger.warning("the background task '%s' failed and is started again", task.name, exc_info=error)
             await asyncio.sleep(self._restart_seconds)

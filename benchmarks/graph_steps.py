@@ -151,11 +151,11 @@ class _Runs:
 
     def __init__(self, setting: dict[str, Any], device: str, executions: tuple[str, ...]) -> None:
         import torch  # noqa: PLC0415 - in the child alone
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - in the child alone
 
-        from bexp.transformers.layers import decoder_layers  # noqa: PLC0415
-        from bexp.transformers.set_up import set_up  # noqa: PLC0415
-        from bexp.transformers.settings import Settings  # noqa: PLC0415
+        from bexp.transformers.layers import decoder_layers  # noqa: PLC0415 - in the child alone
+        from bexp.transformers.set_up import set_up  # noqa: PLC0415 - in the child alone
+        from bexp.transformers.settings import Settings  # noqa: PLC0415 - in the child alone
 
         torch.manual_seed(0)
         self.cuda = device == "cuda"
@@ -186,7 +186,7 @@ class _Runs:
 
     def prepare(self) -> None:
         """Compile, capture, and measure the peak of each execution, before its own graphs are made for the timing."""
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - in the child alone
 
         self._drop_graphs()
         self.step()  # the optimizer's states exist from now on
@@ -238,7 +238,7 @@ class _Runs:
 
     def step(self) -> None:
         """A micro-step and the update."""
-        from torch.nn.utils import clip_grad_norm_  # noqa: PLC0415
+        from torch.nn.utils import clip_grad_norm_  # noqa: PLC0415 - in the child alone
 
         self.micro_step()
         clip_grad_norm_(self.parameters, 1.0)
@@ -248,7 +248,7 @@ class _Runs:
     @contextmanager
     def set(self, execution: str) -> Iterator[None]:
         """Within the context, the model runs like this."""
-        from bexp.transformers.graph import GraphedForward  # noqa: PLC0415
+        from bexp.transformers.graph import GraphedForward  # noqa: PLC0415 - in the child alone
 
         if "compile" in execution and not self.compiled:
             for layer in self.layers:
@@ -277,15 +277,15 @@ class _Runs:
         return (time.perf_counter() - started) / STEPS
 
     def _synchronize(self) -> None:
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - in the child alone
 
         if self.cuda:
             torch.cuda.synchronize()
 
     def _drop_graphs(self) -> None:
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - in the child alone
 
-        from bexp.graph_recorder import CudaRecorder  # noqa: PLC0415
+        from bexp.graph_recorder import CudaRecorder  # noqa: PLC0415 - in the child alone
 
         self.forwards.clear()
         self.recorder = CudaRecorder()

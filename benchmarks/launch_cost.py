@@ -231,7 +231,7 @@ def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str
 def measure_choice(name: str, layer: Layer, device: torch.device) -> dict[str, Any]:
     """Forward and backward by the clock, with the tiles that are chosen and without the GEMMs written for Hopper."""
     from bexp.kernels.experts.fused.function import fused_ffn  # noqa: PLC0415 - needs Triton
-    from bexp.kernels.experts.fused.tiles import default_tiles, on_hopper_tiles  # noqa: PLC0415
+    from bexp.kernels.experts.fused.tiles import default_tiles, on_hopper_tiles  # noqa: PLC0415 - needs Triton
 
     inputs, routes, grad = _layer_inputs(layer, device)
     sizes = (layer.num_tokens * layer.top_k, layer.num_experts, True, 2)

@@ -28,30 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.components import Component
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
+from benchmarks.plan_prediction import RowError, predict
 from explorer.cost_model.parameters import count_embedding, count_parameters
 from explorer.formats.request import parse_request
-from explorer.records.measurement import ComponentMeasurement, Outcome, judge
-from explorer.records.trial import Measure, TrialKind, TrialPlan
-from explorer.search.plan_report import plan_parts
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.execution import Execution
+from explorer.records.trial import Measure
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
 from workers.process.profiler import Profiler
 
 PUBLISHED = Path(__file__).with_suffix(".json")
-TIMEOUT_SECONDS = 120.0
-POWER_CAP = "sw_power_cap"
-"""NVML's reason for a clock that the power limit holds down."""
-
-
-class RowError(Exception):
-    """A row cannot be predicted here; the message says why."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -223,105 +209,6 @@ def request_of(row: dict[str, Any], table: dict[str, Any]) -> ExplorationRequest
     """Return a plan that admits the row's mesh alone."""
     model = {"name": row["model"], **table["models"][row["model"]]}
     return parse_request({"model": model, "fabric": table["fabric"], **row["request"]})
-
-
-def predict(
-    request: ExplorationRequest,
-    report: DeviceReport,
-    measure: Measure | None,
-    components: list[dict[str, Any]],
-    save: Callable[[], None],
-) -> dict[str, Any]:
-    """Return the prediction and its parts. What is measured is added to `components`, each with its `subject`.
-
-    Raises:
-        RowError: the row stands for several candidates, or for none, or a block cannot be measured, or `measure` is
-            null and a block is missing.
-    """
-    space = PlanSpace(request, report)
-    if len(space.candidates) != 1:
-        raise RowError(f"the row stands for {len(space.candidates)} candidates")
-    found, subject = space.candidates[0], subject_of(request)
-    space.learn(
-        ComponentMeasurement.model_validate({name: value for name, value in known.items() if name != "subject"})
-        for known in components
-        if known["subject"] == subject
-    )
-    for component in space.missing(found):
-        if measure is None:
-            raise RowError(f"{component.key} has not been measured")
-        measured = measure_block(component, found, request, measure)
-        space.learn([measured])
-        components.append({"subject": subject, **measured.model_dump(mode="json")})
-        save()
-    return describe_step(space, space.step(found, simulate=True), report)
-
-
-def measure_block(
-    component: Component, found: MeshCandidate, request: ExplorationRequest, measure: Measure
-) -> ComponentMeasurement:
-    """Measure a block as a trial of a plan does; one that was disturbed is measured again, once.
-
-    Raises:
-        RowError: it cannot be measured.
-    """
-    assert request.model is not None, "a plan is for a described model"
-    plan = TrialPlan(
-        number=0,
-        kind=TrialKind.COMPONENTS,
-        model=request.model,
-        candidate=found.candidate,
-        components=(component,),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-    done = judge(measure(plan))
-    if done.outcome is Outcome.CONTAMINATED:
-        done = judge(measure(plan))
-    if done.outcome is not Outcome.OK:
-        raise RowError(f"{component.key}: {done.outcome}: {done.reason or 'no reason given'}")
-    return done.components[0]
-
-
-def subject_of(request: ExplorationRequest) -> str:
-    """Return what two requests must share for their blocks of the same name to be the same."""
-    assert request.model is not None, "a plan is for a described model"
-    training = request.training.model_copy(update={"sharding": Sharding.NONE})
-    same = [request.model.model_dump_json(exclude_defaults=True), training.model_dump_json(exclude_defaults=True)]
-    if request.execution is not Execution.EAGER:
-        same.append(request.execution)
-    return " ".join(same)
-
-
-def describe_step(space: PlanSpace, step: MeshStep, report: DeviceReport) -> dict[str, Any]:
-    """Return the predicted throughput and the parts of the step."""
-    kernels = {"attention": report.default_attention, "experts": report.default_experts}
-    return {
-        "predicted": step.tokens_per_second,
-        "kernels": kernels,
-        "step_seconds": step.seconds,
-        "micro_step_seconds": step.micro_step_seconds,
-        "optimizer_seconds": step.optimizer_seconds,
-        "communication_seconds": step.communication_seconds,
-        "num_micro_batches": step.num_micro_batches,
-        "compute_share": step.compute_share,
-        "exchange_share": step.exchange_share,
-        "bubble_share": step.bubble_share,
-        "layers": list(step.layers),
-        "memory_bytes": step.memory.total,
-        "power_capped_share": power_capped_share(space, step),
-        "parts": [part.model_dump(mode="json") for part in plan_parts(space, step)],
-    }
-
-
-def power_capped_share(space: PlanSpace, step: MeshStep) -> float:
-    """Return the share of the step that hangs on blocks during which the power limit held the clock down."""
-    found = 0.0
-    for part, share in step.makeup.items():
-        measured = space.measured.get(part) if isinstance(part, Component) else None
-        conditions = None if measured is None else measured.conditions
-        if conditions is not None and POWER_CAP in conditions.clock_reasons:
-            found += share
-    return min(1.0, found)
 
 
 def summarize(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bexp.config_exploration import explore_config
     from bexp.model_setup import apply, restore
     from bexp.recommendation import Recommendation
-    from bexp.step_exploration import explore
+    from bexp.step.exploration import explore
     from bexp.trainer_arguments import training_arguments
     from bexp.transformers.settings import Settings
 
@@ -36,7 +36,7 @@ _MODULES = {  # No module has the name of a function here, because a loaded modu
     "Settings": "bexp.transformers.settings",
     "TrainerCallback": "bexp.callback",
     "apply": "bexp.model_setup",
-    "explore": "bexp.step_exploration",
+    "explore": "bexp.step.exploration",
     "explore_config": "bexp.config_exploration",
     "restore": "bexp.model_setup",
     "training_arguments": "bexp.trainer_arguments",

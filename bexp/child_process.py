@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
-"""Return the folder that holds the service's packages: site-packages, or the root of a checkout."""
+"""Holds `bexp`: site-packages, or the root of a checkout. The service's packages lie beside it, if they are there."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

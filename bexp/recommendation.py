@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bexp.step_results import StepRecommendation
+from bexp.step.results import StepRecommendation
 from bexp.transformers.settings import Settings, SettingsError
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from api.cli.errors import GuardedGroup
+from api.cli.guarded_group import GuardedGroup
 
 COMMANDS = {
     "explore": ("explore:explore", "Explore a model on this machine and print the best micro_batch_size."),

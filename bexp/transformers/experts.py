@@ -62,7 +62,7 @@ def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_
     configs = _configs(modules)
     for config in configs:
         before = getattr(config, "_experts_implementation_internal", None)
-        changes.on_undo(lambda config=config, before=before: _set(config, before))  # type: ignore[misc]
+        changes.on_undo(functools.partial(_set, config, before))
     setter = getattr(module, "set_experts_implementation", None)
     if setter is not None:
         try:
@@ -118,7 +118,7 @@ def register() -> None:
 def _run(name: str, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """One expert FFN: tokens (T, D), routes (T, K) and their weights to (T, D)."""
     first = _first_weight(module)
-    second: Tensor = module.down_proj  # type: ignore[assignment]
+    second: Tensor = module.down_proj  # type: ignore[assignment]  # `nn.Module` types it as a tensor or a module
     if not module.is_transposed:
         first, second = first.transpose(1, 2), second.transpose(1, 2)
     dtype = _compute_dtype(hidden_states, first)

@@ -45,7 +45,7 @@ def set_kernels(module: nn.Module, changes: Changes) -> None:
     known = inspect.signature(replace).parameters
     try:
         replace(model=stand_in, **{name: False for name in _LOSSES if name in known})
-    except Exception as error:
+    except Exception as error:  # the library's patches raise whatever a class that they do not know makes them raise
         for namespace in [*names, *(namespace for namespace, _ in attributes)]:
             namespace.restorer(namespace.changed())()
         raise SettingsError(f"liger-kernel fails on {type(layers[0]).__name__}: {error}") from error

@@ -90,7 +90,7 @@ class LazyLogits(Tensor):
             self._computed = logits if transform is None else transform(logits)
         return self._computed
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's names the contents to print
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod

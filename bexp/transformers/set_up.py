@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -52,7 +53,7 @@ def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk
         for text, apply in _steps(module, settings, changes, strict=strict, chunk=chunk):
             apply()
             done.append(text)
-    except Exception:
+    except Exception:  # whatever a step raises, the model is as it was before
         changes.undo()
         raise
     return Applied(settings, tuple(done), changes)
@@ -103,7 +104,7 @@ def _compile(module: nn.Module, experts: str | None, changes: Changes) -> None:
     leave_eager(experts)
     for layer in decoder_layers(module):
         before = getattr(layer, "_compiled_call_impl", None)
-        changes.on_undo(lambda layer=layer, before=before: setattr(layer, "_compiled_call_impl", before))  # type: ignore[misc]
+        changes.on_undo(partial(setattr, layer, "_compiled_call_impl", before))
         layer.compile()
 
 

@@ -58,7 +58,7 @@ class Recompute(StrEnum):
         policy = str.__new__(cls, value)
         policy._name_ = value.upper()
         policy._value_ = value
-        known: Recompute = cls._value2member_map_.setdefault(value, policy)  # type: ignore[assignment]
+        known: Recompute = cls._value2member_map_.setdefault(value, policy)  # type: ignore[assignment]  # typed for any enum
         return known
 
     @classmethod

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 
 def join_groups(folder: Path, rank: int, num_ranks: int, sizes: Sequence[int]) -> dict[int, Any]:
     """Join `num_ranks` ranks on the CPU; return, by size, this rank's group of neighbours."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), num_ranks)
+    store = FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     groups = {}
     for size in sizes:

@@ -47,7 +47,9 @@ class Rotary(nn.Module):
         if torch.compiler.is_compiling():
             rotated = _rotated(x_BSND[:, :, :num_rotated], cos, sin)
             return _split(torch.cat((rotated, x_BSND[:, :, num_rotated:]), dim=2), sizes)
-        parts: tuple[Tensor, ...] = _RotateSplit.apply(x_BSND, cos, sin, sizes, num_rotated)  # type: ignore[no-untyped-call]
+        parts: tuple[Tensor, ...] = _RotateSplit.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+            x_BSND, cos, sin, sizes, num_rotated
+        )
         return parts
 
 

@@ -107,7 +107,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     with quiet_library():
         try:
             made = type(config)(**copy.deepcopy(arguments))
-        except Exception as error:
+        except Exception as error:  # a configuration's own checks raise errors of any kind
             raise UnsupportedModelError(f"{type(config).__name__} refuses the values: {one_line(error)}") from error
     made.use_cache = False
     made.get_text_config(decoder=True).use_cache = False
@@ -138,7 +138,7 @@ def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -
     with quiet_library():
         try:
             return CONFIG_MAPPING[model_type](**arguments)
-        except Exception as error:
+        except Exception as error:  # a configuration's own checks raise errors of any kind
             raise UnsupportedModelError(f"the configuration of {model_type!r} is refused: {one_line(error)}") from error
 
 
@@ -165,6 +165,6 @@ def _model_class(config: Any, model_type: str) -> type:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise UnsupportedModelError(f"{model_type!r} has no causal language model") from error
-    except Exception as error:
+    except Exception as error:  # a module may need packages that fail in ways of their own
         raise UnsupportedModelError(f"the class of {model_type!r} cannot be imported: {one_line(error)}") from error
     return cast(type, found[0] if isinstance(found, tuple) else found)

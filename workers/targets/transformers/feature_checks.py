@@ -71,7 +71,7 @@ def checkpoint_layers(model: Any, layers: Sequence[nn.Module], chosen: set[int])
         if not hasattr(layer, "gradient_checkpointing"):
             stop_checkpointing(model)
             raise DifferenceError(f"{type(layer).__name__} cannot be checkpointed alone")
-        layer.gradient_checkpointing = index in chosen  # type: ignore[assignment]
+        layer.gradient_checkpointing = index in chosen  # type: ignore[assignment]  # a plain bool in the library's layers
 
 
 def stop_checkpointing(model: Any) -> None:

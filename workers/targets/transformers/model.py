@@ -71,14 +71,14 @@ class Construction:
         wrapped = {one: self._wrapped(one.__init__) for one in self.classes}
         try:
             for one in self.classes:
-                one.__init__ = wrapped[one]  # type: ignore[method-assign]
+                one.__init__ = wrapped[one]  # type: ignore[method-assign]  # for as long as a model is built
             yield
         finally:
             for one, original in own.items():
                 if original is None:
                     del one.__init__
                 else:
-                    one.__init__ = original  # type: ignore[method-assign]
+                    one.__init__ = original  # type: ignore[method-assign]  # as it was
 
     def _wrapped(self, original: Callable[..., None]) -> Callable[..., None]:
         state = self
@@ -121,7 +121,7 @@ def build_model(
                 model = from_config(copy.deepcopy(resolved.config), dtype=settings.parameter_dtype, **arguments)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # the code of a model raises errors of its own
             name = resolved.model_class.__name__
             raise UnsupportedModelError(f"{name} does not build: {one_line(error)}") from error
         if settings.precision == "pure":

@@ -119,7 +119,7 @@ def taken_gradients(module: nn.Module) -> dict[int, Tensor]:
 def _gated(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor
-    gated: Tensor = _Gate.apply(tensor)  # type: ignore[no-untyped-call]
+    gated: Tensor = _Gate.apply(tensor)  # type: ignore[no-untyped-call]  # untyped in torch
     gated.retain_grad()
     return gated
 

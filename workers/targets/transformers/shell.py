@@ -69,7 +69,7 @@ class ShellPart:
 
     def forward(self) -> Tensor:
         """The loss, a scalar."""
-        return self._run(self._step_aside).loss  # type: ignore[no-any-return]
+        return self._run(self._step_aside).loss  # type: ignore[no-any-return]  # an output class of the library
 
     def forward_with(self, stand_ins: Sequence[LayerStandIn]) -> Any:
         """The model's output with each layer replaced by its stand-in."""
@@ -103,5 +103,5 @@ def bridged(output: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor | 
         # The embedding is frozen. What the layers return needs a gradient all the same, because they are trained.
         inputs = [*inputs, torch.empty(0, requires_grad=True)]
         gradients = None if gradients is None else [*gradients, None]
-    made = iter(Bridge.apply(gradients, floating, *inputs))  # type: ignore[no-untyped-call]
+    made = iter(Bridge.apply(gradients, floating, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch
     return map_tensors(output, lambda tensor: next(made) if tensor.is_floating_point() else tensor)

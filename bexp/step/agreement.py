@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bexp.step_outcomes import Failure, Outcome
+from bexp.step.outcomes import Failure, Outcome
 
 if dist.is_available():
     from torch.distributed import distributed_c10d as c10d

@@ -1,6 +1,6 @@
 """Two processes of a group that explore the micro-batch of their common step.
 
-    python -m tests.bexp.step_exploration_ranks FOLDER
+    python -m tests.bexp.step.exploration_ranks FOLDER
 
 writes there what each of them found.
 """

@@ -2,7 +2,7 @@
 
 Each size starts from the same state, whatever the earlier ones did. Afterwards the gradients, the buffers and the
 random state are as they were before. The service's search chooses what is measured, in a process of its own
-(`bexp.step_search`).
+(`bexp.step.search`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from bexp.allocator import current_allocator
-from bexp.step_agreement import Alone, Together, num_processes
-from bexp.step_measuring import OptimizerState, Step, left_alone
-from bexp.step_results import SizeResult, StepRecommendation
-from bexp.step_search import ChildSearch, SearchError
+from bexp.step.agreement import Alone, Together, num_processes
+from bexp.step.measuring import OptimizerState, Step, left_alone
+from bexp.step.results import SizeResult, StepRecommendation
+from bexp.step.search import ChildSearch, SearchError
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import bexp
-from bexp.step_agreement import _judge
-from bexp.step_search import SearchError
-from tests.bexp.step_exploration_ranks import NUM_RANKS
+from bexp.step.agreement import _judge
+from bexp.step.search import SearchError
+from tests.bexp.step.exploration_ranks import NUM_RANKS
 from tests.forked_ranks import run_ranks
 
 
@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("bexp.step_measuring.time", found)
+    monkeypatch.setattr("bexp.step.measuring.time", found)
     return found
 
 
@@ -49,7 +49,7 @@ def without_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Any) -> Any:
         raise SearchError("No module named 'explorer'")
 
-    monkeypatch.setattr("bexp.step_exploration.ChildSearch", refuse)
+    monkeypatch.setattr("bexp.step.exploration.ChildSearch", refuse)
 
 
 class Example:
@@ -91,8 +91,8 @@ def test_the_search_recommends_the_fastest_size_and_says_how_sure_it_is(clock: C
 def test_a_search_that_fails_in_the_middle_leaves_the_rest_to_the_plain_rule(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bexp.step_search.MODULE", "nowhere")
-    monkeypatch.setattr("bexp.step_search._CODE", "print('{\"measure\": 4}'); raise SystemExit('the search broke')")
+    monkeypatch.setattr("bexp.step.search.MODULE", "nowhere")
+    monkeypatch.setattr("bexp.step.search._CODE", "print('{\"measure\": 4}'); raise SystemExit('the search broke')")
     found = explore(Example(clock))
     assert [result.micro_batch_size for result in found.results] == [1, 4, 2, 8]
     assert (found.micro_batch_size, found.confidence) == (8, None)
@@ -216,7 +216,7 @@ assert not [name for name in sys.modules if name.startswith(('explorer.', 'stora
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("tests.bexp.step_exploration_ranks", folder)
+    run_ranks("tests.bexp.step.exploration_ranks", folder)
     answers: dict[tuple[int, str], Any] = {}
     for rank in range(NUM_RANKS):
         answers |= pickle.loads((folder / f"{rank}.pickle").read_bytes())

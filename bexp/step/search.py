@@ -15,13 +15,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any
 
-from bexp.step_results import SizeResult
+from bexp.child_process import PACKAGES_FOLDER
+from bexp.step.results import SizeResult
 
-PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
-"""Holds `bexp`: site-packages, or the root of a checkout. The service's packages lie beside it, if they are there."""
 MODULE = "explorer.search.step_exploration"
 REPLY_SECONDS = 60.0
 """The longest that the search may take to choose a size. It takes 0.1 s on a quiet machine."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.step_agreement import GRACE_SECONDS, Alone, Together
-from bexp.step_outcomes import Failure, Outcome, attempt, release
-from bexp.step_results import SizeResult
+from bexp.step.agreement import GRACE_SECONDS, Alone, Together
+from bexp.step.outcomes import Failure, Outcome, attempt, release
+from bexp.step.results import SizeResult
 
 WARM_UPS = 2
 
