@@ -81,7 +81,11 @@ class RequestFields(Frozen):
     flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
     routing: RoutingSpec = RoutingSpec()
-    execution: Execution = Execution.EAGER
+    execution: Execution = Field(
+        Execution.EAGER,
+        description="How layers run: operation by operation, compiled by torch.compile, or either of them with the "
+        "micro-step replayed as CUDA graphs (training on one GPU).",
+    )
     executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
         None,
         description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
