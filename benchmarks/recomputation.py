@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks.environment import describe_environment, write_results
 from explorer.cost_model.candidate_table import SpaceTable, output_bytes_per_token
-from explorer.cost_model.components import Component, ComponentKind, Decomposition
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.decomposition import Decomposition
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.records.measurement import ComponentMeasurement, Outcome

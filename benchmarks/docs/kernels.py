@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ KINDS = {"layer": "Whole MoE layers (norm, router, experts, combination)", "expe
 SHORT = {"operands_exceed_limit": "too large", "out_of_memory": "out of memory", "timed_out": "timed out"}
 BOUND_SHARE = 0.3
 """From this share of a layer's time on, the bytes of the experts' matrices are shown as its bound."""
+DISAGREEING = 3.0
+"""So many standard errors apart, the two clocks of a row saw different conditions."""
 CLOCKS = {"device_relative_to_dense": "fastest on the device", "relative_to_dense": "fastest with the host"}
 
 
@@ -171,8 +173,19 @@ def moe_turns(results: Row) -> str:
     figures: list[tuple[str, Any]] = [
         ("largest relative error against float64", f"{max(errors):.1e}" if errors else None),
         ("cells left out for want of time", len(results.get("left_out", ())) or None),
+        ("by the clock faster than on the device, so under other conditions", "; ".join(_disagreeing(cells)) or None),
     ]
     return shown + "\n" + facts(figures) + measured_on(results)
+
+
+def _disagreeing(cells: dict[tuple[str, int], list[Row]]) -> Iterator[str]:
+    """What took less time by the clock than on the device, by more than three standard errors."""
+    for (model, micro_batch), rows in cells.items():
+        for row in rows:
+            error = math.hypot(row.get("clock_error_seconds", 0.0), row.get("device_error_seconds", 0.0))
+            if row["device_seconds"] - row["seconds"] > DISAGREEING * error > 0:
+                times = f"{row['seconds'] * 1e3:.3g} ms (device {row['device_seconds'] * 1e3:.3g})"
+                yield f"{row['backend']} {times} at {model} m={micro_batch}"
 
 
 def _layer_times(row: Row) -> str:

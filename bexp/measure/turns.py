@@ -1,7 +1,8 @@
 """Times several ways of doing the same in turns: by the clock in a loop that launches them, and on the device alone.
 
 A device's clock rate, its temperature and the host's other work change within seconds. Contenders that run in turns
-meet the same conditions, so that their ratio depends on them less than on the contenders.
+meet the same conditions, so that their ratio depends on them less than on the contenders. Each round has an order of
+its own, so that what one leaves behind, such as heat or a lower clock rate, is not always met by the same other.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def time_in_turns(
         for number in range(budget.rounds):
             if number >= FEWEST_ROUNDS and time.perf_counter() - started > budget.most_seconds:
                 break
-            first = number % max(1, len(inside))
-            for each in inside[first:] + inside[:first]:
+            order = torch.randperm(len(inside), generator=torch.Generator().manual_seed(number))
+            for each in (inside[place] for place in order.tolist()):
                 each.clock.append(_chain(each.run, each.repeats, device))
                 if cycles and not each.waits:
                     _add_queued(each, cycles, device)

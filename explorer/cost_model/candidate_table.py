@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.collectives import Exchange, Overlap
-from explorer.cost_model.components import Component, Decomposer, Decomposition
+from explorer.cost_model.components import Component
+from explorer.cost_model.decomposition import Decomposer, Decomposition
 from explorer.cost_model.part_costs import PartsDecomposer
 from explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
 from explorer.spec.candidate import Candidate

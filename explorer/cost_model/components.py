@@ -1,19 +1,14 @@
-"""A model's step as a sum of components, each of which is timed once and shared between candidates."""
+"""A component: one block of a model under one setting, which is timed once and shared between candidates."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from explorer.cost_model.layer_groups import EqualLayers, Kind, group_chunks, group_layers
 from explorer.spec.base import Frozen
-from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
-from explorer.spec.model import LayerKind, ModelSpec
+from explorer.spec.candidate import Recompute
 from explorer.spec.training import Sharding
 
 
@@ -217,152 +212,3 @@ class Component(Frozen):
             told = self.exchange
             parts.append(f"{told.operation},{told.size}x{told.stride},{told.num_bytes}")
         return f"{self.kind}({','.join(parts)})"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Equal layers of a model with the blocks that run one after another in each of them.
-
-    The blocks are attention and FFN of a reference layer, or one layer that is measured as a whole.
-    """
-
-    layers: EqualLayers[Any]
-    blocks: tuple[Component, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Decomposition:
-    """The components of a candidate's step.
-
-    `embedding` is null if the head stands for the whole shell. `optimizer` is null in eval mode. `communication` is
-    null if devices exchange nothing, or if the worker has too few devices to time it.
-    """
-
-    embedding: Component | None
-    layers: tuple[LayerGroup, ...]
-    head: Component
-    optimizer: Component | None
-    communication: Component | None = None
-
-    @property
-    def step(self) -> list[Component]:
-        """The components in the order of a step; groups of layers may share some."""
-        blocks = [block for group in self.layers for block in group.blocks]
-        step = [self.embedding, *blocks, self.head, self.optimizer, self.communication]
-        return [component for component in step if component is not None]
-
-    @property
-    def components(self) -> tuple[Component, ...]:
-        """Every distinct component, in the order of a step."""
-        return tuple(dict.fromkeys(self.step))
-
-
-def equal_layers(
-    kinds: Sequence[Kind], recompute: Recompute, recomputed: Sequence[bool]
-) -> tuple[EqualLayers[Kind], ...]:
-    """Return a model's layers in groups; `recomputed` says of each whether `recompute` recomputes it as a whole."""
-    if recompute.group_size is not None:
-        return group_chunks(kinds, recompute.group_size)
-    return group_layers(kinds, recomputed)
-
-
-def stepped_level(candidate: Candidate) -> Sharding | None:
-    """Return the `sharding` of the optimizer's component."""
-    return None if candidate.sharding is None else min(candidate.sharding, Sharding.ZERO1, key=lambda one: one.level)
-
-
-class Decomposer:
-    """Splits the steps of one model's candidates into components, sharing equal components.
-
-    Every block but attention works token by token. Half of each of two sequences is the same work as one whole
-    sequence, so both are one component. With `exchanges`, the steps contain the exchange of gradients and parameters.
-    """
-
-    def __init__(self, model: ModelSpec, *, training: bool, exchanges: bool = False) -> None:
-        self._model = model
-        self._training = training
-        self._exchanges = exchanges
-        self._components: dict[tuple[object, ...], Component] = {}
-        self._groups: dict[Recompute, tuple[EqualLayers[LayerKind], ...]] = {}
-
-    def __call__(self, candidate: Candidate) -> Decomposition:
-        """Return the components of one step of `candidate`."""
-        m = candidate.micro_batch_size
-        groups = candidate.num_query_groups
-        size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
-        common = math.gcd(m, size)
-        local = (m // common, size // common)
-        layers = []
-        for equal in self._layer_groups(candidate.recompute):
-            moe = equal.kind is LayerKind.MOE
-            ffn_kind = ComponentKind.MOE_FFN if moe else ComponentKind.DENSE_FFN
-            core = BlockRecompute.FULL  # the FFN follows, so that attention runs to its end in any case
-            again = whole_recompute(candidate.recompute)
-            if not equal.recomputed:
-                core = block_recompute(candidate.recompute, ComponentKind.ATTENTION, candidate.bta_tile)
-                again = block_recompute(candidate.recompute, ffn_kind, None)
-            attention = self._share(
-                ComponentKind.ATTENTION, m, candidate.bta_tile, core, candidate.attention_backend, groups, size, layout
-            )
-            backend = candidate.expert_backend if moe else None
-            ffn = self._share(ffn_kind, local[0], None, again, backend, None, local[1])
-            layers.append(LayerGroup(equal, (attention, ffn)))
-        plain = (None, BlockRecompute.NONE, None)
-        return Decomposition(
-            embedding=self._share(ComponentKind.EMBEDDING, local[0], *plain, None, local[1]),
-            layers=tuple(layers),
-            head=self._share(ComponentKind.HEAD, local[0], *plain, None, local[1]),
-            optimizer=(
-                self._share(ComponentKind.OPTIMIZER, 0, *plain, groups, sharding=stepped_level(candidate))
-                if self._training
-                else None
-            ),
-            communication=(
-                self._share(ComponentKind.COMMUNICATION, 0, *plain, groups, sharding=candidate.sharding)
-                if self._exchanges
-                else None
-            ),
-        )
-
-    def _layer_groups(self, recompute: Recompute) -> tuple[EqualLayers[LayerKind], ...]:
-        if recompute not in self._groups:
-            chosen = recomputed_layers(self._model, recompute)
-            self._groups[recompute] = equal_layers(self._model.layer_kinds, recompute, chosen)
-        return self._groups[recompute]
-
-    def _share(
-        self,
-        kind: ComponentKind,
-        micro_batch_size: int,
-        bta_tile: int | None,
-        recompute: BlockRecompute,
-        backend: str | None,
-        num_query_groups: int | None,
-        context_parallel_size: int = 1,
-        context_parallel_layout: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> Component:
-        arguments = (
-            kind,
-            micro_batch_size,
-            bta_tile,
-            recompute,
-            backend,
-            num_query_groups,
-            context_parallel_size,
-            context_parallel_layout,
-            sharding,
-        )
-        if arguments not in self._components:
-            self._components[arguments] = Component(
-                kind=kind,
-                micro_batch_size=micro_batch_size,
-                bta_tile=bta_tile,
-                recompute=recompute,
-                backend=backend,
-                num_query_groups=num_query_groups,
-                context_parallel_size=context_parallel_size,
-                context_parallel_layout=context_parallel_layout,
-                sharding=sharding,
-            )
-        return self._components[arguments]

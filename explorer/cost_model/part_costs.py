@@ -5,23 +5,14 @@ The estimates follow from the target's counts. They only decide what is measured
 
 from __future__ import annotations
 
-from explorer.cost_model.components import (
-    BlockRecompute,
-    Component,
-    ComponentKind,
-    Decomposition,
-    LayerGroup,
-    equal_layers,
-    stepped_level,
-    whole_recompute,
-)
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, whole_recompute
+from explorer.cost_model.decomposition import Decomposition, LayerGroup, SharedComponents, equal_layers, stepped_level
 from explorer.cost_model.layer_groups import EqualLayers
 from explorer.cost_model.work import ComponentBytes, Work
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.execution import Kernels
 from explorer.spec.parts import ModelParts, Part
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
 
 LOSSES_WITHOUT_LOGITS = ("chunked", "liger")
 COMPILED = "compiled"
@@ -57,7 +48,7 @@ class PartsDecomposer:
         self._parts = parts
         self._training = training
         self._exchanges = exchanges
-        self._components: dict[tuple[object, ...], Component] = {}
+        self._share = SharedComponents()
         self._groups: dict[Recompute, tuple[EqualLayers[str], ...]] = {}
 
     def __call__(self, candidate: Candidate) -> Decomposition:
@@ -71,17 +62,30 @@ class PartsDecomposer:
             kernels = candidate.kernels if candidate.kernels is Kernels.LIGER else None
             backend = "+".join(filter(None, (candidate.attention_backend, experts, kernels, execution)))
             recompute = whole_recompute(candidate.recompute) if equal.recomputed else policy
-            block = self._share(ComponentKind.LAYER, m, equal.kind, backend, recompute, candidate.bta_tile)
+            block = self._share(
+                kind=ComponentKind.LAYER,
+                micro_batch_size=m,
+                part=equal.kind,
+                backend=backend,
+                recompute=recompute,
+                bta_tile=candidate.bta_tile,
+            )
             layers.append(LayerGroup(equal, (block,)))
         return Decomposition(
             embedding=None,
             layers=tuple(layers),
-            head=self._share(ComponentKind.SHELL, m, None, candidate.settings or candidate.loss),
+            head=self._share(
+                kind=ComponentKind.SHELL, micro_batch_size=m, backend=candidate.settings or candidate.loss
+            ),
             optimizer=(
-                self._share(ComponentKind.OPTIMIZER, 0, sharding=stepped_level(candidate)) if self._training else None
+                self._share(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, sharding=stepped_level(candidate))
+                if self._training
+                else None
             ),
             communication=(
-                self._share(ComponentKind.COMMUNICATION, 0, sharding=candidate.sharding) if self._exchanges else None
+                self._share(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, sharding=candidate.sharding)
+                if self._exchanges
+                else None
             ),
         )
 
@@ -90,29 +94,6 @@ class PartsDecomposer:
             chosen = self._parts.recomputed_layers(recompute)
             self._groups[recompute] = equal_layers(self._parts.layers, recompute, chosen)
         return self._groups[recompute]
-
-    def _share(
-        self,
-        kind: ComponentKind,
-        micro_batch_size: int,
-        part: str | None = None,
-        backend: str | None = None,
-        recompute: BlockRecompute = BlockRecompute.NONE,
-        bta_tile: int | None = None,
-        sharding: Sharding | None = None,
-    ) -> Component:
-        key = (kind, micro_batch_size, part, backend, recompute, bta_tile, sharding)
-        if key not in self._components:
-            self._components[key] = Component(
-                kind=kind,
-                micro_batch_size=micro_batch_size,
-                part=part,
-                backend=backend,
-                recompute=recompute,
-                bta_tile=bta_tile,
-                sharding=sharding,
-            )
-        return self._components[key]
 
 
 def part_of(component: Component, parts: ModelParts) -> Part:

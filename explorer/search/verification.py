@@ -10,6 +10,7 @@ from explorer.records.trial import Trial
 from explorer.search.choices import promising_row
 from explorer.search.history import TrialHistory
 from explorer.search.report import best_stock, largest_untiled
+from explorer.search.runner_up import find_runner_up
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds
 from explorer.search.whole_model_check import check_whole_model
@@ -84,7 +85,7 @@ class WholeModels:
         """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
 
         The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
-        A runner-up (`SearchState.runner_up`) is run if the budget allows and its expected gain is worth it. A whole
+        A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. A whole
         model that cannot be run here, or not in time, is the last. One on a shared or throttled device says nothing and
         is run again.
         """
@@ -97,7 +98,7 @@ class WholeModels:
             return NextCheck(state.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
-        rival = state.runner_up()
+        rival = find_runner_up(state)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is None or rival.gain < least * state.request.tolerance:
             return None

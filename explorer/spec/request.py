@@ -9,11 +9,12 @@ from pydantic import model_validator
 
 from explorer.spec.candidate import Candidate, Recompute, distinct_policies
 from explorer.spec.context_parallel import ALONE, Sharing
+from explorer.spec.device_rules import find_sharing_problem
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import ModelSpec
 from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from explorer.spec.request_fields import RequestFields
-from explorer.spec.request_rules import MESH_RULES, RULES, find_sharing_problem
+from explorer.spec.request_rules import MESH_RULES, RULES
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
 

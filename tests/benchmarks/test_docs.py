@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.docs import attention, context_parallel, goals, kernels, models, results, search, sections
+from benchmarks.docs import (
+    attention,
+    context_parallel,
+    expert_gemms,
+    goals,
+    kernels,
+    launches,
+    meshes,
+    models,
+    results,
+    search,
+    sections,
+)
 from benchmarks.docs.results import load, measured_on
 from benchmarks.gemm_contenders import OURS
 from benchmarks.gemm_summary import summarize as summarize_gemm
@@ -138,6 +150,70 @@ def test_layers_by_the_clock_show_the_fastest_of_each_kind() -> None:
     assert auto == "auto 4.1 ms (device 2.05), 0.24x"
     assert graph == "dense compile 0.5 ms (device 0.25)"
     assert best_graph == "fused 1 ms (device 0.5), 0.50x, 60% of the bytes' bound"
+    what = "by the clock faster than on the device, so under other conditions"
+    assert not _cells(kernels.moe_turns(found), what)
+    rows[2] |= {"device_seconds": 5.4e-3, "clock_error_seconds": 1e-4, "device_error_seconds": 1e-4}
+    rows[3] |= {"device_seconds": 4.4e-3, "clock_error_seconds": 1e-4, "device_error_seconds": 1e-4}
+    assert _cells(kernels.moe_turns(found), what) == []
+    rows[3] |= {"device_seconds": 4.5e-3}
+    assert _cells(kernels.moe_turns(found), what) == [["fused 4 ms (device 4.5) at E=8 top_k=2 m=1"]]
+
+
+def test_tiles_are_shown_beside_the_default_one() -> None:
+    found = _recorded("quack")
+    text = expert_gemms.quack(found)
+    assert [cells[:2] for cells in _cells(text, "E=8 top_k=2")] == [
+        ["quack, default tiles", "24.4 ms (23.8 to 24.7)"],
+        ["dense compile", "20.0 ms (19.0 to 21.0)"],
+    ]
+    assert [cells[4] for cells in _cells(text, "E=8 top_k=2")] == ["0.82x", "1.00x"]
+    assert _cells(text, "gradient of w_in") == [["547 by default, 694 with 128x256co 2x1"]]
+    assert _cells(text, "gradient of the rows") == [["674 by default"]]
+    assert _cells(text, "largest relative error against float64, default tiles") == [["4.0e-03"]]
+
+
+def test_launches_are_shown_in_units_and_microseconds() -> None:
+    def layer(factor: float) -> dict[str, Any]:
+        bare = {"fused: forward without autograd": 3.0, "fused: backward without autograd": 5.0}
+        alone = {"fused forward and backward": 30.0, "autograd alone, forward and backward": 14.0}
+        chain = {"fused, a layer in a chain": 20.0, "autograd alone, a layer in a chain": 7.0}
+        return {"launches": {name: factor * units for name, units in (bare | alone | chain).items()}}
+
+    names = [
+        f"{name} {of}" for name in ("hopper_grouped", "triton_grouped") for of in ("multiply_rows", "sum_over_rows")
+    ]
+    found = {
+        "launch_us": 10.0,
+        "device": "H100",
+        "environment": {"date": "2026-11-22T1", "packages": {"torch": "2.11"}},
+    }
+    found |= {
+        "gemms": [{"launches": dict(zip(names, (1.0, 1.3, 1.2, 1.6), strict=True))}],
+        "layers": [layer(1), layer(1.5)],
+    }
+    text = launches.launch_cost(found)
+    assert _cells(text, "a grouped GEMM of `hopper_grouped`, or its sum over rows") == [
+        ["1.0 to 1.3", "10 to 13", "1.5"]
+    ]
+    assert _cells(text, "`fused`, forward and backward without autograd") == [["8.0 to 12.0", "80 to 120", "8.0"]]
+    assert _cells(text, "an autograd function that launches nothing, alone") == [["14.0 to 21.0", "140 to 210", "-"]]
+
+
+def test_composed_steps_of_meshes_stand_beside_whole_ones() -> None:
+    row = {"model": "a", "num_layers": 8, "mesh": "EP=2", "micro_batch_size": 1, "outcome": "ok", "reason": None}
+    times = {
+        "whole_step_seconds": 0.5,
+        "standard_error_seconds": 0.01,
+        "composed_step_seconds": 0.4,
+        "step_error": -0.2,
+    }
+    peaks = {"whole_peak_bytes": 2 << 30, "peak_error": 0.05}
+    failed = row | {"mesh": "TP=2", "outcome": "timed_out"}
+    found = {"commit": "abc", "rows": [row | times | peaks, failed]}
+    text = meshes.mesh_fidelity(found | {k: _recorded("bta")[k] for k in ("environment", "hardware")})
+    first, second = _cells(text, "a, 8 layers")
+    assert first == ["EP=2", "1", "500.0 ms", "10.0 ms", "400.0 ms", "-20.0%", "2.0 GiB", "+5.0%"]
+    assert second == ["TP=2", "1", "-", "-", "-", "timed_out", "-", "-"]
 
 
 def test_variable_gemms_show_rates_and_outcomes() -> None:

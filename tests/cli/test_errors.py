@@ -197,7 +197,7 @@ def test_tokens(bexp: Run, queue: Queue) -> None:
 
 
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(bexp: Run) -> None:
-    done = bexp("explore", "config.json", "--execution", "graph")
+    done = bexp("explore", "config.json", "--execution", "jit")
     assert done.code == 2
-    assert "'graph' is not one of 'eager', 'compile'," in done.stderr
+    assert "'jit' is not one of 'eager', 'compile'," in done.stderr
     assert "Value error" not in done.stderr

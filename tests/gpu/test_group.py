@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from explorer.cost_model.collectives import ExchangeUnits
-from explorer.cost_model.components import Component, ComponentKind, Decomposer
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.decomposition import Decomposer
 from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate

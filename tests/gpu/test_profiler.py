@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from explorer.cost_model.components import Component, ComponentKind, Decomposer
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.decomposition import Decomposer
 from explorer.cost_model.parameters import count_parameters
 from explorer.records.measurement import Outcome
 from explorer.records.trial import TrialKind, TrialPlan

@@ -24,6 +24,7 @@ CASES = (
     expert_cases.ExpertCase("empty experts", 24, 32, 3, hidden=64, width=48, skew=2.0),
     expert_cases.ExpertCase("many experts", 4096, 512, 2, hidden=256, width=128, skew=1.0),
     expert_cases.ExpertCase("long rows", 2000, 16, 4, hidden=512, width=384, skew=1.0),
+    expert_cases.ExpertCase("rows for the larger tile", 12000, 2, 2, hidden=256, width=136, skew=1.0),
     expert_cases.ExpertCase("one takes all", 3001, 8, 1, hidden=512, width=256, one_takes_all=True),
     expert_cases.ExpertCase("every expert for every token", 513, 8, 8, hidden=256, width=192),
     expert_cases.ExpertCase("odd widths", 1111, 4, 2, hidden=200, width=136, activation="relu"),

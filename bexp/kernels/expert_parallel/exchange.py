@@ -9,7 +9,7 @@ in the same order, and so make their collective calls in the same order in both 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -18,28 +18,50 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-@dataclass(slots=True)
-class Pending:
-    """Collective operations in progress.
+class Exchange(ABC):
+    """Collective operations that begin in one node of the autograd graph and end in another, in both directions.
 
-    It holds references to their buffers, so that the allocator cannot give them to kernels of the current stream
-    before that stream waits.
+    It holds references to the buffers of operations in progress, so that the allocator cannot give them to kernels of
+    the current stream before that stream waits.
     """
 
-    works: list[dist.Work] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._works: list[dist.Work] = []
+        self._buffers: list[Tensor] = []
 
-    def add(self, work: dist.Work | None, *buffers: Tensor) -> None:
-        """Add an operation with the buffers that it reads and writes."""
-        assert work is not None, "an asynchronous operation of a group that this rank is in"
-        self.works.append(work)
-        self.buffers.extend(buffers)
+    @abstractmethod
+    def launch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Begin the exchange without a trace in the autograd graph, and return its buffers."""
+
+    @abstractmethod
+    def return_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Begin the reverse exchange of the buffers' gradients, and return tensors of their shapes for the graph."""
+
+    @abstractmethod
+    def take_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients of what was sent, after the reverse exchange; the graph hands over `grads`."""
 
     def wait(self) -> None:
-        """Make the current stream wait for all of them. The host waits only if the device is a CPU."""
-        for work in self.works:
+        """Make the current stream wait for what is in progress. The host waits only if the device is a CPU."""
+        for work in self._works:
             work.wait()
-        self.works, self.buffers = [], []
+        self._works, self._buffers = [], []
+
+    def _add(self, work: dist.Work | None, *buffers: Tensor) -> None:
+        """Note an operation that has begun, with the buffers that it reads and writes."""
+        assert work is not None, "an asynchronous operation of a group that this rank is in"
+        self._works.append(work)
+        self._buffers.extend(buffers)
+
+    def _start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # untyped in torch
+        return found
+
+    def finish(self, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Wait for the exchange and return the buffers, which now hold what has arrived."""
+        found: tuple[Tensor, ...] = _Finish.apply(self, *buffers)  # type: ignore[no-untyped-call]  # untyped in torch
+        return found
 
 
 class Splits(NamedTuple):
@@ -54,16 +76,15 @@ class Splits(NamedTuple):
         return Splits(self.received, self.sent)
 
 
-class RowExchange:
+class RowExchange(Exchange):
     """All-to-all exchanges of tensors that travel together, each with its own splits.
 
     Both `start` and `finish` are called once, in this order, and all ranks of the group do so in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, *splits: Splits) -> None:
-        self._group = group
+        super().__init__(group)
         self._splits = splits
-        self._pending = Pending()
         self._gradients: tuple[Tensor, ...] = ()
 
     def start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -71,29 +92,20 @@ class RowExchange:
 
         The buffers hold nothing before `finish`.
         """
-        found: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # untyped in torch
-        return found
-
-    def finish(self, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Wait for the exchange and return the buffers, which now hold what has arrived."""
-        found: tuple[Tensor, ...] = _Finish.apply(self, *buffers)  # type: ignore[no-untyped-call]  # untyped in torch
-        return found
+        return self._start(*tensors)
 
     def launch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Begin the exchange without a trace in the autograd graph and return its buffers."""
+        """Begin to send, without a trace in the autograd graph."""
         return self._launch(tensors, self._splits)
 
-    def wait(self) -> None:
-        """Wait for the exchange in progress."""
-        self._pending.wait()
+    def return_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Begin to send the gradients back to where the rows came from."""
+        back = tuple(each.back for each in self._splits)
+        self._gradients = self._launch(tuple(grad.contiguous() for grad in grads), back)
+        return grads  # autograd wants gradients in the shape of the buffers; `take_gradients` has those that arrive
 
-    def return_gradients(self, grads: tuple[Tensor, ...]) -> None:
-        """Begin the reverse exchange."""
-        self._gradients = self._launch(grads, tuple(each.back for each in self._splits))
-
-    def take_gradients(self) -> tuple[Tensor, ...]:
-        """Wait for the reverse exchange and return what has arrived."""
-        self._pending.wait()
+    def take_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients that have arrived."""
         found, self._gradients = self._gradients, ()
         return found
 
@@ -102,25 +114,26 @@ class RowExchange:
         for tensor, (sent, received) in zip(tensors, splits, strict=True):
             buffers.append(buffer := tensor.new_empty(sum(received), *tensor.shape[1:]))
             work = dist.all_to_all_single(buffer, tensor, received, sent, group=self._group, async_op=True)
-            self._pending.add(work, tensor, buffer)
+            self._add(work, tensor, buffer)
         return tuple(buffers)
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, exchange: RowExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         return exchange.launch(tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.take_gradients()
+        ctx.exchange.wait()
+        return None, *ctx.exchange.take_gradients(grads)
 
 
 class _Finish(Function):
     @staticmethod
-    def forward(ctx: Any, exchange: RowExchange, *buffers: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: Exchange, *buffers: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         exchange.wait()
         return buffers
@@ -128,5 +141,4 @@ class _Finish(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.exchange.return_gradients(tuple(grad.contiguous() for grad in grads))
-        return None, *grads  # autograd wants gradients in the shape of the buffers; `_Start` takes those that arrive
+        return None, *ctx.exchange.return_gradients(grads)

@@ -6,22 +6,17 @@ with `RowExchange`, both run beside what is computed between `start` and `finish
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from bexp.kernels.expert_parallel.exchange import Pending
+from bexp.kernels.expert_parallel.exchange import Exchange
 
 
-class ShadowExchange:
+class ShadowExchange(Exchange):
     """The broadcast of the shadowed experts' matrices and the reduction of their gradients, of one forward pass."""
 
     def __init__(self, group: dist.ProcessGroup, num_local: int, shadowed_experts: tuple[int, ...]) -> None:
-        self._group = group
-        self._pending = Pending()
+        super().__init__(group)
         self._num_shadowed = len(shadowed_experts)
         self._own: list[tuple[int, int]] = []  # place among the shadowed experts, and place among this rank's own
         self._places: dict[int, slice] = {}  # places of each owner's experts, which are consecutive
@@ -37,15 +32,26 @@ class ShadowExchange:
 
         The gradients of what it returns must be new tensors, because they are changed in place.
         """
-        found: tuple[Tensor, ...] = _Start.apply(self, *weights)  # type: ignore[no-untyped-call]  # untyped in torch
+        found = self._start(*weights)
         return found[: len(weights)], found[len(weights) :]
 
-    def finish(self, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Wait for the broadcast and return the buffers, which now hold the copies."""
-        found: tuple[Tensor, ...] = _Finish.apply(self, *buffers)  # type: ignore[no-untyped-call]  # untyped in torch
-        return found
+    def launch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Begin to broadcast, and return the weights and then the buffers."""
+        return *tensors, *(self._broadcast(each) for each in tensors)
 
-    def broadcast(self, weights: Tensor) -> Tensor:
+    def return_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Begin to sum the gradients of the copies at their owners."""
+        return tuple(self._reduce(grad) for grad in grads)
+
+    def take_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Add what was reduced to this rank to the gradients of its own experts, in place."""
+        number = len(grads) // 2
+        for grad, reduced in zip(grads[:number], grads[number:], strict=True):
+            for place, local in self._own:
+                grad[local].add_(reduced[place])
+        return grads[:number]
+
+    def _broadcast(self, weights: Tensor) -> Tensor:
         """Begin to broadcast from the owners, and return the buffer, which lies in memory as the weights do."""
         transposed = _is_transposed(weights)
         stored = weights.mT if transposed else weights
@@ -54,58 +60,19 @@ class ShadowExchange:
             buffer[place].copy_(stored[local])
         for owner, places in self._places.items():
             part = buffer[places]
-            self._pending.add(dist.broadcast(part, group=self._group, group_src=owner, async_op=True), part)
+            self._add(dist.broadcast(part, group=self._group, group_src=owner, async_op=True), part)
         return buffer.mT if transposed else buffer
 
-    def reduce(self, grad: Tensor) -> Tensor:
+    def _reduce(self, grad: Tensor) -> Tensor:
         """Begin to sum the gradients of the copies at the owners, in place if they lie without gaps."""
         transposed = _is_transposed(grad)
         stored = grad.mT if transposed else grad.contiguous()
         for owner, places in self._places.items():
             part = stored[places]
-            self._pending.add(dist.reduce(part, group=self._group, group_dst=owner, async_op=True), part)
+            self._add(dist.reduce(part, group=self._group, group_dst=owner, async_op=True), part)
         return stored.mT if transposed else stored
-
-    def add_reduced(self, grad: Tensor, reduced: Tensor) -> None:
-        """Add what was reduced to this rank to the gradient of its own experts, in place."""
-        for place, local in self._own:
-            grad[local].add_(reduced[place])
-
-    def wait(self) -> None:
-        """Wait for what is in progress."""
-        self._pending.wait()
 
 
 def _is_transposed(weights: Tensor) -> bool:
     """Whether the matrices lie transposed in memory, without gaps."""
     return not weights.is_contiguous() and weights.mT.is_contiguous()
-
-
-class _Start(Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: ShadowExchange, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return *weights, *(exchange.broadcast(each) for each in weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: ShadowExchange = ctx.exchange
-        exchange.wait()
-        number = len(grads) // 2
-        for grad, reduced in zip(grads[:number], grads[number:], strict=True):
-            exchange.add_reduced(grad, reduced)
-        return None, *grads[:number]
-
-
-class _Finish(Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: ShadowExchange, *buffers: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        exchange.wait()
-        return buffers
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(ctx.exchange.reduce(grad) for grad in grads)

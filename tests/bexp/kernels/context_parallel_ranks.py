@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS
 from explorer.spec.model import ModelSpec
 from tests.bexp.kernels import references
+from tests.bexp.kernels.rank_groups import join_groups, refusals_of
 from tests.forked_ranks import fork_ranks, run_ranks
 from workers.targets.reference.rotary import Rotary
 
@@ -172,31 +172,12 @@ def refusals(context: ContextParallel) -> dict[str, str]:
         "backend": lambda: context.attention(q, kv, kv, backend="fa9"),
         "odd": lambda: context.attention(q[:, :, :5], kv[:, :, :5], kv[:, :, :5]),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    return refusals_of(calls)
 
 
 def run(folder: Path, rank: int) -> None:
     """Run everything, in the same order as the other ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    groups = {}
-    for size in SIZES:
-        for first in range(0, NUM_RANKS, size):
-            group = dist.new_group(list(range(first, first + size)))
-            if first <= rank < first + size:
-                groups[size] = group
+    groups = join_groups(folder, rank, NUM_RANKS, SIZES)
     contexts = {(size, layout): ContextParallel(groups[size], layout) for size in SIZES for layout in LAYOUTS}
     found: dict[str, Any] = {case.name: errors(case, contexts[case.size, case.layout]) for case in cases()}
     for layout in LAYOUTS:

@@ -25,6 +25,7 @@ from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel, local_experts
 from bexp.kernels.experts.registry import expert_backend
 from tests.bexp.kernels import references
+from tests.bexp.kernels.rank_groups import join_groups, refusals_of
 from tests.forked_ranks import fork_ranks, run_ranks
 
 NUM_RANKS = 4
@@ -241,28 +242,12 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "order": lambda: make(shadowed_experts=(3, 1)),
         "weights": lambda: make()(zeros(1, 2), zeros(1, 1), zeros(1, 1), zeros(8, 2, 3), zeros(8, 3, 2), "silu"),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    return refusals_of(calls)
 
 
 def run(folder: Path, rank: int) -> None:
     """Run everything, in the same order as the other ranks; at last rank 0 leaves while the others exchange."""
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=NUM_RANKS, timeout=timeout
-    )
-    groups = {}
-    for size in SIZES:
-        for first in range(0, NUM_RANKS, size):
-            group = dist.new_group(list(range(first, first + size)))
-            if first <= rank < first + size:
-                groups[size] = group
+    groups = join_groups(folder, rank, NUM_RANKS, SIZES)
     found: dict[str, Any] = {case.name: errors(case, groups[case.size]) for case in cases()}
     found["order"] = order(groups[2])
     found["travelled"] = travelled(groups[2])

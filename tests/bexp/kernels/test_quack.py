@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
+from bexp.kernels.experts.quack import gemms
 from bexp.kernels.experts.quack.backend import QUACK
 from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases, quack_stand_in, references
@@ -73,6 +74,19 @@ def test_pre_activations_can_be_computed_again() -> None:
     with selective_recompute(products=True):
         found = expert_cases.run(QUACK, case, routes, tensors)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_sums_over_many_rows_have_a_larger_tile(above: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = expert_cases.CASES[0]
+    rows_an_expert = case.num_tokens * case.top_k // case.num_experts
+    monkeypatch.setattr(gemms, "_MANY_ROWS", rows_an_expert + above)
+    monkeypatch.setattr(quack_stand_in.Tuned, "tiles", [])
+    errors = expert_cases.errors(QUACK, case, torch.float32, CPU)
+    assert max(errors.values()) <= 1e-5, errors
+    larger = None if above else quack_stand_in.GemmConfig(128, 256, 2, pingpong=False, is_dynamic_persistent=False)
+    assert quack_stand_in.Tuned.tiles == [larger, larger]
+    assert gemms._tile(256, pingpong=False) is gemms._tile(256, pingpong=False)
 
 
 def test_only_the_gradients_that_are_needed() -> None:

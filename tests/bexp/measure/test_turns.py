@@ -25,7 +25,9 @@ def test_contenders_run_in_turns_and_the_hopeless_once_more() -> None:
     assert found["a"].device_seconds == found["a"].clock_seconds, "the CPU is the host"
     assert [found[name].in_turns for name in runs] == [True, True, False]
     assert [found[name].rounds for name in runs] == [4, 4, 1]
-    assert order[-9:] == ["slow", "a", "b", "b", "a", "a", "b", "b", "a"]
+    assert order[-9] == "slow"
+    rounds = [tuple(order[i : i + 2]) for i in range(len(order) - 8, len(order), 2)]
+    assert set(rounds) == {("a", "b"), ("b", "a")}, "each runs once a round, not always first"
     assert not time_in_turns({}, CPU)
 
 

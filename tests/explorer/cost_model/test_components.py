@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from explorer.cost_model.components import (
-    BlockRecompute,
-    Component,
-    ComponentKind,
-    Decomposer,
-    Decomposition,
-    LayerGroup,
-)
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.decomposition import Decomposer, Decomposition, LayerGroup
 from explorer.cost_model.layer_groups import group_layers
 from explorer.spec.candidate import Candidate
 from tests.explorer.cost_model.tiny import MOE, model_of, request

@@ -8,12 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.components import BlockRecompute, ComponentKind, Decomposer, block_recompute
+from explorer.cost_model.components import BlockRecompute, ComponentKind, block_recompute
+from explorer.cost_model.decomposition import Decomposer
 from explorer.cost_model.roofline import roofline_seconds
 from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.request_rules import MAX_COMBINATIONS
+from explorer.spec.space_rules import MAX_COMBINATIONS
 from tests.explorer.simulator import report
 
 DENSE: dict[str, Any] = {

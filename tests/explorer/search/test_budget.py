@@ -46,7 +46,7 @@ def _no_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(capacity: int, history: Sequence[Trial] = (), most: int | None = None) -> tuple[list[Trial], float]:
     """Explore until the limit, or for `most` trials: the trials, and the seconds that passed."""
     req = request(budget={"max_seconds": MAX_SECONDS, "confidence_target": 99}, verify=False)
-    several = OneSecondEach(SimulatedDevice(req, noise=0.05), capacity)
+    several = OneSecondEach(SimulatedDevice(req, noise=0.3), capacity)
     steps = explore(req, report(memory_gib=40), several, history=history, clock=lambda: several.now, prune=pruned)
     trials = (step.trial for step in steps if step.trial is not None)
     return list(itertools.islice(trials, most)), several.now

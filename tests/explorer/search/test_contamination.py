@@ -242,7 +242,7 @@ def test_resumes_after_a_trial_of_which_only_a_part_was_disturbed(kind: Componen
 def test_repeats_that_are_always_disturbed_come_to_an_end() -> None:
     """On a noisy device components are measured again, and each of those runs is contaminated."""
     req = request(verify=False, recompute=["none", "full"])
-    device = SimulatedDevice(req, noise=0.12)
+    device = SimulatedDevice(req, noise=0.25)
     device.conditions = lambda plan, part: HOT if plan.again else CALM
     assert recommended(device)
     runs = Counter(component for plan in device.plans for component in plan.components)

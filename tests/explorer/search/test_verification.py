@@ -13,7 +13,8 @@ from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.explore import explore
 from explorer.search.history import TrialHistory
-from explorer.search.search_state import RunnerUp, SearchState
+from explorer.search.runner_up import RunnerUp
+from explorer.search.search_state import SearchState
 from explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
 from explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
@@ -263,6 +264,7 @@ def test_a_runner_up_is_run_if_its_expected_gain_is_worth_it(
     history = TrialHistory([whole_trial(7, size, tokens=100.0)], state.request.budget, 1)
     monkeypatch.setattr(state, "was_run_whole", lambda row: row == best.row)
     monkeypatch.setattr(state, "recommend", lambda: best)
-    monkeypatch.setattr(state, "runner_up", lambda: RunnerUp(state.table.row[candidate(1)], 0.3, gain))
+    rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain)
+    monkeypatch.setattr("explorer.search.verification.find_runner_up", lambda _: rival)
     found = WholeModels(state, history, 0).next()
     assert found == (NextCheck(candidate(1), 0.3) if is_run else None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from explorer.cost_model.components import Component, Decomposer
+from explorer.cost_model.components import Component
+from explorer.cost_model.decomposition import Decomposer
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.model import DType, ModelSpec, MoESpec

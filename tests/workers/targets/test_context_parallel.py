@@ -11,7 +11,8 @@ from torch import Tensor
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
 from bexp.kernels.context_parallel.ring import Ring
-from explorer.cost_model.components import Component, ComponentKind, Decomposer
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.decomposition import Decomposer
 from explorer.spec.candidate import Recompute
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, Decomposer
+from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from explorer.cost_model.decomposition import Decomposer
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest

@@ -47,12 +47,12 @@ class SequenceParallel:
 
     def gather(self, x_BSD: Tensor) -> Tensor:
         """Return whole sequences; the gradients are summed and scattered."""
-        out: Tensor = _Gather.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _Exchange.apply(x_BSD, self.gathered, self.reduced)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def reduce(self, x_BSD: Tensor) -> Tensor:
         """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
-        out: Tensor = _Reduce.apply(x_BSD, self)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _Exchange.apply(x_BSD, self.reduced, self.gathered)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def gathered(self, x_BSD: Tensor) -> Tensor:
@@ -208,28 +208,18 @@ class _VocabularyEmbedding(nn.Module):
         return x_BSD + self.w_positions[begin : begin + x_BSD.shape[1]]
 
 
-class _Gather(Function):
+class _Exchange(Function):
+    """An exchange whose gradients go `back`, neither of which makes a graph."""
+
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, ranks: SequenceParallel) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.gathered(x_BSD)
+    def forward(ctx: Any, x_BSD: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x_BSD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.reduced(grad), None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, ranks: SequenceParallel) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.reduced(x_BSD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.gathered(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad), None, None
 
 
 class _VocabularyLoss(Function):

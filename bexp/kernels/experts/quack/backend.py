@@ -1,7 +1,8 @@
 """The back end on quack's GEMMs, and the conditions under which it can be used.
 
 The check builds no kernel. The first step of a process builds six, for one dtype, activation and layout of the weights:
-about 20 seconds of one CPU core, of which quack keeps the result on disk for later processes.
+about 20 seconds of one CPU core, of which quack keeps the result on disk for later processes. Two more are built once
+the rows an expert are many.
 """
 
 from __future__ import annotations

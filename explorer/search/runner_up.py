@@ -1,0 +1,56 @@
+"""The runner-up: the candidate to run whole next, beside the recommended one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from explorer.search.preference import recommended_position
+from explorer.search.search_state import SearchState
+
+MATTERS = 0.25
+"""Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""
+MOST_WHOLE_RUNS = 3
+"""The most whole models of one candidate, unless it is the recommended one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The row of a candidate to run whole.
+
+    `probability` is that of being faster than the recommended candidate by more than MATTERS of the tolerance. `gain`
+    is the expected improvement, as a share of the recommended candidate's throughput.
+    """
+
+    row: int
+    probability: float
+    gain: float
+
+
+def find_runner_up(state: SearchState) -> RunnerUp | None:
+    """Return the candidate whose whole model is expected to improve the answer most; null if there is none to run.
+
+    It is the contender with the highest expected gain over the recommended candidate, in which what is not known
+    counts: the error of its composition, whether it fits, components that were predicted, and the noise of whole
+    models that ran. If two are equal, it is the faster one. If it was run whole more often than the recommended
+    candidate, the latter is returned, because another run of that tells more. Without a recommended candidate it is
+    the best of those that may fit.
+    """
+    posterior, rows = state.posterior, state.posterior.rows
+    recommended = recommended_position(posterior, state.required_bytes_C, state.request)
+    number_A = np.array([state.count_whole_runs(int(row)) for row in rows])
+    others = [i for i in range(rows.size) if i != recommended and number_A[i] < MOST_WHOLE_RUNS]
+    if not others:
+        return None
+    if recommended is None:
+        others = [i for i in others if not number_A[i]]
+        if not others:
+            return None
+        best = max(others, key=lambda i: (posterior.tokens_NA[:, i].mean(), posterior.mean_A[i]))
+        return RunnerUp(int(rows[best]), float(posterior.runs_A[best]), 1.0)
+    gain = posterior.expected_gains(recommended)
+    best = max(others, key=lambda i: (gain[i], posterior.mean_A[i]))
+    faster = posterior.probability_faster(recommended, state.request.tolerance * MATTERS)
+    row = recommended if number_A[best] > number_A[recommended] else best
+    return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]))

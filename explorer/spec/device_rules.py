@@ -1,0 +1,125 @@
+"""Rules about the devices of a request: what is spread over them, and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from explorer.spec.base import RuleError
+from explorer.spec.context_parallel import refuse_layout
+from explorer.spec.execution import Execution
+from explorer.spec.legal_meshes import check_sizes, schedules_of
+from explorer.spec.target import BEXP
+from explorer.spec.training import Sharding
+
+if TYPE_CHECKING:
+    from explorer.spec.request import ExplorationRequest
+
+
+def check_sharing(request: ExplorationRequest) -> None:
+    """The devices, the batch and the sequence length admit the context-parallel sizes."""
+    asked = request.context_parallel.sizes
+    sizes = ((1,) if not request.sharings else ()) if asked == "explore" else asked
+    for size in sizes:
+        problem = find_sharing_problem(request, size)
+        if problem is not None:
+            raise problem
+
+
+def find_sharing_problem(request: ExplorationRequest, size: int) -> RuleError | None:
+    """Return why sequences cannot be spread over `size` devices; null if they can."""
+    field = "context_parallel.sizes"
+    if request.num_devices % size:
+        return RuleError(f"{size} does not divide num_devices ({request.num_devices})", field, "num_devices")
+    groups = request.num_devices // size
+    named = f"num_devices ({groups})" if size == 1 else f"the number of groups of {size} devices ({groups})"
+    if request.micro_batch_size == "auto" and request.batch_size % groups:
+        return RuleError(
+            f"micro_batch_size 'auto' needs batch_size ({request.batch_size}) to be a multiple of {named}",
+            *((field,) if size > 1 else ()),
+            *("micro_batch_size", "batch_size", "num_devices"),
+        )
+    if request.batch_size < groups:
+        return RuleError(
+            f"batch_size ({request.batch_size}) is smaller than {named}",
+            *((field,) if size > 1 else ()),
+            *("batch_size", "num_devices"),
+        )
+    if size > 1 and not request.context_parallel.layouts_over(size, request.seq_length):
+        reasons = [refuse_layout(name, size, request.seq_length) for name in request.context_parallel.layouts]
+        return RuleError("; ".join(filter(None, reasons)), field, "context_parallel.layouts")
+    return None
+
+
+def check_sharding(request: ExplorationRequest) -> None:
+    """Sharding is either given or chosen, and it needs several devices."""
+    levels, given = request.sharding_levels, request.training.sharding
+    if levels is not None and given is not Sharding.NONE:
+        raise RuleError(
+            "sharding_levels take the place of training.sharding: give one of them",
+            "sharding_levels",
+            "training.sharding",
+        )
+    asked = given if levels is None else request.highest_sharding
+    if asked is not Sharding.NONE and request.num_devices == 1:
+        field = "training.sharding" if levels is None else "sharding_levels"
+        raise RuleError(f"sharding '{asked}' needs num_devices > 1", field, "num_devices")
+
+
+def check_parallelism(request: ExplorationRequest) -> None:
+    """A single device has no mesh."""
+    if request.parallelism.needs_mesh is None:
+        return
+    if request.model is None:
+        raise RuleError(f"a mesh of devices needs target '{BEXP}'", "parallelism", "target")
+    check_sizes(request)
+
+
+def check_mesh(request: ExplorationRequest) -> None:
+    """A mesh is for the training of a model that is described, and uses nothing that its shards do not have."""
+    reason_field = "fabric" if request.is_plan else "parallelism"
+    if request.target_name != BEXP or request.model is None:
+        whose = "a plan, which is a request with a fabric," if request.is_plan else "a mesh of devices"
+        raise RuleError(f"{whose} needs target '{BEXP}'", reason_field, "target")
+    refused = (
+        (request.mode != "train", "mode", "a mesh is for training"),
+        (
+            request.context_parallel.sizes != (1,),
+            "context_parallel.sizes",
+            "a mesh has whole sequences on a device",
+        ),
+        (
+            request.is_mesh and request.admitted_executions != (Execution.EAGER,),
+            "execution",
+            "devices that share a model need execution 'eager'; a plan, which has a fabric, may have 'compile'",
+        ),
+        (
+            request.admitted_executions not in ((Execution.EAGER,), (Execution.COMPILE,)),
+            "execution",
+            "a plan needs execution 'eager' or 'compile', and no choice between them",
+        ),
+        (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
+        (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
+        (request.sampler != "bexp", "sampler", "meshes have a search of their own"),
+        (request.prefer != "speed", "prefer", "of meshes the fastest is recommended"),
+        (
+            request.base_micro_batch_size is not None,
+            "base_micro_batch_size",
+            "the base is the smallest mesh that fits",
+        ),
+    )
+    for wrong, field, reason in refused:
+        if wrong:
+            raise RuleError(reason, field, reason_field)
+    if request.fabric is not None:
+        request.fabric.check(request.num_devices)
+        return
+    asked = request.parallelism.schedule
+    named = () if asked == "explore" else (asked,) if isinstance(asked, str) else asked
+    unknown = [schedule for schedule in named if schedule not in schedules_of(request)]
+    if unknown:
+        raise RuleError(
+            f"schedule '{unknown[0]}' needs a fabric: only plans have it, because torch's zero-bubble pipelines run "
+            "the backward of a loss or of experts twice, once for inputs and once for weights",
+            "parallelism.schedule",
+            "fabric",
+        )

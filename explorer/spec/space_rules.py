@@ -1,0 +1,90 @@
+"""Rules about the space of candidates: it is not empty, and it is small enough to be enumerated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from explorer.spec.base import RuleError
+
+if TYPE_CHECKING:
+    from explorer.spec.request import ExplorationRequest
+
+MAX_COMBINATIONS = 3072
+"""The most combinations of micro-batch, tile and recomputation; back ends multiply them by about ten."""
+
+MAX_SHARED_COMBINATIONS = 2 * MAX_COMBINATIONS
+"""The same limit with context parallelism and sharding counted in."""
+
+
+def check_largest_tile(request: ExplorationRequest) -> None:
+    """The cap on tiles divides the batch."""
+    largest = request.bta.max_tile
+    if largest is not None and request.batch_size % largest:
+        message = f"bta.max_tile ({largest}) must divide batch_size ({request.batch_size})"
+        raise RuleError(message, "bta.max_tile", "batch_size")
+
+
+def check_micro_batch_sizes(request: ExplorationRequest) -> None:
+    """At least one micro-batch size is left, and none that is named alone exceeds what a device gets of the batch."""
+    named = [m for size in request.context_parallel_sizes for m in request.named_micro_batch_sizes(size)]
+    if named and not request.micro_batch_sizes:
+        size = max(request.context_parallel_sizes)
+        who = "each device" if size == 1 else f"each group of {size} devices"
+        most = request.largest_useful_micro_batch(size)
+        raise RuleError(
+            f"micro_batch_size ({min(named)}) exceeds what {who} gets of the batch: {most} sequences of batch_size "
+            f"({request.batch_size}) over num_devices ({request.num_devices})",
+            "micro_batch_size",
+            "batch_size",
+            "num_devices",
+        )
+    if not request.micro_batch_sizes:
+        raise RuleError("micro_batch_size leaves no value to explore", "micro_batch_size")
+
+
+def check_tiles(request: ExplorationRequest) -> None:
+    """At least one tile is left, and each listed tile divides a micro-batch size."""
+    tiles = {tile for m in request.micro_batch_sizes for tile in request.tiles_for(m)}
+    if not tiles:
+        raise RuleError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space", "bta")
+    unused = [tile for tile in request.bta.tiles or () if tile not in tiles]
+    if unused:
+        message = f"bta.tiles: {unused[0]} is no factor of any micro-batch size of the space"
+        raise RuleError(message, "bta.tiles", "micro_batch_size")
+
+
+def check_policies_of_tiles(request: ExplorationRequest) -> None:
+    """At least one recomputation policy can be combined with the tiles."""
+    if not any(_count_combinations(request)):
+        named = "' and '".join(request.recompute_policies)
+        raise RuleError(
+            f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already",
+            "bta.enable",
+            "recompute",
+        )
+
+
+def check_combinations(request: ExplorationRequest) -> None:
+    """The space is small enough to be enumerated."""
+    combinations = sum(_count_combinations(request))
+    if combinations > MAX_COMBINATIONS:
+        raise RuleError(
+            f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
+            f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
+        )
+    ways, levels = len(request.sharings), len(request.sharding_choices)
+    shared = combinations * ways * levels
+    if shared > max(MAX_SHARED_COMBINATIONS, combinations):
+        raise RuleError(
+            f"context_parallel and sharding: with {ways} pairs of a size and a layout and {levels} levels of "
+            f"sharding the space has {shared} combinations; at most {MAX_SHARED_COMBINATIONS} are explored: "
+            "restrict sizes, layouts, sharding_levels, micro_batch_size, bta or recompute"
+        )
+
+
+def _count_combinations(request: ExplorationRequest) -> tuple[int, int]:
+    """Return the combinations of micro-batch and recomputation without a tile, and those with one."""
+    tilings = [tile is not None for m in request.micro_batch_sizes for tile in request.tiles_for(m)]
+    tiled = sum(tilings)
+    untiled = len(tilings) - tiled
+    return untiled and untiled * len(request.policies_for(None)), tiled and tiled * len(request.policies_for(1))

@@ -1,0 +1,52 @@
+"""Which candidate is run whole beside the recommended one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from explorer.search.runner_up import MATTERS, MOST_WHOLE_RUNS, find_runner_up
+from explorer.search.search_state import SearchState
+from tests.explorer.search.small import candidate, know, small_state
+
+
+def found_by(state: SearchState) -> tuple[Any, ...] | None:
+    found = find_runner_up(state)
+    return None if found is None else (found.row, found.probability, found.gain)
+
+
+def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
+    assert MATTERS == 0.25
+    state = small_state()
+    know(state, candidate(1), candidate(2), candidate(4))
+    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)])
+    tokens = np.tile([100.0, 100.2, 99.0], (10, 1))
+    tokens[:3, 2] = 100.3
+    state.posterior = replace(
+        state.posterior,
+        rows=rows,
+        mean_A=np.array([101.0, 100.2, 99.4]),
+        tokens_NA=tokens,
+        composed_NA=tokens,
+        wanted_AP=np.zeros((3, state.table.used_CP.shape[1]), dtype=np.bool_),
+        clear_A=np.array([True, True, True]),
+        undecided_A=np.array([False, False, False]),
+        runs_A=np.ones(3),
+    )
+    assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002))
+    state._whole_runs = {int(rows[1]): {1: (1.0, 0.0)}}
+    assert found_by(state) == (rows[0], 0.0, pytest.approx(0.002)), "of two, what ran less often is run next"
+    state._whole_runs = {int(row): {1: (1.0, 0.0)} for row in rows}
+    assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002)), "their difference may be noise"
+    state._whole_runs = {int(rows[1]): dict.fromkeys(range(MOST_WHOLE_RUNS), (1.0, 0.0))}
+    assert found_by(state) == (rows[2], 0.3, pytest.approx(0.0009)), "what was run whole so often is not run again"
+    state._whole_runs = {}
+    state.posterior = replace(state.posterior, clear_A=np.array([True, False, False]))
+    assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002)), "a whole model tells what is not measured"
+    state.posterior = replace(state.posterior, clear_A=np.array([False, False, False]))
+    assert found_by(state) == (rows[1], 1.0, 1.0), "nothing else can be recommended"
+    state._whole_runs = {int(row): {1: (1.0, 0.0)} for row in rows}
+    assert find_runner_up(state) is None
