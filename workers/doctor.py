@@ -11,6 +11,7 @@ from pydantic import Field
 
 from bexp.target_registry import installed_targets
 from explorer.spec.base import Frozen
+from explorer.spec.execution import Execution
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
@@ -87,7 +88,7 @@ def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagn
         with Profiler(
             device, environment=environment, lock_timeout_seconds=LOCK_TIMEOUT_SECONDS, start_pauses_seconds=()
         ) as profiler:
-            report = profiler.begin(ExplorationRequest(model=MOE))
+            report = profiler.begin(ExplorationRequest(model=MOE, executions=(Execution.EAGER, Execution.GRAPH)))
     except (ProfilerError, DeviceBusyError) as error:
         return DeviceDiagnosis(device=device, usable=False, reason=str(error))
     return DeviceDiagnosis(
@@ -106,11 +107,12 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
             continue
         hardware = device.report.hardware
         console.print(f"{title}  {hardware.describe()}", highlight=False)
+        from rich.markup import escape  # noqa: PLC0415 - as above
         from rich.table import Table  # noqa: PLC0415 - as above
 
         table = Table(show_header=False, box=None, padding=(0, 2))
         for name, value in _facts(device, device.report):
-            table.add_row(name, value)
+            table.add_row(name, escape(value))
         console.print(table)
     console.print(f"[bold]targets[/bold]  {_describe_targets(diagnosis.targets)}", highlight=False)
 
@@ -136,6 +138,9 @@ def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str,
         for backend in backends:
             yield f"{label} {backend.name}", _describe(backend, default=backend.name == default)
     yield "torch.compile", device.compile_reason or "usable"
+    for execution in report.executions:
+        if execution.name == Execution.GRAPH:
+            yield "CUDA graphs", _describe(execution, default=False)
 
 
 def _describe(backend: BackendSupport, *, default: bool) -> str:

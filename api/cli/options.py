@@ -104,7 +104,8 @@ ExecutionOption = Annotated[
     Execution | None,
     typer.Option(
         metavar="eager|compile|graph|compile+graph|explore",
-        help="Run eagerly, through torch.compile, as CUDA graphs, or find out which.",
+        help="Run eagerly, with layers compiled by torch.compile, as CUDA graphs (one GPU, training), or find out "
+        "which is the fastest.",
         show_default=_default("execution"),
     ),
 ]

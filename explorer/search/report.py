@@ -19,7 +19,7 @@ from explorer.search.reported_runs import describe_reported
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
+from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.parts import ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP
@@ -171,11 +171,9 @@ def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
     notes = [f"execution: {candidate.execution or request.execution}"]
-    asked = frozenset(request.admitted_executions)
-    refused = [each for each in report.executions if not each.usable and each.name in asked]
-    notes += [f"execution '{each.name}' is left out: {each.reason}" for each in refused]
     notes += [f"kernels '{each.name}' are left out: {each.reason}" for each in report.kernels if not each.usable]
     notes += [f"loss '{each.name}' is left out: {each.reason}" for each in report.losses if not each.usable]
+    notes += _named_and_left_out(request, report)
     notes += _sharing_notes(request, candidate, report)
     sharding = request.sharded(candidate.sharding).training.sharding
     if sharding is not Sharding.NONE and request.mode == "train":
@@ -189,6 +187,21 @@ def _notes(
         owner = "torch" if request.target_name == BEXP else request.target_name
         notes.append(f"attention '{candidate.attention_backend}' is the default of {owner} here")
     return tuple(notes)
+
+
+def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> list[str]:
+    """Return a note for each execution and back end that the request names beside others and the device cannot use."""
+    asked: tuple[tuple[str, tuple[str, ...] | None, tuple[BackendSupport, ...]], ...] = (
+        ("execution", request.executions, report.executions),
+        ("attention back end", request.attention_backends, report.attention_backends),
+        ("expert back end", request.expert_backends, report.expert_backends),
+    )
+    return [
+        f"{what} '{each.name}' is left out: {each.reason}"
+        for what, named, found in asked
+        for each in found
+        if not each.usable and each.name in (named or ())
+    ]
 
 
 def _shortfall(request: ExplorationRequest, confidence: int) -> tuple[str, ...]:

@@ -90,12 +90,12 @@ def check_mesh(request: ExplorationRequest) -> None:
         (
             request.is_mesh and request.admitted_executions != (Execution.EAGER,),
             "execution",
-            "ranks that share a model run eagerly; a plan's shards can be compiled",
+            "devices that share a model need execution 'eager'; a plan, which has a fabric, may have 'compile'",
         ),
         (
             request.admitted_executions not in ((Execution.EAGER,), (Execution.COMPILE,)),
             "execution",
-            "a plan's shards are measured in one execution, 'eager' or 'compile'",
+            "a plan needs execution 'eager' or 'compile', and no choice between them",
         ),
         (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
         (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),

@@ -35,19 +35,28 @@ def check_executions(request: ExplorationRequest) -> None:
         message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
         raise RuleError(message, field, "target")
     if request.target_name == BEXP and request.compiles and not request.always_compiles:
-        message = f"a choice between executions 'eager' and 'compile' needs target '{TRANSFORMERS}'"
+        message = (
+            f"for target '{BEXP}', execution may choose between 'eager' and 'graph', or between 'compile' and "
+            f"'compile+graph'; a choice between eager and compiled layers needs target '{TRANSFORMERS}'"
+        )
         raise RuleError(message, field, "target")
     if not request.replays:
         return
     refused = (
         (request.target_name not in (BEXP, TRANSFORMERS), "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
         (request.mode != "train", "mode", "mode 'train'"),
-        (request.device_kind == "cpu", "device_kind", "device_kind 'cuda'"),
-        (request.num_devices > 1, "num_devices", "one device, because no graph exchanges gradients"),
+        (request.device_kind == "cpu", "device_kind", "a GPU; a CPU has 'eager' and 'compile'"),
+        (
+            request.num_devices > 1,
+            "num_devices",
+            "num_devices 1, because gradients are not exchanged within a graph; several devices have 'eager' and "
+            "'compile'",
+        ),
     )
+    graphs = next(execution for execution in request.admitted_executions if execution.replays)
     for wrong, other, needed in refused:
         if wrong:
-            raise RuleError(f"execution 'graph' needs {needed}", field, other)
+            raise RuleError(f"execution '{graphs}' needs {needed}", field, other)
 
 
 def check_policies(request: ExplorationRequest) -> None:

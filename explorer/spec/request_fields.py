@@ -57,9 +57,11 @@ class RequestFields(Frozen):
     target_config: dict[str, Any] | None = Field(
         None, description="What a registered target builds its model from; at most 256 KiB as JSON."
     )
-    mode: Literal["train", "eval"] = "train"
+    mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
     micro_batch_size: MicroBatchChoice = "explore"
-    batch_size: Count = 512
+    batch_size: Count = Field(
+        512, description="The effective batch of an optimizer step in sequences, over all devices."
+    )
     num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
     )
@@ -77,11 +79,21 @@ class RequestFields(Frozen):
         description="The policies to choose among. Null: all but those with a number, `layers_N` and `groups_N`, which "
         "are explored only if they are named here.",
     )
-    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
+    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
+        None, description="The attention kernels to choose among. Null: all that the device can use."
+    )
     flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
-    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = None
+    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
+        None,
+        description="The expert kernels to choose among. Null: all that the device can use but those that must be "
+        "named, such as `auto` and `quack`.",
+    )
     routing: RoutingSpec = RoutingSpec()
-    execution: Execution = Execution.EAGER
+    execution: Execution = Field(
+        Execution.EAGER,
+        description="How layers run: operation by operation, compiled by torch.compile, or either of them with the "
+        "micro-step replayed as CUDA graphs (training on one GPU).",
+    )
     executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
         None,
         description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",

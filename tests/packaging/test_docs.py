@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import typer.main
 
+import bexp
 from api.cli import app
+from api.cli.commands import COMMANDS, load_command
 from benchmarks.docs.sections import fill, pages
+from explorer.formats.document import load_document
+from explorer.formats.request import parse_request
 
 ROOT = Path(__file__).parents[2]
 PAGES = pages()
 LONGEST_README = 220
+MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
+"""What parts of requests that are shown belong to."""
+CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+
+GROUPS = {"targets"}
+"""Groups of entry points, which are named like modules."""
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def _code(page: Path) -> str:
@@ -36,6 +52,43 @@ def test_make_targets_that_are_shown_exist(page: Path) -> None:
 def test_commands_that_are_shown_exist(page: Path) -> None:
     known = set(getattr(typer.main.get_command(app), "commands", {}))
     assert set(re.findall(r"^\$? ?bexp ([a-z]+)", _code(page), flags=re.MULTILINE)) <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_that_are_shown_exist(page: Path) -> None:
+    for line in re.findall(r"\bbexp ([a-z]+(?: [^\n|;#`)]*)?)", _code(page)):
+        name, *words = line.split()
+        if name not in COMMANDS:
+            continue
+        command = load_command(name)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, f"bexp {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_requests_that_are_shown_are_accepted(page: Path) -> None:
+    for block in _blocks(page, "yaml"):
+        shown = load_document(block)
+        if "model_type" in shown or "lora" in shown.get("training", {}):
+            about = (
+                {**CONFIG, "hf_seq_length": 64} if "model_type" in shown else {"hf_config": CONFIG, "hf_seq_length": 64}
+            )
+        elif "fabric" in shown and "num_devices" not in shown:
+            about = {"model": {**MODEL, "seq_length": 64}, "num_devices": 8}
+        else:
+            about = {} if {"model", "megatron"} & set(shown) else {"model": {**MODEL, "seq_length": 64}}
+        parse_request({**about, **shown})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_that_is_shown_is_python_and_what_it_takes_from_bexp_exists(page: Path) -> None:
+    for block in _blocks(page, "python"):
+        ast.parse(block)
+    code = "\n".join([*_blocks(page, "python"), *re.findall(r"`(bexp\.[^`\n]+)`", page.read_text())])
+    for name in set(re.findall(r"(?<![\w/.\"-])bexp\.([A-Za-z_]\w*)", code)) - GROUPS:
+        assert hasattr(bexp, name) or importlib.util.find_spec(f"bexp.{name}"), f"bexp.{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

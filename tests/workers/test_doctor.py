@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import tempfile
@@ -37,7 +38,11 @@ def test_the_cpu_is_diagnosed_with_its_back_ends(
     assert doctor.main(json_output=False) == 0
     printed = capsys.readouterr().out
     assert cpu.report.hardware.device_name in printed
-    assert "needs a CUDA device" in " ".join(printed.split())
+    printed = " ".join(printed.split())
+    assert "needs a CUDA device" in printed
+    assert "CUDA graphs not usable: CUDA graphs need a GPU" in printed
+    if importlib.util.find_spec("quack") is None:
+        assert "quack-kernels is not installed: pip install 'bexp[quack]'" in printed
 
 
 def test_a_device_that_cannot_be_used_says_why(

@@ -13,7 +13,7 @@ from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import ModelSpec
 from workers.targets.reference.shapes import attention_shape, experts_shape
 
-NO_GRAPHS = "CUDA graphs need a CUDA device"
+NO_GRAPHS = "CUDA graphs need a GPU"
 
 
 def report_device(

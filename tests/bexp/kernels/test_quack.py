@@ -110,7 +110,7 @@ def test_what_is_refused_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert part in (QUACK.unsupported_reason(refused, cuda) or "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert QUACK.unsupported_reason(shape, cuda) == "quack-kernels is not installed"
+    assert QUACK.unsupported_reason(shape, cuda) == "quack-kernels is not installed: pip install 'bexp[quack]'"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.9")
     assert "0.6, not 0.5.9" in (QUACK.unsupported_reason(shape, cuda) or "")

@@ -179,6 +179,14 @@ def test_an_execution_that_was_asked_for_and_cannot_be_had_is_noted_with_the_rea
     assert not any("compile+graph" in note for note in notes)
 
 
+def test_what_the_request_names_beside_others_and_the_device_cannot_use_is_noted() -> None:
+    missing = BackendSupport(name="flash", usable=False, reason="flash needs another GPU")
+    report = REPORT.model_copy(update={"attention_backends": (missing,)})
+    note = "attention back end 'flash' is left out: flash needs another GPU"
+    assert note in recommend(known_state(attention_backends=["cudnn", "flash"]), report=report).notes
+    assert note not in recommend(known_state(attention_backends=["cudnn"]), report=report).notes
+
+
 def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -> None:
     words = "the budget was used up before the confidence reached 95: raise max_seconds or max_trials"
     state = known_state()

@@ -76,6 +76,19 @@ def test_a_wrong_choice_names_the_field(fields: dict[str, Any]) -> None:
         build(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"execution": "compile+graph", "device_kind": "cpu"}, r"'compile\+graph' needs a GPU; a CPU has 'eager'"),
+        ({"execution": "graph", "num_devices": 2}, "needs num_devices 1, .*several devices have 'eager'"),
+        ({"execution": ["eager", "compile"], **REFERENCE}, "may choose between 'eager' and 'graph', or"),
+    ],
+)
+def test_a_refused_execution_names_those_that_can_be_had(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        build(**fields)
+
+
 @pytest.mark.parametrize("fields", [{"kernels": []}, {"kernels": ["apex"]}, {"kernels": ["liger"], "target": "mine"}])
 def test_wrong_kernels_name_the_field(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="kernels"):

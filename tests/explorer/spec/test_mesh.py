@@ -95,7 +95,7 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
         ),
         ({"pipeline": 2, "schedule": "zb_h1"}, {"fabric": None}, "schedule 'zb_h1' needs a fabric"),
         ({"tensor": 2}, {"fabric": None, "mode": "eval"}, "a mesh is for training"),
-        ({"tensor": 2}, {"fabric": None, "execution": "compile"}, "ranks that share a model run eagerly"),
+        ({"tensor": 2}, {"fabric": None, "execution": "compile"}, "devices that share a model need execution 'eager'"),
         (
             {"expert": 1, "expert_mode": "shadowed"},
             {"model": MOE},

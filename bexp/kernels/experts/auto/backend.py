@@ -78,7 +78,7 @@ class AutoExperts:
         others = (each for name, each in self.backends.items() if name != STOCK and not each.waits)
         if any(each.unsupported_reason(shape, device) is None for each in others):
             return None
-        return f"auto has nothing to choose from: only {STOCK} serves this shape here without a wait for the device"
+        return f"auto has nothing to choose from: only {STOCK} serves this shape here without waiting; name it instead"
 
     def _measure(self, shape: FFNShape, num_tokens: int, device: torch.device) -> ByLoad:
         """Seconds of every back end that serves the shape without a wait, and of planned GEMMs where they differ."""

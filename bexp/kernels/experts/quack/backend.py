@@ -63,7 +63,7 @@ def _shape_reason(shape: ExpertsShape) -> str | None:
 
 def _package_reason() -> str | None:
     if importlib.util.find_spec("quack") is None:
-        return "quack-kernels is not installed"
+        return "quack-kernels is not installed: pip install 'bexp[quack]'"
     try:
         version = importlib.metadata.version("quack-kernels")
     except importlib.metadata.PackageNotFoundError:
