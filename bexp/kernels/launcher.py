@@ -2,7 +2,7 @@
 
 Triton's own launch binds all arguments, derives what the kernel is specialised on, looks the kernel up by a string,
 and encodes every tensor descriptor again. A `Launch` does that once for its shapes, and `Launches` keep the arguments
-for each set of addresses. From then on they call the compiled launcher below Triton's own.
+for each set of addresses. From then on they call the compiled launcher, without Triton's code around it.
 
 A `Launch` belongs to one set of shapes, strides, number formats and one device: whoever keeps it must have all of
 these in its key. Its numbers and compile-time constants never change. Of what Triton specialises a kernel on, the

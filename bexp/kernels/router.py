@@ -97,7 +97,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 # All that `torch.compiler.assume_constant_result` does, except that it imports the compiler, which takes seconds.
-_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch reads it
 
 
 class _Route(Function):

@@ -202,7 +202,7 @@ def _cuda_reason(experts: str, device: str, first_size: int, second_size: int) -
 
 
 # The compiler calls it while it traces, and takes the answer as a constant: see `auto.backend._steps`.
-_cuda_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_cuda_reason._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch reads it
 
 
 def _kernel_reason(experts: str, module: nn.Module, weight: Tensor) -> str | None:

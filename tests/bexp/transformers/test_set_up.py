@@ -297,11 +297,11 @@ def test_a_compiled_layer_traces_our_experts_only_if_the_compiler_can(
     monkeypatch.setattr(registry, "expert_backend", lambda name: backend)
     monkeypatch.setattr(experts, "_LEFT_EAGER", {})
     monkeypatch.setattr(experts, "_device_reason", lambda name, weight: None)
-    weight = SimpleNamespace(is_cuda=True)
+    weight: Any = SimpleNamespace(is_cuda=True)
     experts.leave_eager("bexp_triton_grouped")
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        ffn: Any = experts._implementation("bexp_triton_grouped", "cuda", weight, as_operator=False)  # type: ignore[arg-type]
+        ffn: Any = experts._implementation("bexp_triton_grouped", "cuda", weight, as_operator=False)
         found: torch.Tensor = ffn(2 * x)
         return found
 

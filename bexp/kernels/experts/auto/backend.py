@@ -146,7 +146,7 @@ def _steps(
 
 
 # What `torch.compiler.assume_constant_result` does, without the compiler that it imports, which takes seconds.
-_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_steps._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch reads it
 
 
 def auto_backend(backends: Iterable[ExpertBackend]) -> tuple[ExpertBackend, AutoExperts]:
