@@ -167,7 +167,7 @@ class EmbeddedService:
         self.log_directory = Path(tempfile.mkdtemp(prefix="bexp-"))
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no process of ours stays behind
             self.stop()
             raise
         return self

@@ -20,7 +20,7 @@ from bexp.kernels.experts import triton_gemm
 from bexp.kernels.experts.hopper import gemm as hopper_gemm
 from bexp.kernels.experts.hopper import tiles as hopper
 from bexp.kernels.experts.hopper.tiles import WIDE, HopperTiles
-from bexp.kernels.experts.triton_gemm import LARGE, LOW, SHALLOW, SQUARE, Tiles
+from bexp.kernels.experts.triton_tiles import LARGE, LOW, SHALLOW, SQUARE, Tiles
 from bexp.kernels.triton_support import triton_failure
 from bexp.measure.cuda_timing import CudaTimer
 

@@ -89,7 +89,7 @@ class CudaRecorder:
                     work()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # the model's own code runs here
             raise NotCapturableError(told(error)) from error
         finally:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -112,7 +112,7 @@ class CudaRecorder:
         graphs: list[Any] = []
         try:
             graphs.extend(map(self._capture, works))
-        except Exception as error:
+        except Exception as error:  # the model's own code runs here
             graphs.clear()
             torch.cuda.synchronize()
             if isinstance(error, torch.OutOfMemoryError):
@@ -131,7 +131,7 @@ class CudaRecorder:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            except BaseException:
+            except BaseException:  # a capture must end, whatever broke it
                 self._abandon(graph, random_state)
                 raise
             try:

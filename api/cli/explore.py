@@ -160,7 +160,7 @@ def follow_or_cancel(
     """Follow an exploration to its end. What stops this stops the exploration, too, because nobody waits for it."""
     try:
         return follow(client, job, to_stderr=as_json, check=watchdog)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too: a job that nobody follows is cancelled
         with suppress(ProblemError, ServiceError):
             other = watchdog.other_worker() if spares_others else None
             if other is None:

@@ -16,16 +16,8 @@ from bexp.kernels.experts.comparisons.cublas_grouped import CublasGemm
 from bexp.kernels.experts.hopper import gemm as hopper
 from bexp.kernels.experts.hopper import tiles as hopper_tiles
 from bexp.kernels.experts.registry import expert_backend, expert_support
-from bexp.kernels.experts.triton_gemm import (
-    LARGE,
-    LOW,
-    SHALLOW,
-    SMALL,
-    SQUARE,
-    TritonGemm,
-    multiply_rows,
-    sum_over_rows,
-)
+from bexp.kernels.experts.triton_gemm import TritonGemm, multiply_rows, sum_over_rows
+from bexp.kernels.experts.triton_tiles import LARGE, LOW, SHALLOW, SMALL, SQUARE
 from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.experts import triton_gemm
-from bexp.kernels.experts.triton_gemm import (
-    TRITON_GROUPED,
-    Tiles,
-    TritonGemm,
-    multiply_rows,
-    rows_tiles,
-    sum_over_rows,
-    weights_tiles,
-)
+from bexp.kernels.experts.triton_gemm import TRITON_GROUPED, TritonGemm, multiply_rows, sum_over_rows
+from bexp.kernels.experts.triton_tiles import Tiles, rows_tiles, weights_tiles
 from bexp.kernels.launcher import KEPT_LAUNCHES
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase

@@ -32,7 +32,7 @@ def add_adapters(model: Any, spec: LoRASpec) -> None:
         try:
             config = peft.LoraConfig(**values)
             wrapped = peft.get_peft_model(model, config)
-        except Exception as error:
+        except Exception as error:  # peft raises errors of many kinds
             reason = f"training.lora.target_modules {_listed(asked)}: {one_line(error)}"
             raise UnsupportedModelError(f"{reason} (peft {peft.__version__})") from error
     missing = [] if isinstance(asked, str) else _unmatched(asked, wrapped, config)

@@ -28,7 +28,7 @@ def survey_config(model_type: str) -> dict[str, Any]:
     try:
         with quiet_library():
             defaults = CONFIG_MAPPING[model_type]()
-    except Exception as error:
+    except Exception as error:  # a configuration's own checks raise errors of any kind
         raise UnsupportedModelError(f"the class's defaults are refused: {one_line(error)}") from error
     if getattr(defaults, "is_decoder", None) is False:
         raw["is_decoder"] = True
