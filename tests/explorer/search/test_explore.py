@@ -19,6 +19,7 @@ from explorer.search.explore import explore
 from explorer.search.optuna_sampler import ComponentSampler
 from explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.variant import Variant
 from tests.explorer.explorations import MODEL, answer_of, explored, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -213,7 +214,7 @@ def test_every_trial_of_components_is_asked_from_the_study_and_told_to_it() -> N
     trials = [t for t in trials_of(steps) if t.kind is TrialKind.COMPONENTS]
     told = [t for t in studies[""].trials if MEASUREMENT in t.user_attrs]
     assert [t.user_attrs[TRIAL_NUMBER] for t in told] == [t.number for t in trials]
-    assert [to_candidate(t.params, 4) for t in told] == [t.candidate for t in trials]
+    assert [to_candidate(t.params, Variant(4)) for t in told] == [t.candidate for t in trials]
     assert found is not None
     assert studies[""].best_trial.values[0] == pytest.approx(found.tokens_per_second, rel=0.02)
 
