@@ -11,12 +11,12 @@ from explorer.records.recommendation import VariantAnswer
 def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:
     """Return the lines of a table, with the candidate of each row, or why there is none, in a line below it.
 
-    Variants with a capacity factor show their memory and what they drop, too.
+    Variants with a capacity factor show their memory and what they drop, in place of their parameters.
     """
     drops = any(variant.capacity_factor is not None for variant in variants)
     compared = "num_query_groups and capacity_factor" if drops else "num_query_groups"
-    head = ("groups", *["capacity"] * drops, "parameters", "micro_batch_size", "tokens/s", "confidence")
-    rows = [(*head, *["peak memory", "dropped"] * drops), *(_cells(variant, drops=drops) for variant in variants)]
+    head = ("groups", "capacity" if drops else "parameters", "micro_batch_size", "tokens/s", "confidence")
+    rows = [(*head, *["peak", "dropped"] * drops), *(_cells(variant, drops=drops) for variant in variants)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"Variants by {compared} (separate models, not ranked)"]
     for cells, text in zip(rows, ["", *map(_below, variants)], strict=True):
@@ -27,8 +27,8 @@ def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:
 
 def _cells(variant: VariantAnswer, *, drops: bool) -> tuple[str, ...]:
     best = variant.recommendation
-    capacity = ["none" if variant.capacity_factor is None else f"{variant.capacity_factor:g}"] * drops
-    head = (str(variant.num_query_groups), *capacity, f"{variant.num_parameters:,}")
+    capacity = "none" if variant.capacity_factor is None else f"{variant.capacity_factor:g}"
+    head = (str(variant.num_query_groups), capacity if drops else f"{variant.num_parameters:,}")
     if best is None:
         return (*head, *("-",) * (5 if drops else 3))
     speed = f"{best.expected_tokens_per_second:,.0f}"

@@ -171,6 +171,26 @@ def test_variants_stand_side_by_side() -> None:
     assert len(lines(steps, EventCode.VARIANT)) == 3
 
 
+def test_capacity_factors_are_compared_and_share_all_but_their_experts() -> None:
+    moe = MODEL["moe"] | {"capacity_factor": [None, 1.0, 2.0]}
+    req = request(model=MODEL | {"moe": moe}, routing={"kind": "zipf"}, micro_batch_size=[2, 4])
+    device = SimulatedDevice(req)
+    steps = run(req, device)
+    answer = answer_of(steps)
+    assert [v.capacity_factor for v in answer.variants] == [None, 1.0, 2.0]
+    dropped = [v.recommendation.dropped_share for v in answer.variants if v.recommendation is not None]
+    assert dropped[0] is None
+    assert dropped[1] is not None
+    assert dropped[2] is not None
+    assert 0.1 < dropped[2] < dropped[1] < 0.6
+    assert any("num_query_groups=4,capacity_factor=2," in line for line in lines(steps, EventCode.VARIANT))
+    assert {trial.candidate.capacity_factor for trial in trials_of(steps)} == {None, 1.0, 2.0}
+    measured = [c for plan in device.plans for c in plan.components]
+    assert len(measured) == len({c.key for c in measured})
+    assert {c.capacity_factor for c in measured if c.kind.value == "moe_ffn"} == {None, 1.0, 2.0}
+    assert {c.capacity_factor for c in measured if c.kind.value != "moe_ffn"} == {None}
+
+
 def test_eval_mode_has_no_recomputation_and_no_optimizer() -> None:
     req = request(mode="eval")
     device = SimulatedDevice(req)
