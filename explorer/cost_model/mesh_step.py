@@ -21,6 +21,7 @@ from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_secon
 from explorer.cost_model.pipeline_balance import balance_layers
 from explorer.cost_model.step import GatheredBytes, MemoryParts
 from explorer.records.plan import MeshRun
+from explorer.spec.hardware import HardwareSpec
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -66,11 +67,11 @@ class MeshComposer:
         request: ExplorationRequest,
         decompose: MeshDecomposer,
         optimizer: Component,
-        bandwidth: float,
+        hardware: HardwareSpec,
     ) -> None:
-        """`bandwidth` are the bytes that a device reads and writes a second."""
         self._model = model
-        self._bandwidth = bandwidth
+        self._bandwidth = hardware.memory_bandwidth_bytes_per_second
+        self._workspaces = hardware.workspace_bytes
         self._request = request
         self._decompose = decompose
         self.exchanges = decompose.exchanges
@@ -251,7 +252,8 @@ class MeshComposer:
                 activations = max(0, run.peak_bytes[rank] - transient)
             spec = self._request.training.optimizer
             activations += received * number * self._num_received(mesh, rank)
-            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, transient))
+            beside = transient + self._workspaces
+            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
         fullest = max(range(mesh.pipeline), key=lambda r: found[r].total)
         return found[fullest], fullest
 
