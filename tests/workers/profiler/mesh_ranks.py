@@ -39,7 +39,7 @@ NUM_RANKS = {"cpu": 4, "cuda": 2}
 IMPORTED_LATE = (*SHARDING, "torch.distributed.pipelining")
 """What the first mesh, sharding and pipeline import."""
 NUM_MICRO_BATCHES = 4
-MICRO_BATCH_SIZE = 2
+MICRO_BATCH_SIZE = 3  # two ranks then share a sequence
 DENSE = ModelSpec(
     name="tiny",
     num_layers=5,

@@ -24,7 +24,7 @@ def test_ranks_of_a_mesh_have_the_loss_and_gradients_of_one_device(found: list[S
     for said in found[: CASES[case][0].num_devices]:
         apart, worst = said[case]
         assert apart < 2e-5
-        assert worst < 2e-4
+        assert worst < 1e-3
 
 
 def test_each_operation_of_each_group_is_measured(found: list[Said]) -> None:

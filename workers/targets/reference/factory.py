@@ -16,9 +16,9 @@ from workers.targets.reference.head import Head
 from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
 from workers.targets.reference.shapes import torch_dtype
-from workers.targets.reference.tensor_parallel import lose_alone
+from workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
 
-Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
+Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
 
 
 def build_block(
@@ -44,6 +44,8 @@ def build_block(
     if component.kind is ComponentKind.EMBEDDING:
         positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
         block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
+        if request.is_mesh and component.tensor_parallel_size > 1:
+            return VocabularyEmbedding(block, (0, model.vocab_size), None)
     elif component.kind is ComponentKind.ATTENTION:
         assert component.backend is not None, "an attention component names its back end"
         assert component.communicates is (context_parallel is not None), "ranks for attention that is spread over them"
