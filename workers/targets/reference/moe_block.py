@@ -78,9 +78,9 @@ class MoEFFN(ResidualBlock):
         return out.view(x_BSD.shape[0], -1, x_BSD.shape[2])
 
     def compile_core(self) -> None:
-        """Compile the branch; a back end that cannot be traced stays eager inside."""
-        if self.w_in.dtype not in self.backend.traceable_dtypes:
-            self.run_experts = left_eager(self.backend.forward)
+        """Compile the branch; experts on several ranks, and a back end that cannot be traced, stay eager inside."""
+        if self.is_spread or self.w_in.dtype not in self.backend.traceable_dtypes:
+            self.run_experts = left_eager(self.run_experts)
         super().compile_core()
 
     def _route(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
