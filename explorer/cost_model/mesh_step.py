@@ -103,12 +103,7 @@ class MeshComposer:
         # torch's pipelines reduce gradients at the end of a step, when no activations are left.
         is_late = self._request.is_mesh and mesh.pipeline > 1
         spec = self._request.training.optimizer
-        gathered = [
-            (NONE_GATHERED, 0)
-            if is_late
-            else (each.gathered(mesh, self._model, spec), each.reduced_bytes(mesh, self._model, spec))
-            for each in each_stage
-        ]
+        gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
         last_stage = mesh.num_stages - 1
         issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
         stages = [_stage(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
@@ -293,7 +288,7 @@ def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
 
 def _stage(
     parts: Sequence[tuple[LayerCost, int]],
-    sharded: tuple[GatheredBytes, int],
+    gathered: GatheredBytes,
     issued: float,
     sent: Transfer,
     layers: LayerCosts,
@@ -301,10 +296,8 @@ def _stage(
     """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
 
     The longer of host and device sets the pace: see `_paces`. While a layer runs, the head has freed what it saves of
-    the same micro-batch, and while the embedding runs, all others have. What `sharded` training holds whole is a pair:
-    all of it, and of that the buffer of a layer that has just ended, which has freed what it saves.
+    the same micro-batch, and while the embedding runs, all others have.
     """
-    gathered, buffer = sharded
     of_head = sum(count * part.saved_bytes for part, count in parts if part is layers.head)
     of_layers = sum(count * part.saved_bytes for part, count in parts if part is not layers.embedding) - of_head
 
@@ -313,7 +306,7 @@ def _stage(
             return part.transient_bytes - of_layers - of_head
         if part is layers.head:
             return part.transient_bytes + gathered.at_head
-        return max(part.transient_bytes - buffer, -part.saved_bytes) + gathered.at_layer - of_head
+        return max(part.transient_bytes - gathered.after_layer, -part.saved_bytes) + gathered.at_layer - of_head
 
     ahead, behind = _paces(parts, issued, layers)
     return StageCosts(

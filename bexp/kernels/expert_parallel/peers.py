@@ -55,15 +55,20 @@ class GroupPeers:
 
     def exchange(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> dist.Work | None:
         """Begin an all-to-all with uneven splits."""
-        return dist.all_to_all_single(buffer, tensor, splits.received, splits.sent, group=self._group, async_op=True)
+        work: dist.Work | None = dist.all_to_all_single(
+            buffer, tensor, splits.received, splits.sent, group=self._group, async_op=True
+        )
+        return work
 
     def broadcast(self, part: Tensor, owner: int) -> dist.Work | None:
         """Begin a broadcast."""
-        return dist.broadcast(part, group=self._group, group_src=owner, async_op=True)
+        work: dist.Work | None = dist.broadcast(part, group=self._group, group_src=owner, async_op=True)
+        return work
 
     def reduce(self, part: Tensor, owner: int) -> dist.Work | None:
         """Begin a sum at the owner."""
-        return dist.reduce(part, group=self._group, group_dst=owner, async_op=True)
+        work: dist.Work | None = dist.reduce(part, group=self._group, group_dst=owner, async_op=True)
+        return work
 
     def exchange_counts(self, sent: Tensor) -> Tensor:
         """Exchange equal parts; the current stream waits for them."""
