@@ -52,6 +52,11 @@ def test_a_token_goes_once_to_each_rank_and_comes_back_once(found: Found) -> Non
         assert rank["travelled"] == [2 * 5, 2 * 5]
 
 
+def test_experts_get_from_one_rank_that_plays_all_what_ranks_with_equal_tokens_send(found: Found) -> None:
+    for rank in found:
+        assert rank["played"] == [[True] * 3] * 2
+
+
 def test_refusals_give_the_reason(found: Found) -> None:
     for rank in found:
         assert rank["refusals"] == {
