@@ -19,6 +19,8 @@ from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
 
 STOCK = "grouped_mm"
+EVEN = "bmm"
+"""A batched product, for rows of which the host knows that every expert has as many."""
 PRODUCTS = ("forward", "rows", "matrices")
 """The product, the gradient of the rows, and the gradient of the matrices."""
 _SEPARATOR = "+"
@@ -51,6 +53,20 @@ def _stock_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     return F.grouped_mm(x_RK, w_EKN, offs=rows.ends)
 
 
+def _even_multiply(x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
+    num_experts, k, n = w_EKN.shape
+    return torch.bmm(x_RK.view(num_experts, -1, k), w_EKN).view(-1, n)
+
+
+def _even_add_up(x_RK: Tensor, grad_RN: Tensor, ends: Tensor) -> Tensor:
+    num_experts = ends.shape[0]
+    return torch.bmm(x_RK.view(num_experts, -1, x_RK.shape[1]).mT, grad_RN.view(num_experts, -1, grad_RN.shape[1]))
+
+
+def _even_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
+    return _even_multiply(x_RK, w_EKN, rows.ends)
+
+
 def _triton_multiply(x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
     w, transposed = stored(w_EKN)
     return triton_gemm.multiply_rows(x_RK, w, ends, transposed=transposed)
@@ -63,10 +79,11 @@ def _hopper_multiply(x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
 
 KERNELS = {
     STOCK: Products(_stock_multiply, _stock_add_up, _stock_gemm),
+    EVEN: Products(_even_multiply, _even_add_up, _even_gemm),
     "triton_grouped": Products(_triton_multiply, triton_gemm.sum_over_rows, triton_gemm.grouped_gemm),
     "hopper_grouped": Products(_hopper_multiply, hopper_gemm.sum_over_rows, hopper_gemm.grouped_gemm),
 }
-"""The back ends whose products can be mixed. None of them waits for the device in bfloat16."""
+"""The back ends whose products can be mixed. None of them waits for the device in bfloat16. `EVEN` takes even rows."""
 
 
 def mixed(forward: str, rows: str, matrices: str) -> str:
