@@ -34,6 +34,7 @@ from torch.autograd import Function
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.expert_reference import expert_ffn, relative_error
 from bexp.kernels.experts.registry import expert_backend
+from bexp.kernels.experts.rows import Rows
 
 CALLS = 20
 CHAINED = (2, 10)
@@ -119,20 +120,18 @@ def measure_gemms(gemm: Gemm, device: torch.device, unit: float) -> dict[str, An
     ends = (torch.arange(gemm.num_experts, device=device, dtype=torch.int32) + 1) * gemm.rows_per_expert
     plain = (x.detach(), w.detach())
     runs: dict[str, Callable[[], object]] = {}
-    for name, module, function in (
-        ("hopper_grouped", hopper, hopper.HopperGemm),
-        ("triton_grouped", triton_gemm, triton_gemm.TritonGemm),
-    ):
+    rows = Rows(ends, ends, ends)
+    for name, module in (("hopper_grouped", hopper), ("triton_grouped", triton_gemm)):
         runs[f"{name} multiply_rows"] = partial(module.multiply_rows, *plain, ends)
         runs[f"{name} sum_over_rows"] = partial(module.sum_over_rows, plain[0], grad, ends)
-        runs[f"{name} forward and backward"] = partial(_both_ways, function.apply, (x, w), (ends,), grad)
+        runs[f"{name} forward and backward"] = partial(_both_ways, module.grouped_gemm, (x, w), (rows,), grad)
     runs["grouped_mm"] = partial(torch.nn.functional.grouped_mm, *plain, offs=ends)
     runs["grouped_mm forward and backward"] = partial(_both_ways, _grouped_mm, (x, w), (ends,), grad)
     runs["autograd alone, forward and backward"] = partial(_both_ways, _Nothing.apply, (x, w), (), grad)
-    rows = x.detach().double().view(gemm.num_experts, -1, gemm.k)
+    exact = x.detach().double().view(gemm.num_experts, -1, gemm.k)
     wanted = {
-        "multiply_rows": (rows @ w.detach().double()).flatten(0, 1),
-        "sum_over_rows": rows.mT @ grad.double().view(gemm.num_experts, -1, gemm.n),
+        "multiply_rows": (exact @ w.detach().double()).flatten(0, 1),
+        "sum_over_rows": exact.mT @ grad.double().view(gemm.num_experts, -1, gemm.n),
     }
     errors = {
         name: relative_error(_tensor(run()), wanted[name.split()[1]])

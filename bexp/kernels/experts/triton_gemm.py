@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
 from bexp.kernels.allocation import empty
+from bexp.kernels.autograd import applied, differentiable_once
 from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
@@ -241,7 +241,7 @@ class TritonGemm(Function):
         return multiply_rows(x_RK, w, ends, transposed=transposed)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """The gradients of x and w, the latter in the layout of w."""
         x_RK, w_EKN, ends = ctx.saved_tensors
@@ -256,8 +256,11 @@ class TritonGemm(Function):
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
-    out: Tensor = TritonGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _apply(x_RK, w_EKN, rows.ends)
     return out
+
+
+_apply = applied(TritonGemm)
 
 
 def _forward(

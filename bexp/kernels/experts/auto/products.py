@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from bexp.kernels.autograd import applied, differentiable_once
 from bexp.kernels.experts import triton_gemm
 from bexp.kernels.experts.grouped_ffn import GroupedGemm
 from bexp.kernels.experts.hopper import gemm as hopper_gemm
@@ -100,9 +100,8 @@ def gemm_of(plan: str) -> GroupedGemm | None:
     if len(names) == 1:
         return KERNELS[plan].gemm
     forward, rows, matrices = (KERNELS[name] for name in names)
-    return lambda x, w, where: _MixedGemm.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        x, w, where.ends, forward.multiply, rows.multiply, matrices.add_up
-    )
+    apply = applied(_MixedGemm)
+    return lambda x, w, where: apply(x, w, where.ends, forward.multiply, rows.multiply, matrices.add_up)
 
 
 class _MixedGemm(Function):
@@ -123,7 +122,7 @@ class _MixedGemm(Function):
         return multiply(x_RK, w_EKN, ends)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
         x_RK, w_EKN, ends = ctx.saved_tensors
         grad_RN = grad_RN.contiguous()

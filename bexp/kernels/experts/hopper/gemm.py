@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from bexp.kernels.allocation import empty
+from bexp.kernels.autograd import applied, differentiable_once
 from bexp.kernels.experts.hopper.counter import tile_counter
 from bexp.kernels.experts.hopper.launch import (
     WARPS_OF_A_GROUP,
@@ -219,7 +219,7 @@ class HopperGemm(Function):
         return multiply_rows(x_RK, w, ends, transposed=transposed)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """The gradients of x and w, the latter in the layout of w."""
         x_RK, w_EKN, ends = ctx.saved_tensors
@@ -234,8 +234,11 @@ class HopperGemm(Function):
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
-    out: Tensor = HopperGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call] # torch's apply is untyped
+    out: Tensor = _apply(x_RK, w_EKN, rows.ends)
     return out
+
+
+_apply = applied(HopperGemm)
 
 
 def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:
