@@ -29,7 +29,7 @@ def fused_ffn(
 ) -> Tensor:
     """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
 
-    For backward it keeps x, the routing weights, a row of 2H (or H) numbers per token-expert pair, and eight bytes per
+    For backward it keeps x, the routing weights, a row of 2H (or H) numbers per token-expert pair, and twelve bytes per
     pair for the permutation. A weight may be the transpose of a contiguous tensor: it is read in that layout, and its
     gradient has the same layout. `tiles` overrides the choice of tiles.
     """

@@ -109,26 +109,48 @@ def _multiply_rows(
     device: int,
 ) -> tuple[tuple[int, int], tuple[int, int], Launches | None]:
     """The shape and strides of the result, and the launch; null if there is nothing to write."""
-    from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
-
     num_rows, k = x_shape
     num_experts, n = w_shape[0], w_shape[1] if transposed else w_shape[2]
     assert w_shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
     if num_rows == 0 or n == 0:
         return (num_rows, n), (n, 1), None
+    pointers = (Pointer("x"), Pointer("w"), Pointer("out"), Pointer("ends"))
+    launch = rows_launch(*pointers, num_rows, num_experts, k, n, transposed, dtype, device, tiles)
+    return (num_rows, n), (n, 1), Launches(("x", "w", "out", "ends"), (launch,))
+
+
+def rows_launch(
+    x: Pointer,
+    w: Pointer,
+    out: Pointer,
+    ends: Pointer,
+    num_rows: int,
+    num_experts: int,
+    k: int,
+    n: int,
+    transposed: bool,
+    dtype: torch.dtype,
+    device: int,
+    tiles: HopperTiles | None = None,
+) -> Launch:
+    """The launch of `multiply_rows`."""
+    from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
+
     multiprocessors = num_multiprocessors(torch.device("cuda", device))
     tiles = tiles or rows_tiles(num_rows, num_experts, k, n, multiprocessors)
     row_tiles = most_row_tiles(num_rows, num_experts, tiles.block_m)
-    w_block = (1, tiles.block_n, tiles.block_k) if transposed else (1, tiles.block_k, tiles.block_n)
-    launch = Launch(
+    w_shape, w_block = (num_experts, k, n), (1, tiles.block_k, tiles.block_n)
+    if transposed:
+        w_shape, w_block = (num_experts, n, k), (1, tiles.block_n, tiles.block_k)
+    return Launch(
         rows_kernel,
         (min(row_tiles * -(-n // tiles.block_n), tiles.programs * multiprocessors),),
         {
-            "x_desc": tensor_map(Pointer("x"), tuple(x_shape), (tiles.rows, tiles.block_k), dtype),
-            "w_desc": tensor_map(Pointer("w"), tuple(w_shape), w_block, dtype),
-            "out_desc": tensor_map(Pointer("out"), (num_rows, n), (tiles.rows, tiles.columns), dtype),
-            "out": Pointer("out"),
-            "ends": Pointer("ends"),
+            "x_desc": tensor_map(x, (num_rows, k), (tiles.rows, tiles.block_k), dtype),
+            "w_desc": tensor_map(w, w_shape, w_block, dtype),
+            "out_desc": tensor_map(out, (num_rows, n), (tiles.rows, tiles.columns), dtype),
+            "out": out,
+            "ends": ends,
             "num_experts": num_experts,
             "K": k,
             "N": n,
@@ -140,7 +162,6 @@ def _multiply_rows(
         },
         **_options(tiles),
     )
-    return (num_rows, n), (n, 1), Launches(("x", "w", "out", "ends"), (launch,))
 
 
 @lru_cache(KEPT_LAUNCHES)
