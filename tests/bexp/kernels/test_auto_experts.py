@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.experts import loop
+from bexp.kernels.experts.auto import __main__ as command
 from bexp.kernels.experts.auto import backend as auto_module
 from bexp.kernels.experts.auto import plans, products
 from bexp.kernels.experts.auto.backend import PLANNED, AutoExperts, auto_backend
@@ -488,6 +489,24 @@ def test_a_graph_takes_the_choice_with_it_and_only_what_can_be_traced(monkeypatc
     found = [chosen(frozenset({torch.bfloat16}), tokens) for tokens in (16, 20, 256, 300)]
     assert found == [True, True, False, False]
     assert not chosen(frozenset(), 16)
+
+
+def test_a_command_measures_a_layer_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = experts_with_another()
+    monkeypatch.setattr(command, "AUTO_EXPERTS", experts)
+    monkeypatch.setattr(command, "AUTO", ExpertBackend("auto", False, experts.check, experts.forward))
+    monkeypatch.setattr(auto_module, "measure_ffn", partial(measure_ffn, timer=FakeTimer({OTHER: (0.5, 0.5)})))
+    sizes = ["--num-experts", "4", "--top-k", "2", "--hidden-size", "32", "--ffn-hidden-size", "16", "--device", "cpu"]
+    assert command.main([*sizes, "--tokens", "8", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:2] == ["8 tokens: other", "16 tokens: other"]
+    assert str(plans.table_of(CPU).path) in printed
+    assert KernelTable.of_device(CPU).plan(FFNShape(4, 2, 32, 16, True, torch.bfloat16).key, 16, STOCK) == OTHER
+    monkeypatch.setattr(command, "AUTO", expert_backend("auto"))
+    assert command.main([*sizes, "--tokens", "8"]) == 1
+    assert "nothing to choose from" in capsys.readouterr().err
 
 
 def test_there_must_be_a_choice_that_does_not_wait() -> None:
