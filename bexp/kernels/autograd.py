@@ -22,11 +22,11 @@ def applied(function: type[Function]) -> Callable[..., Any]:
 
     `function` has no `setup_context`. A tensor that outlived a transform of functorch is not unwrapped.
     """
-    directly = super(Function, function).apply
+    directly = super(Function, function).apply  # type: ignore[misc]  # torch's stubs lack the class in C++
 
     def apply(*inputs: Any) -> Any:
         if torch.compiler.is_compiling() or _is_transformed():
-            return function.apply(*inputs)  # type: ignore[no-untyped-call]  # untyped in torch
+            return function.apply(*inputs)
         return directly(*inputs)
 
     return apply
