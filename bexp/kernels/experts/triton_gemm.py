@@ -8,19 +8,16 @@ groups.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from bexp.kernels.activations import Activation
 from bexp.kernels.allocation import empty
-from bexp.kernels.autograd import applied, differentiable_once
 from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.gemm_function import GemmProducts, differentiable_gemm
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
-from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows, sorted_rows
 from bexp.kernels.experts.triton_tiles import Tiles, rows_tiles, weights_tiles
 from bexp.kernels.launcher import (
@@ -230,37 +227,13 @@ def _sum_over_rows(
     return shape, strides, Launches(("x", "grad", "out", "ends"), (launch,))
 
 
-class TritonGemm(Function):
-    """Forward by `multiply_rows`; backward by it with the matrices transposed, and by `sum_over_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-        """x (R, K), w (E, K, N), or the transpose of a contiguous tensor, ends (E,) to (R, N)."""
-        ctx.save_for_backward(x_RK, w_EKN, ends)
-        w, transposed = stored(w_EKN)
-        return multiply_rows(x_RK, w, ends, transposed=transposed)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and w, the latter in the layout of w."""
-        x_RK, w_EKN, ends = ctx.saved_tensors
-        w, transposed = stored(w_EKN)
-        grad_RN = _with_dense_rows(grad_RN)
-        grad_x = multiply_rows(grad_RN, w, ends, transposed=not transposed) if ctx.needs_input_grad[0] else None
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            grad_w = sum_over_rows(grad_RN, x_RK, ends).mT if transposed else sum_over_rows(x_RK, grad_RN, ends)
-        return grad_x, grad_w, None
+multiply = differentiable_gemm(GemmProducts(multiply_rows, multiply_rows, sum_over_rows))
+"""`multiply_rows`, differentiable in x (R, K) and w (E, K, N)."""
 
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
-    out: Tensor = _apply(x_RK, w_EKN, rows.ends)
-    return out
-
-
-_apply = applied(TritonGemm)
+    return multiply(x_RK, w_EKN, rows.ends)
 
 
 def _forward(
@@ -280,7 +253,7 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     x = torch.randn(32, 64, dtype=dtype, device=device, requires_grad=True)
     w = torch.randn(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
     ends = torch.tensor([8, 8, 24, 32], dtype=torch.int32, device=device)
-    return triton_failure(lambda: TritonGemm.apply(x, w, ends), device)  # type: ignore[no-untyped-call]
+    return triton_failure(lambda: multiply(x, w, ends), device)
 
 
 def _programs(tiles: Tiles, num_tiles: int, device: torch.device) -> int:

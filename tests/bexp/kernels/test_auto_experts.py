@@ -302,11 +302,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The products of a second back end that were called; its numbers are those of the loop."""
     names: list[str] = []
 
-    def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    def multiply(x: Tensor, w: Tensor, ends: Tensor, /, *, transposed: bool = False) -> Tensor:
         names.append("multiply")
-        return loop.grouped_gemm(x, w, _counted(ends))
+        return loop.grouped_gemm(x, w.mT if transposed else w, _counted(ends))
 
-    def add_up(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    def add_up(x: Tensor, grad: Tensor, ends: Tensor, /) -> Tensor:
         names.append("add_up")
         parts = zip(x.split(_counted(ends).counts), grad.split(_counted(ends).counts), strict=True)
         return torch.stack([a.t() @ b for a, b in parts])

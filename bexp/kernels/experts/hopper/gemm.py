@@ -6,14 +6,12 @@ The kernels are compiled by Triton's Gluon and imported when first used: not eve
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from bexp.kernels.allocation import empty
-from bexp.kernels.autograd import applied, differentiable_once
+from bexp.kernels.experts.gemm_function import GemmProducts, differentiable_gemm
 from bexp.kernels.experts.hopper.counter import tile_counter
 from bexp.kernels.experts.hopper.launch import (
     WARPS_OF_A_GROUP,
@@ -22,7 +20,6 @@ from bexp.kernels.experts.hopper.launch import (
     tensor_map,
 )
 from bexp.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
-from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.launcher import ALIGNMENT_BYTES, KEPT_LAUNCHES, Launch, Launches, Pointer, current_stream, is_current
 from bexp.kernels.triton_support import aligned, num_multiprocessors
@@ -229,37 +226,13 @@ def weights_launch(
     return launch, claims
 
 
-class HopperGemm(Function):
-    """Forward by `multiply_rows`; backward by it with the matrices transposed, and by `sum_over_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-        """x (R, K), w (E, K, N), or the transpose of a contiguous tensor, ends (E,) to (R, N)."""
-        ctx.save_for_backward(x_RK, w_EKN, ends)
-        w, transposed = stored(w_EKN)
-        return multiply_rows(x_RK, w, ends, transposed=transposed)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and w, the latter in the layout of w."""
-        x_RK, w_EKN, ends = ctx.saved_tensors
-        w, transposed = stored(w_EKN)
-        grad_RN = aligned(grad_RN)
-        grad_x = multiply_rows(grad_RN, w, ends, transposed=not transposed) if ctx.needs_input_grad[0] else None
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            grad_w = sum_over_rows(grad_RN, x_RK, ends).mT if transposed else sum_over_rows(x_RK, grad_RN, ends)
-        return grad_x, grad_w, None
+multiply = differentiable_gemm(GemmProducts(multiply_rows, multiply_rows, sum_over_rows))
+"""`multiply_rows`, differentiable in x (R, K) and w (E, K, N)."""
 
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
-    out: Tensor = _apply(x_RK, w_EKN, rows.ends)
-    return out
-
-
-_apply = applied(HopperGemm)
+    return multiply(x_RK, w_EKN, rows.ends)
 
 
 def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:
