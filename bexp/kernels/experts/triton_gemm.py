@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.allocation import empty
+from bexp.kernels.allocation import checked, empty
 from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.gemm_function import GemmProducts, differentiable_gemm
@@ -66,7 +66,7 @@ def multiply_rows(
     shape, strides, launch = _multiply_rows(
         x_RK.shape, stride, w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, aligned, tiles, device
     )
-    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else _checked(out, x_RK, shape)
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is not None:
         launch(current_stream(device), x_RK, w, out, ends)
     return out
@@ -100,7 +100,7 @@ def sum_over_rows(
         tiles,
         device,
     )
-    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else _checked(out, x_RK, shape)
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is None:
         return out.zero_()
     launch(current_stream(device), x_RK, grad_RN, out, ends)
@@ -265,11 +265,6 @@ def _bulk_copies(device: torch.device, dtype: torch.dtype, *widths: int) -> bool
     return has_bulk_copies(device) and all(
         width > 0 and width * dtype.itemsize % ALIGNMENT_BYTES == 0 for width in widths
     )
-
-
-def _checked(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    assert out.shape == shape and out.dtype == like.dtype and out.is_contiguous(), "the result's shape and dtype"
-    return out
 
 
 def _device(index: int) -> torch.device:

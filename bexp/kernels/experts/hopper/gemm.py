@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bexp.kernels.allocation import empty
+from bexp.kernels.allocation import checked, empty
 from bexp.kernels.experts.gemm_function import GemmProducts, differentiable_gemm
 from bexp.kernels.experts.hopper.counter import tile_counter
 from bexp.kernels.experts.hopper.launch import (
@@ -48,10 +48,7 @@ def multiply_rows(
     shape, strides, launch = _multiply_rows(
         x_RK.shape, w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, tiles, device
     )
-    if out is None:
-        out = empty(x_RK, shape, strides, x_RK.dtype)
-    else:
-        assert out.shape == shape and out.dtype == x_RK.dtype and out.is_contiguous(), "the result's shape and dtype"
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is not None:
         launch(current_stream(device), x_RK, w, out, ends)
     return out
@@ -68,18 +65,12 @@ def sum_over_rows(
     if not is_current(device):
         with torch.cuda.device(device):
             return sum_over_rows(x_RK, grad_RN, ends, out=out, tiles=tiles)
-    if (
-        not (x_RK.is_contiguous() and grad_RN.is_contiguous())
-        or (x_RK.data_ptr() | grad_RN.data_ptr()) % ALIGNMENT_BYTES
-    ):
+    if not _are_aligned(x_RK, grad_RN):
         x_RK, grad_RN = aligned(x_RK), aligned(grad_RN)
     shape, strides, launch, claims = _sum_over_rows(
         x_RK.shape, grad_RN.shape, ends.shape, x_RK.dtype, grad_RN.dtype, ends.dtype, tiles, device
     )
-    if out is None:
-        out = empty(x_RK, shape, strides, x_RK.dtype)
-    else:
-        assert out.shape == shape and out.dtype == x_RK.dtype and out.is_contiguous(), "the result's shape and dtype"
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is None:
         return out.zero_()
     stream = current_stream(device)
