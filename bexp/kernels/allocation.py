@@ -21,6 +21,6 @@ def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype:
 
 
 def checked(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `out`, a contiguous tensor that a caller has allocated for a result of that shape and of `like`'s dtype."""
+    """Return `out`, which a caller has allocated for a contiguous result of that shape and of `like`'s dtype."""
     assert out.shape == shape and out.dtype == like.dtype and out.is_contiguous(), "the result's shape and dtype"
     return out
