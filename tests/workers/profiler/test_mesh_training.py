@@ -9,6 +9,8 @@ import pytest
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.mesh_ranks import CASES, NUM_RANKS
 
+pytestmark = pytest.mark.slow(together=True)
+
 Said = dict[str, tuple[float, float]]
 
 
