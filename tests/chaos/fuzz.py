@@ -3,7 +3,7 @@
 Each process calls an application of its own through ASGI. A request that reaches lines which no earlier one has reached
 joins the corpus that later ones are changed from (Python 3.12 and later report lines at no cost: `sys.monitoring`).
 The result is JSON; SIGTERM ends the requests, and what was found so far is written. The status is 1 if an answer was a
-server error, if it took more than a second of processor time or five seconds, or if memory grew.
+server error, if it took more than a second of processor time or 30 s, or if memory grew.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from tests.chaos.result import percentile, read_commit, write_document
 from tests.contracts.samples import make_progress, make_report, make_request
 
 MOST_CPU_SECONDS = 1.0
-MOST_SECONDS = 5.0
-"""More than processor time, because the host may be busy with something else."""
+MOST_SECONDS = 30.0
+"""More than processor time, because the host may be busy with something else; for that reason the service may take
+longer than usual, too."""
 
 MOST_GROWTH_BYTES = 50 << 20
 WARM_UP = 500
@@ -156,7 +157,7 @@ async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
     known = _make_job(database)
     found, rng, lines, process = Found(), Random(seed), Lines(), psutil.Process()
     found.guided = lines.is_guiding
-    app = create_app(ServiceSettings(url))
+    app = create_app(ServiceSettings(url, answer_seconds=2 * MOST_SECONDS))
     statuses: Counter[int] = Counter()
     ends_at = time.monotonic() + seconds
     first_bytes = 0
