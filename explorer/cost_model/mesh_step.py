@@ -321,7 +321,7 @@ def _stage(
         saved_bytes=sum(count * part.saved_bytes for part, count in parts),
         transient_bytes=max(0, *(transient(part) for part, _ in parts)),
         hand_over=sent.seconds,
-        host_bound=slower > 1.0,
+        host_bound=max(ahead, behind) > 1.0,
     )
 
 
