@@ -110,8 +110,8 @@ class BlockTimer(Protocol):
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         """Repeat the passes and time them. `poll` is called when it cannot disturb the timing."""
 
-    def time_waiting_forward(self, passes: Passes) -> WaitingForward:
-        """Time forwards in which the host waits for the device."""
+    def time_waiting_forward(self, passes: Passes) -> WaitingForward | None:
+        """Time forwards in which the host waits for the device; null if the host is the device."""
 
 
 def standard_error(samples: list[float]) -> float:
@@ -187,10 +187,8 @@ class HostTimer:
                 poll()
         return summarize(samples)
 
-    def time_waiting_forward(self, passes: Passes) -> WaitingForward:
-        """The device is the host, so that nothing leads: the median of a few forwards, twice."""
-        seconds = statistics.median(_time_once(passes).forward for _ in range(self.BUDGET.min_repeats))
-        return WaitingForward(in_lead=seconds, in_row=seconds)
+    def time_waiting_forward(self, passes: Passes) -> None:
+        """A host waits for no device."""
 
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
         return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
