@@ -14,16 +14,19 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
+from explorer.cost_model.components import Component
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.records.measurement import Measurement, Outcome
+from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from explorer.records.plan import MeshRun
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.mesh_check import MeshChecks
@@ -36,9 +39,8 @@ from workers.process.interface import DeviceProfiler
 from workers.process.profiler import Profiler
 
 CONFIGS = ("examples/gpt2-124m.yaml", "examples/llama-3.2-1b.yaml", "examples/qwen3-30b-a3b.yaml")
-TIMEOUT_SECONDS = 300.0
 COMPONENT_FIELDS = {
-    *("device_seconds", "forward_device_seconds", "host_seconds", "stalled_seconds"),
+    *("device_seconds", "forward_device_seconds", "host_seconds", "stalled_seconds", "waiting_forward_seconds"),
     *("saved_bytes", "forward_peak_bytes", "backward_peak_bytes"),
 }
 """What a row tells of each component."""
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", default="cuda:0-1")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--num-micro-batches", type=int, default=8, help="of a step; a multiple of the devices")
+    parser.add_argument("--timeout-seconds", type=float, default=300.0, help="of each trial")
     parser.add_argument("--most-layers", type=int, default=8, help="models with more layers are cut to so many")
     parser.add_argument("--meshes", type=re.compile, default=re.compile(""), help="a pattern of the names to run")
     parser.add_argument("--out", type=Path, required=True)
@@ -93,6 +96,7 @@ def rows(
         model = parse_request(load_document(path.read_text())).model
         assert model is not None, "the configuration describes a model"
         layers = min(model.num_layers, options.most_layers)
+        measured: dict[Component, ComponentMeasurement] = {}
         for name, parallelism in meshes(number, with_experts=model.moe is not None).items():
             for m in options.micro_batch_sizes:
                 if (path.stem, name, m) in done or not options.meshes.search(name):
@@ -109,12 +113,23 @@ def rows(
                     }
                 )
                 row = {"model": path.stem, "num_layers": layers, "mesh": name, "micro_batch_size": m}
-                yield row | measure(request, profiler.begin(request), profiler)
+                report = profiler.begin(request)
+                yield row | measure(request, report, profiler, measured, options.timeout_seconds)
 
 
-def measure(request: ExplorationRequest, report: DeviceReport, profiler: DeviceProfiler) -> dict[str, Any]:
-    """Return the composed and the whole step of a request with one candidate."""
+def measure(
+    request: ExplorationRequest,
+    report: DeviceReport,
+    profiler: DeviceProfiler,
+    measured: dict[Component, ComponentMeasurement],
+    timeout_seconds: float,
+) -> dict[str, Any]:
+    """Return the composed and the whole step of a request with one candidate.
+
+    `measured` has the components of earlier rows of the model, and gets those of this one.
+    """
     space = PlanSpace(request, report)
+    space.learn(measured.values())
     found = max(space.candidates, key=lambda each: space.step(each).tokens_per_second)
 
     def run(kind: TrialKind, components: Sequence[Any] = (), mesh_run: MeshRun | None = None) -> Measurement:
@@ -125,28 +140,35 @@ def measure(request: ExplorationRequest, report: DeviceReport, profiler: DeviceP
                 model=request.model,
                 candidate=found.candidate,
                 components=tuple(components),
-                timeout_seconds=TIMEOUT_SECONDS,
+                timeout_seconds=timeout_seconds,
                 num_processes=request.num_devices,
                 mesh_run=mesh_run,
             )
         )
 
-    for components in (space.exchanges, space.missing(found)):
+    moments = [time.perf_counter()]
+    exchanges = tuple(each for each in space.exchanges if each not in measured)
+    for components in (exchanges, space.missing(found)):
         measurement = run(TrialKind.COMPONENTS, components)
         if measurement.outcome is not Outcome.OK:
             return {"outcome": measurement.outcome, "reason": measurement.reason}
         space.learn(measurement.components)
+        measured |= {each.component: each for each in measurement.components}
+        moments.append(time.perf_counter())
     checks = MeshChecks(space)
     mesh_run = checks.run_of(found, space.step(found, simulate=True))
     measurement = run(TrialKind.WHOLE_MODEL, mesh_run=mesh_run)
+    moments.append(time.perf_counter())
     trial = Trial(number=0, kind=TrialKind.WHOLE_MODEL, measurement=measurement, mesh_run=mesh_run)
     checks.learn((trial,))
     return {
         "outcome": measurement.outcome,
         "reason": measurement.reason,
+        "seconds": dict(zip(("exchanges", "blocks", "whole"), (b - a for a, b in pairwise(moments)), strict=True)),
         "conditions": None if measurement.contamination is None else measurement.contamination,
         "components": [
-            {"key": each.component.key, **each.model_dump(include=COMPONENT_FIELDS)} for each in space.measured.values()
+            {"key": component.key, **space.measured[component].model_dump(include=COMPONENT_FIELDS)}
+            for component in (*space.exchanges, *space.composer.components(found))
         ],
         **compared(space, found, checks, mesh_run),
     }

@@ -16,6 +16,7 @@ from bexp.measure.timing import (
     Reducer,
     Timing,
     TimingBudget,
+    WaitingForward,
     collector_paused,
     summarize,
 )
@@ -39,6 +40,8 @@ longer. One of 16 agrees with what a further layer adds to a model (benchmarks/L
 """
 HOST_REPEATS = 5
 LEAD_REPEATS = 9
+WAITING_ROW = 8
+"""Forwards in a row, if the host waits for the device in each of them."""
 HOST_MATTERS = 0.6
 """If a module alone takes the host less than this share of the device's time, no row is timed.
 
@@ -110,12 +113,23 @@ class CudaTimer:
         finally:
             self._poll = _look_away
 
-    def time_forward_in_lead(self, passes: Passes) -> float:
-        """Let the device sleep while the host issues what it can; the median of a few forwards."""
+    def time_waiting_forward(self, passes: Passes) -> WaitingForward:
+        """Let the device sleep while the host issues what it can, and then run forwards in a row; medians of a few."""
         with collector_paused():
             sleep = SLEEP_MARGIN * self._run_once(passes, sleep_seconds=0.0).host + 1e-3
-            samples = [self._run(passes, repeats=1, sleep_seconds=sleep)[0] for _ in range(LEAD_REPEATS)]
-        return statistics.median(sample.forward for sample in samples)
+            led = [self._run(passes, repeats=1, sleep_seconds=sleep)[0].forward for _ in range(LEAD_REPEATS)]
+            rows = [self._time_forwards(passes) for _ in range(HOST_REPEATS)]
+        return WaitingForward(in_lead=statistics.median(led), in_row=statistics.median(rows))
+
+    def _time_forwards(self, passes: Passes) -> float:
+        """Seconds of one forward in a row of them, each of which waits for the device."""
+        passes.prepare_forward()
+        torch.cuda.synchronize(self._device)
+        passes.forward()
+        started = time.perf_counter()
+        for _ in range(WAITING_ROW):
+            passes.forward()
+        return (time.perf_counter() - started) / WAITING_ROW
 
     def _time(self, passes: Passes) -> Timing:
         with collector_paused():

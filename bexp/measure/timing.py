@@ -68,6 +68,18 @@ class Timing:
     repeats: int
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingForward:
+    """Seconds of a forward in which the host waits for the device.
+
+    `in_lead` are the device's, if the host begins long before the device is ready. `in_row` are those of one of several
+    forwards in a row, in which the host has no lead.
+    """
+
+    in_lead: float
+    in_row: float
+
+
 class Reducer(Protocol):
     """Lets processes that time together decide on the same figures, so that all make the same number of repeats."""
 
@@ -98,8 +110,8 @@ class BlockTimer(Protocol):
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         """Repeat the passes and time them. `poll` is called when it cannot disturb the timing."""
 
-    def time_forward_in_lead(self, passes: Passes) -> float:
-        """Return the device's seconds of a forward that the host begins to issue long before the device is ready."""
+    def time_waiting_forward(self, passes: Passes) -> WaitingForward | None:
+        """Time forwards in which the host waits for the device; null if the host is the device."""
 
 
 def standard_error(samples: list[float]) -> float:
@@ -175,9 +187,8 @@ class HostTimer:
                 poll()
         return summarize(samples)
 
-    def time_forward_in_lead(self, passes: Passes) -> float:
-        """The device is the host, so that nothing leads: the median of a few forwards."""
-        return statistics.median(_time_once(passes).forward for _ in range(self.BUDGET.min_repeats))
+    def time_waiting_forward(self, passes: Passes) -> None:
+        """A host waits for no device."""
 
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
         return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)

@@ -92,20 +92,22 @@ def whole_recompute(recompute: Recompute) -> BlockRecompute:
 class Operation(StrEnum):
     """What devices of a mesh do to exchange something.
 
-    In `all_to_all` the first device gets twice the bytes of any other. In `send` each device sends to the next.
+    In `all_to_all` the first device gets twice the bytes of any other. In `send` each device sends to the next. In
+    `broadcast` the first device sends to all others.
     """
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     SEND = "send"
+    BROADCAST = "broadcast"
 
 
 class ExchangeSpec(Frozen):
     """An operation of groups of `size` devices, `stride` apart, which run it at the same time.
 
-    `num_bytes` are those that a device has after it has gathered, or before it scatters; those that it sends; or, in
-    `all_to_all`, those that the first device receives, with its own.
+    `num_bytes` are those that a device has after it has gathered, or before it scatters; those that it sends, to one or
+    to all; or, in `all_to_all`, those that the first device receives, with its own.
     """
 
     operation: Operation

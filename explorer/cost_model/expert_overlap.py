@@ -31,7 +31,7 @@ class ExpertOverlap:
     """The exchanges of a layer's experts for one micro-batch, one way.
 
     `moved` is one of `degree` chunks of rows, and `paired` the routing weights of its pairs of token and expert.
-    `copied` are the weights of the shadowed experts or the sum of their gradients, which pass in `num_copies` calls.
+    The weights of the shadowed experts, or the sums of their gradients, pass in `num_copies` exchanges like `copied`.
     The shadowed experts take `home_share` of the computation. `local_bytes` are those that the measured device reads
     and writes in one direction in place of exchanges of rows.
     """
@@ -41,13 +41,13 @@ class ExpertOverlap:
     copied: Transfer
     home_share: float
     paired: Transfer = NOTHING
-    num_copies: int = 0
+    num_copies: int = 1
     local_bytes: int = 0
 
     @property
     def link(self) -> Link:
         """The link that most of the seconds pass."""
-        return self.copied.link if self.copied.seconds > 2 * self.degree * self.moved.seconds else self.moved.link
+        return self.copied.link if self._copied > 2 * self.degree * self.moved.seconds else self.moved.link
 
     @property
     def issued_seconds(self) -> tuple[float, float]:
@@ -56,8 +56,8 @@ class ExpertOverlap:
         Forward exchanges counts, and of each chunk rows, weights and routes, and what returns. Backward exchanges the
         gradients of rows and weights, and of what returned.
         """
-        once = self.moved.host_seconds
-        return (1 + 4 * self.degree + self.num_copies) * once, (3 * self.degree + self.num_copies) * once
+        once, copied = self.moved.host_seconds, self.num_copies * self.copied.host_seconds
+        return (1 + 4 * self.degree) * once + copied, 3 * self.degree * once + copied
 
     def forward_seconds(self, computation: float, stalled: float = 0.0) -> float:
         """Return the seconds of forward, whose experts compute for `computation` seconds by themselves.
@@ -65,9 +65,13 @@ class ExpertOverlap:
         The device stands still for `stalled` seconds after the host's wait, if exchanges take the host no time. The
         first chunk arrives meanwhile.
         """
-        started = (3 * self.degree + self.num_copies) * self.moved.host_seconds
+        started = 3 * self.degree * self.moved.host_seconds + self.num_copies * self.copied.host_seconds
         hidden = max(0.0, stalled + started - self._moved)
         return self.paired.seconds + hidden + self._forward_seconds(computation)
+
+    @property
+    def _copied(self) -> float:
+        return self.num_copies * self.copied.seconds
 
     @property
     def _moved(self) -> float:
@@ -80,7 +84,7 @@ class ExpertOverlap:
         moves: list[Task] = [(moved, None) for _ in chunks]
         if home:
             computed.append((home, self.degree))
-            moves.append((self.copied.seconds, None))
+            moves.append((self._copied, None))
         moves += [(moved, chunk) for chunk in chunks]
         return run_beside(computed, moves)
 
@@ -92,7 +96,7 @@ class ExpertOverlap:
         first = 0
         if home:
             computed.insert(0, (home, None))
-            moves.append((self.copied.seconds, 0))
+            moves.append((self._copied, 0))
             first = 1
         moves += [(moved, first + chunk) for chunk in chunks]
         return run_beside(computed, moves)

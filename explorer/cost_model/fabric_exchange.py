@@ -58,6 +58,10 @@ class Exchanges(ABC):
     def send(self, size_bytes: float, ranks: Group) -> Transfer:
         """Return what a rank of a pipeline sends to the next; the slowest pair of ranks counts."""
 
+    @abstractmethod
+    def broadcast(self, size_bytes: float, group: Group) -> Transfer:
+        """Return what copies `size_bytes` of one device to all others of a group, or sums theirs at that device."""
+
 
 class Fabric(Exchanges):
     """The exchanges of a described machine."""
@@ -104,6 +108,13 @@ class Fabric(Exchanges):
             return Transfer(size_bytes / _rate(node) + MICRO * node.microseconds)
         link = self._between()
         return Transfer(size_bytes / _rate(link) + MICRO * link.microseconds, Link.INTER_NODE)
+
+    def broadcast(self, size_bytes: float, group: Group) -> Transfer:
+        """Return what copies `size_bytes` of one device to all others of a group, or sums theirs at that device.
+
+        All bytes pass each device's links; of a gather, the (n - 1) / n do that a device lacks.
+        """
+        return Transfer(0.0) if group.size == 1 else self.gather(size_bytes * group.size / (group.size - 1), group)
 
     def _within(self, group: Group) -> int:
         """Return how many members of a group a node has."""

@@ -35,7 +35,8 @@ def exchange_components(request: ExplorationRequest, meshes: Iterable[Mesh]) -> 
         if mesh.expert > 1:
             groups.append((Operation.ALL_TO_ALL, Group(mesh.expert, 1)))
             groups += [(operation, Group(mesh.expert_data, mesh.expert)) for operation in both]
-            groups += [(operation, Group(mesh.expert, 1)) for operation in both if mesh.shadowed_experts]
+            if mesh.shadowed_experts:
+                groups.append((Operation.BROADCAST, Group(mesh.expert, 1)))
         wanted |= dict.fromkeys(each for each in groups if each[1].size > 1)
     sizes = np.geomspace(SMALLEST_BYTES, largest, SIZES).round().astype(int).tolist()
     return tuple(
@@ -53,10 +54,12 @@ class MeasuredExchanges(Exchanges):
     """The exchanges of the worker's devices.
 
     Between two measured sizes, seconds are interpolated in proportion to the bytes. Above the largest they grow with
-    the bytes, and below the smallest they are those of the smallest. What is not measured yet has an assumed rate.
+    the bytes, and below the smallest they are those of the smallest. What is not measured yet has an assumed rate. On a
+    CPU the host issues an exchange within its seconds.
     """
 
     def __init__(self, found: Iterable[ComponentMeasurement], device_kind: str) -> None:
+        self._host_issues = device_kind != "cpu"
         self._assumed = ASSUMED_BYTES_PER_SECOND[device_kind]
         points: dict[tuple[Operation, Group], list[tuple[int, float, float]]] = {}
         for each in found:
@@ -82,6 +85,10 @@ class MeasuredExchanges(Exchanges):
         """Return what a rank of a pipeline sends to the next."""
         return self._transfer(Operation.SEND, size_bytes, ranks)
 
+    def broadcast(self, size_bytes: float, group: Group) -> Transfer:
+        """Return what copies `size_bytes` of one device to all others of a group; their sum takes as long."""
+        return self._transfer(Operation.BROADCAST, size_bytes, group)
+
     def _transfer(self, operation: Operation, size_bytes: float, group: Group) -> Transfer:
         if group.size == 1 or not size_bytes:
             return Transfer(0.0, Link.DEVICES)
@@ -89,7 +96,7 @@ class MeasuredExchanges(Exchanges):
         if points is None:
             return Transfer(size_bytes / self._assumed, Link.DEVICES)
         sizes, seconds, hosts = zip(*points, strict=True)
-        host = float(np.median(hosts))
+        host = float(np.median(hosts)) if self._host_issues else 0.0
         if size_bytes > sizes[-1]:
             return Transfer(float(seconds[-1] * size_bytes / sizes[-1]), Link.DEVICES, host)
         return Transfer(float(np.interp(size_bytes, sizes, seconds)), Link.DEVICES, host)

@@ -38,7 +38,8 @@ class BlockCost:
     """Seconds and bytes of a component; the bytes may be smaller by `spared_share`, which is 0 if measured.
 
     The device stands still for `stalled_seconds` of forward, which `device_seconds` do not have, while the host issues
-    what comes after a wait for the device.
+    what comes after a wait for the device. Such a block takes `waiting_forward_seconds` in a row of forwards, where the
+    host has no lead.
     """
 
     device_seconds: float
@@ -50,6 +51,24 @@ class BlockCost:
     relative_error: float
     spared_share: float = 0.0
     stalled_seconds: float = 0.0
+    waiting_forward_seconds: float | None = None
+
+    @property
+    def host_ahead(self) -> float:
+        """The host's seconds for forward.
+
+        A host that is slower than the device has both directions measured in the device's shares: it is the device.
+        """
+        if self.waiting_forward_seconds is not None:
+            return self.waiting_forward_seconds
+        share = self.forward_share if self.host_seconds >= self.device_seconds else HOST_FORWARD_SHARE
+        return share * self.host_seconds
+
+    @property
+    def host_behind(self) -> float:
+        """The host's seconds for backward."""
+        share = self.forward_share if self.host_seconds >= self.device_seconds else HOST_FORWARD_SHARE
+        return (1.0 - share) * self.host_seconds
 
 
 Costs = Mapping[Component, BlockCost]
@@ -150,8 +169,8 @@ def compose_layer(
         cost = costs[block.component]
         first, rest = _passes(block, cost, share, mesh)
         issued_ahead, issued_behind = block.issued_seconds
-        host_ahead += HOST_FORWARD_SHARE * cost.host_seconds + issued_ahead
-        host_behind += (1.0 - HOST_FORWARD_SHARE) * cost.host_seconds + issued_behind + again * issued_ahead
+        host_ahead += cost.host_ahead + issued_ahead
+        host_behind += cost.host_behind + issued_behind + again * issued_ahead
         forward, backward = forward + first, backward + rest
         passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
         weights += max(0.0, passed) * _weights_share(block.component, share.shard)

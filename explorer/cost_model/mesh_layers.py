@@ -211,14 +211,14 @@ class MeshDecomposer:
         )
         row_bytes = model.hidden_size * item
         copied = shadowed * expert * item
+        num_copies = 2 * min(mesh.expert, shadowed)  # two matrices of each owner
         overlap = ExpertOverlap(
             degree,
             moved=self.exchanges.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group),
             paired=self.exchanges.all_to_all(rows.received / degree * item, group),
-            # A broadcast, or a sum at one device, passes all bytes over each link, and a gather (n - 1) / n of them.
-            copied=self.exchanges.gather(copied * mesh.expert / (mesh.expert - 1), group),
+            copied=self.exchanges.broadcast(copied / max(1, num_copies), group),
             home_share=rows.home / rows.computed,
-            num_copies=2 * min(mesh.expert, shadowed),
+            num_copies=num_copies,
             local_bytes=2 * (rows.moved_in + rows.moved_out) * row_bytes,
         )
         return Block(

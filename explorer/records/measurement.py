@@ -56,7 +56,8 @@ class ComponentMeasurement(Frozen):
     whole model. `slowdown` and `host_once_seconds` are null for other components.
 
     `stalled_seconds` is what the device stands still in forward, because the host waits for it in the middle of the
-    block and only then issues the rest. The other seconds are without this wait. It is null if the host never waits.
+    block and only then issues the rest. `waiting_forward_seconds` is what passes in one of several forwards in a row,
+    each with its wait. The other seconds are without the wait. Both are null if the host never waits.
     """
 
     component: Component
@@ -71,6 +72,7 @@ class ComponentMeasurement(Frozen):
     slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
     host_once_seconds: Seconds | None = None
     stalled_seconds: Seconds | None = Field(None, exclude_if=_is_null)
+    waiting_forward_seconds: Seconds | None = Field(None, exclude_if=_is_null)
     conditions: Conditions | None = None
 
     @property

@@ -301,4 +301,5 @@ def _measured_cost(found: ComponentMeasurement) -> BlockCost:
         backward_peak_bytes=found.backward_peak_bytes,
         relative_error=max(LEAST_ERROR, found.standard_error_seconds / device if device else 0.0),
         stalled_seconds=found.stalled_seconds or 0.0,
+        waiting_forward_seconds=found.waiting_forward_seconds,
     )

@@ -230,6 +230,12 @@ def travelled(group: dist.ProcessGroup) -> list[int]:
     return moved
 
 
+def _told(said: list[Tensor], x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, *others: Any) -> Tensor:
+    """Run experts and note what they get."""
+    said += [x_TD.detach(), routes_TK, weights_TK.detach()]
+    return expert_backend("loop").forward(x_TD, routes_TK, weights_TK, *others)
+
+
 def played(group: dist.ProcessGroup) -> list[bool]:
     """Whether experts get the same from ranks with equal tokens as from one rank that plays them, mode by mode."""
     found = []
@@ -240,12 +246,7 @@ def played(group: dist.ProcessGroup) -> list[bool]:
         for peers in (group, LocalPeers(group.size(), group.rank())):
             got.append([])
 
-            def experts(
-                x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, *others: Any, said: Any = got[-1]
-            ) -> Tensor:
-                said += [x_TD.detach(), routes_TK, weights_TK.detach()]
-                return expert_backend("loop").forward(x_TD, routes_TK, weights_TK, *others)
-
+            experts = partial(_told, got[-1])
             run = ExpertParallel(peers, NUM_EXPERTS, experts, overlap_degree=degree, shadowed_experts=shadowed)
             x, weights = references.leaves(drawn.inputs[:2])
             w_in, w_out = references.leaves([local_experts(w, group) for w in drawn.inputs[2:]])

@@ -13,8 +13,17 @@ from explorer.cost_model.fabric_exchange import Fabric, Group, Link
 from explorer.cost_model.mesh_costs import DeviceShare
 from explorer.cost_model.mesh_layers import Block, MeshCandidate
 from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.shards import SHARED_EXPERTS, busiest_device, expert_chunk, expert_rows, shard_of, tensor_shard
+from explorer.cost_model.shards import (
+    SHARED_EXPERTS,
+    SPREAD_EXPERTS,
+    busiest_device,
+    expert_chunk,
+    expert_rows,
+    shard_of,
+    tensor_shard,
+)
 from explorer.cost_model.step import static_parts
+from explorer.records.measurement import ComponentMeasurement
 from explorer.search.plan_space import PlanSpace
 from explorer.spec.fabric import FabricSpec
 from explorer.spec.request import ExplorationRequest
@@ -110,6 +119,51 @@ def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
     step = found.step(only(found))
     assert step.exchange_share > 0
     assert Link.INTRA_NODE in step.makeup
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_backward_saves_nothing_of_what_forward_loses_to_a_waiting_host(recompute: str) -> None:
+    """The device stands still after each layer's wait; a host without a lead sets the pace of forward alone."""
+    found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, recompute=[recompute])
+    one = only(found)
+
+    def seconds(**waiting: float) -> float:
+        found.learn(
+            ComponentMeasurement(
+                component=component,
+                device_seconds=3e-3,
+                host_seconds=1e-4,
+                forward_device_seconds=1e-3,
+                standard_error_seconds=0.0,
+                repeats=9,
+                saved_bytes=0,
+                forward_peak_bytes=0,
+                backward_peak_bytes=0,
+                **(waiting if component.part == SPREAD_EXPERTS else {}),
+            )
+            for component in found.composer.components(one)
+        )
+        return found.step(one).seconds
+
+    layers = 8 * found.step(one).num_micro_batches
+    stalled = seconds(stalled_seconds=2e-3, waiting_forward_seconds=0.0)
+    passes = 2 if recompute == "full" else 1  # layers that run again wait again
+    assert seconds(stalled_seconds=3e-3, waiting_forward_seconds=0.0) - stalled == pytest.approx(passes * layers * 1e-3)
+    slow = seconds(stalled_seconds=0.0, waiting_forward_seconds=2e-2)
+    assert seconds(stalled_seconds=0.0, waiting_forward_seconds=3e-2) - slow == pytest.approx(layers * 1e-2)
+
+
+def test_a_device_that_shares_experts_places_its_own_tokens() -> None:
+    moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
+    found = space({"tensor": 2, "expert": 4}, num_devices=4, experts=True, model={**MOE, "moe": moe})
+    experts = next(c for c in found.composer.components(only(found)) if c.part == SPREAD_EXPERTS)
+    model, request = shard_of(experts, found.request.model, found.request)
+    assert model.moe is not None
+    assert (model.moe.num_experts, model.moe.top_k, model.moe.shared_expert_ffn_hidden_size) == (8, 2, 0)
+    assert model.seq_length == found.request.model.seq_length // 2, (
+        "sequence parallelism leaves it half of each sequence"
+    )
+    assert request.routing == found.request.routing
 
 
 def test_shared_experts_stay_where_they_are() -> None:

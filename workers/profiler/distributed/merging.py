@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
 from explorer.spec.hardware import HardwareSpec
 from workers.process.protocol import TrialFinished
+
+OPTIONAL = ("host_once_seconds", "slowdown", "stalled_seconds", "waiting_forward_seconds")
+"""Figures that not every component has."""
 
 
 def merge_hardware(found: Sequence[HardwareSpec]) -> HardwareSpec:
@@ -50,12 +53,13 @@ def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasureme
             "saved_bytes": max(measured.saved_bytes for measured in found),
             "forward_peak_bytes": max(measured.forward_peak_bytes for measured in found),
             "backward_peak_bytes": max(measured.backward_peak_bytes for measured in found),
-            "host_once_seconds": max(
-                (m.host_once_seconds for m in found if m.host_once_seconds is not None), default=None
-            ),
-            "slowdown": max((m.slowdown for m in found if m.slowdown is not None), default=None),
+            **{name: _largest(getattr(measured, name) for measured in found) for name in OPTIONAL},
         }
     )
+
+
+def _largest(figures: Iterable[float | None]) -> float | None:
+    return max((figure for figure in figures if figure is not None), default=None)
 
 
 def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:

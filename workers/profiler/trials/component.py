@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from bexp.measure.memory import measure_memory
+from bexp.measure.timing import WaitingForward
 from explorer.cost_model.components import Component
 from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.parts import ExploredModel
@@ -36,11 +37,10 @@ def measure_component(
             memory = measure_memory(passes, instruments.device)
         with clock.phase("timed"), instruments.monitor.watch() as watch:
             timing = instruments.timer.time(passes, watch.poll)
-            stalled = None
+            waited: WaitingForward | None = None
             if (waiting := passes.waiting()) is not None:
                 with waiting:
-                    led = instruments.timer.time_forward_in_lead(passes)
-                stalled = max(0.0, led - timing.forward_device_seconds)
+                    waited = instruments.timer.time_waiting_forward(passes)
     return ComponentMeasurement(
         component=component,
         device_seconds=timing.device_seconds,
@@ -51,6 +51,7 @@ def measure_component(
         saved_bytes=memory.saved,
         forward_peak_bytes=memory.forward_peak,
         backward_peak_bytes=memory.backward_peak,
-        stalled_seconds=stalled,
+        stalled_seconds=None if waited is None else max(0.0, waited.in_lead - timing.forward_device_seconds),
+        waiting_forward_seconds=None if waited is None else waited.in_row,
         conditions=watched_conditions(watch),
     )

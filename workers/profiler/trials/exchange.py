@@ -51,7 +51,7 @@ class _Exchange:
             self._sent = [share, *(smaller for _ in range(ranks - 1))]
             self._received = [share if own == 0 else smaller] * ranks
             self._own, self._whole = draw(sum(self._sent)), draw(sum(self._received))
-        elif asked.operation is Operation.SEND:
+        elif asked.operation in {Operation.SEND, Operation.BROADCAST}:
             self._own, self._whole = draw(share * ranks), draw(share * ranks)
         else:  # as blocks of ranks do it, because the host's time counts too
             shared, gathers = SequenceParallel(group), asked.operation is Operation.ALL_GATHER
@@ -71,6 +71,8 @@ class _Exchange:
             self._turns[0](self._own)
         elif self._operation is Operation.ALL_TO_ALL:
             dist.all_to_all_single(self._whole, self._own, self._received, self._sent, group=self._group)
+        elif self._operation is Operation.BROADCAST:
+            dist.broadcast(self._own, group=self._group, group_src=0)
         else:
             before, after = self._neighbours
             for work in dist.batch_isend_irecv(
