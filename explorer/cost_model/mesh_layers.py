@@ -164,6 +164,12 @@ class MeshDecomposer:
         once, half = self.exchanges.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
         return (Transfer(half * once.seconds, once.link, half * once.host_seconds),)
 
+    def _normed(self, m: int, size: int) -> tuple[Transfer, ...]:
+        """Return what ranks exchange for norms over all heads: two numbers of each token."""
+        if size == 1 or self._model.qk_norm != "full":
+            return ()
+        return (self.exchanges.gather(2 * FLOAT32_BYTES * m * self._model.seq_length * size, Group(size, 1)),)
+
     def _blocks(
         self,
         sort: Sort,
@@ -181,7 +187,7 @@ class MeshDecomposer:
         attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
         yield Block(
             component(attention, policy(attention), candidate.attention_backend),
-            around,
+            (*around, *self._normed(candidate.micro_batch_size, mesh.tensor)),
             count_attention(shard),
             sharded_outputs=2,
         )
